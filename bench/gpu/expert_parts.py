@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from .run_log import Log, cuda_us, tried
 
@@ -79,6 +81,38 @@ def expert_tiles(log: Log) -> None:
         layer = _Layer(*model)
         for tokens, trials in TRIALS.items():
             _try_tiles(log, name, layer, tokens, trials)
+        del layer
+        torch.cuda.empty_cache()
+
+
+def tile_rule(log: Log) -> None:
+    """Each size of tiles at rows per expert of prompts: the best rule for `experts.rows_of_tiles`."""
+    import torch
+
+    from moe_lora.kernels.triton.linear import experts as kernels
+
+    for name, per_token in (("qwen3", 16), ("gpt_oss", 8)):
+        layer = _Layer(*MODELS[name])
+        for per_expert in (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 128):
+            x, ids, _ = layer.rows(per_expert * per_token)
+            for block_t in (16, 32, 64, 128):
+                if not per_expert / 4 < block_t < 8 * per_expert:
+                    continue
+
+                def rule(rows: int, experts: int, block_t: int = block_t) -> int:
+                    return block_t
+
+                with patch.object(kernels, "rows_of_tiles", rule):
+                    order = kernels.order(ids, layer.num_experts)
+                    inner = kernels.linear(x, layer.up, layer.biases[0], ids, order, layer.gate)
+                    us = [
+                        cuda_us(
+                            partial(kernels.linear, x, layer.up, layer.biases[0], ids, order, layer.gate)
+                        ),
+                        cuda_us(partial(kernels.linear, inner, layer.down, layer.biases[1], ids, order)),
+                    ]
+                about = {"model": name, "rows_per_expert": per_expert, "block_t": block_t}
+                log("tile_rule", **about, gate_up_us=us[0][0], down_us=us[1][0])
         del layer
         torch.cuda.empty_cache()
 

@@ -3,7 +3,10 @@
 
     python -m bench.gpu.first_run FOLDER            # in the repository root: the decisive parts
     python -m bench.gpu.first_run FOLDER more       # copies, attention, puts, host workers, quantised layers
-    python -m bench.gpu.first_run FOLDER check      # build, tuning, GPU tests, the kernels' benchmark, smoke
+    python -m bench.gpu.first_run FOLDER check      # build, tuning, the kernels' benchmark, smoke
+    python -m bench.gpu.first_run FOLDER tests      # build, tests marked `gpu`
+    python -m bench.gpu.first_run FOLDER steps      # prompts' steps, poisoned memory, LoRA
+    python -m bench.gpu.first_run FOLDER served     # `moe-lora serve` under load
     python -m bench.gpu.first_run FOLDER roofline   # steps of real sizes against the device's limits
     python -m bench.gpu.first_run FOLDER tiles      # effect of each change to a launch
     python -m bench.gpu.first_run FOLDER PART...    # some parts of any run
@@ -12,8 +15,8 @@ A part is a process under a hard limit (a hanging kernel costs its limit; the pa
 appends JSON lines to truth.jsonl; after each part all files so far are in one archive in FOLDER.  Parts are
 ordered by importance.  Exit status 1 after a failed part.  Installs nothing but the C++ libraries, built in
 place: by `check` anew, by other runs if missing.  Uses the working tree's wheels in .cache/wheels and
-compiled kernels in .cache/triton-cache.  --quick tries the parts of `roofline`, and `dependent`, on tiny
-models, on any machine; --layers starts models with fewer layers.  --limit-s overrides each part's limit.
+compiled kernels in .cache/triton-cache.  --quick tries the parts of whole steps on tiny models, on any
+machine; --layers starts models with fewer layers.  --limit-s overrides each part's limit.
 """
 
 from __future__ import annotations
@@ -38,25 +41,27 @@ from moe_lora.kernels.triton.configs import CONFIG_DIR, FALLBACK
 
 from .engine_parts import attention, attention_tiles, engine, h2d
 from .exchange_parts import shmem1, shmem2, shmem_rank
-from .expert_parts import expert_tiles, experts
+from .expert_parts import expert_tiles, experts, tile_rule
 from .host_parts import host
 from .kernel_parts import compiled, compiled_tiles, facts, gemm, sampling
-from .lora_parts import lora, lora_tiles, race, tma, vllm
+from .lora_parts import lora, lora_tiles, race, race_site, site_rows, tma, vllm
 from .quantised_parts import quantised
 from .roofline_parts import dependent, gpt_oss, memcheck, mixtral, qwen3, tiny_steps, zipf_adapters
 from .run_log import Log
+from .serve_parts import serve
+from .step_parts import lora_launches, prompt_steps, uninitialised
 
 RUNS: dict[str, dict[str, int]] = {
     "first": {
         "facts": 40,
-        "compiled": 90,
+        "compiled": 70,
         "tma": 30,
         "race": 25,
-        "lora": 90,
+        "lora": 75,
         "experts": 70,
         "sampling": 20,
         "gemm": 15,
-        "engine": 95,
+        "engine": 85,
     },
     "more": {
         "h2d": 20,
@@ -64,16 +69,42 @@ RUNS: dict[str, dict[str, int]] = {
         "shmem1": 40,
         "shmem2": 20,
         "host": 45,
-        "vllm": 75,
+        "vllm": 60,
         "quantised": 45,
-        "dependent": 95,
-        "memcheck": 90,
+        "dependent": 85,
+        "memcheck": 75,
     },
-    "check": {"build": 60, "tuning": 90, "tests": 130, "kernels": 180, "smoke": 75},
-    "tiles": {"compiled_tiles": 120, "lora_tiles": 60, "expert_tiles": 60, "attention_tiles": 30},
-    "roofline": {"qwen3": 130, "gpt_oss": 110, "mixtral": 90, "zipf_adapters": 140},
+    "check": {"build": 100, "tuning": 90, "kernels": 180, "smoke": 75},
+    "tests": {"build": 100, "tests": 250},
+    "steps": {
+        "prompt_steps": 120,
+        "uninitialised": 60,
+        "race_site": 40,
+        "site_rows": 60,
+        "lora_launches": 120,
+    },
+    "served": {"serve": 300},
+    "tiles": {
+        "compiled_tiles": 120,
+        "tile_rule": 60,
+        "lora_tiles": 60,
+        "expert_tiles": 60,
+        "attention_tiles": 30,
+    },
+    "roofline": {"qwen3": 120, "gpt_oss": 105, "mixtral": 80, "zipf_adapters": 125},
 }
 """Parts of each run in order, with limits in seconds."""
+
+QUICK_PARTS = {
+    "roofline",
+    *RUNS["roofline"],
+    "dependent",
+    "prompt_steps",
+    "uninitialised",
+    "lora_launches",
+    "serve",
+}
+"""Parts that take --quick and --layers."""
 
 GPU_TESTS = (
     "tests/kernels/triton",
@@ -93,7 +124,7 @@ if importlib.util.find_spec("xdist") is not None:  # most of their time kernels 
 COMMANDS = {
     "build": "setup.py -q build_ext --inplace",
     "tuning": "-m bench.kernels.autotune_lora --budget-s 60 --state {folder}/lora_tuning.json",
-    "tests": f"{_PYTEST} -v --tb=short --durations=5 --session-timeout=110 {' '.join(GPU_TESTS)}",
+    "tests": f"{_PYTEST} -v --tb=short --durations=5 --session-timeout=230 {' '.join(GPU_TESTS)}",
     "kernels": "-m bench.kernels.bench_lora_kernels --device cuda --budget-s 150 --out {folder}/lora.jsonl",
     "smoke": "-m bench.gpu.gpu_smoke --out {folder}/gpu_smoke.jsonl",
 }
@@ -147,7 +178,9 @@ def carried(cache: Path, scratch: Path, environment: Mapping[str, str]) -> dict[
 
 
 def _fits(wheel: Path) -> bool:
-    python = wheel.stem.split("-")[-3]
+    python, abi, _ = wheel.stem.split("-")[-3:]
+    if abi == "abi3" and python.startswith("cp3"):  # from this version on
+        return int(python[3:]) <= sys.version_info[1]
     return "py3" in python.split(".") or python == f"cp{sys.version_info[0]}{sys.version_info[1]}"
 
 
@@ -207,6 +240,13 @@ PARTS: dict[str, Callable[[Log], None]] = {
         memcheck,
         tiny_steps,
         vllm,
+        serve,
+        prompt_steps,
+        uninitialised,
+        race_site,
+        site_rows,
+        lora_launches,
+        tile_rule,
     )
 }
 
@@ -244,8 +284,8 @@ def main() -> int:
     if unknown := sorted(set(names) - {*known, *PARTS, *RUNS}):
         parser.error(f"unknown: {unknown}; runs are {[*RUNS]}, parts {[*known]}")
     words = ["--quick"] * options.quick + (["--layers", str(options.layers)] if options.layers else [])
-    if words and (others := sorted(set(names) - {"roofline", *RUNS["roofline"], "dependent"})):
-        parser.error(f"{words[0]} is for the parts of `roofline` and for `dependent`, not for {others}")
+    if words and (others := sorted(set(names) - QUICK_PARTS)):
+        parser.error(f"{words[0]} is for {', '.join(sorted(QUICK_PARTS))}, not for {others}")
     if options.here:
         PARTS[names[0]](Log(options.folder, quick=options.quick, max_layers=options.layers))
         return 0

@@ -157,6 +157,42 @@ def race(log: Log) -> None:
     log("race", rounds=rounds, wrong=wrong)
 
 
+def race_site(log: Log) -> None:
+    """Sites in one launch and in two, 20 s beside copies, in memory full of NaN: look for different bits."""
+    import torch
+
+    noise = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    other = torch.cuda.Stream()
+    cases = {name: case(shape, 32) for name, shape in shapes().items()}
+    right = {name: delta_of(one, one_launch=True) for name, one in cases.items()}
+    rounds, wrong, end = 0, 0, time.time() + 20
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN
+    try:
+        while time.time() < end:
+            with torch.cuda.stream(other):
+                noise.add_(1)
+            found = {name: delta_of(one, one_launch=rounds % 2 == 0) for name, one in cases.items()}
+            wrong += sum(not torch.equal(out, right[name]) for name, out in found.items())
+            rounds += 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    log("race_site", rounds=rounds, wrong=wrong)
+
+
+def site_rows(log: Log) -> None:
+    """Whole sites and halves of 1 to 64 rows, each with its own adapter up to 8."""
+    import torch
+
+    for name, shape in shapes().items():
+        for rows in (1, 4, 16, 64):
+            site = Site(name, shape, 32, rows, min(rows, 8))
+            for one_launch in (False, True):
+                site.time_whole(log, "site_rows", one_launch=one_launch)
+            for kernel in (SHRINK, EXPAND):
+                site.time_half(log, "site_rows", kernel)
+        torch.cuda.empty_cache()
+
+
 def lora(log: Log) -> None:
     """GB/s of shrink, of expand and of whole sites, launches included as in a captured step."""
     import torch
@@ -213,9 +249,9 @@ def _launched(changes: Mapping[str, dict[str, Any]]) -> Iterator[None]:
 class Site:
     """A decode step's rows at a site, in as many copies as no cache holds."""
 
-    def __init__(self, name: str, shape: Any, lora_rank: int) -> None:
-        self.case = case(shape, lora_rank)
-        self.about: dict[str, Any] = {"site": name, "rank": lora_rank}
+    def __init__(self, name: str, shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> None:
+        self.case = case(shape, lora_rank, rows, adapters)
+        self.about: dict[str, Any] = {"site": name, "rank": lora_rank, "rows": rows, "adapters": adapters}
         segments = segments_of(self.case.operands(0))
         self._given = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
 

@@ -23,8 +23,10 @@ class ServedTree:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         command = [python, "-m", "moe_lora.cli.main", "serve", *words, "--port", str(self.port)]
-        environ = {**os.environ, "PYTHONPATH": str(tree)}
-        self.process = subprocess.Popen(command, cwd=tree, env=environ, stderr=subprocess.DEVNULL)
+        path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+        environ = {**os.environ, "PYTHONPATH": path}
+        self._log = os.memfd_create("log")
+        self.process = subprocess.Popen(command, cwd=tree, env=environ, stderr=self._log)
 
     def __enter__(self: Served) -> Served:
         while self.process.poll() is None:
@@ -34,8 +36,9 @@ class ServedTree:
                 time.sleep(0.5)
             else:
                 return self
-        raise RuntimeError(f"the server ended: {self.process.args!r}")
+        raise RuntimeError(f"the server ended: {os.pread(self._log, 1 << 20, 0).decode()[-2000:]}")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.process.terminate()
         self.process.wait(60)
+        os.close(self._log)

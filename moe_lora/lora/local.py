@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer
-from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape, Site
 from moe_lora.kernels.cpu.site_linear import NO_ROWS, LoraRows, lora_rows
 from moe_lora.kernels.lora import SharedSegments, Shrunk, deltas_of, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable
@@ -19,18 +19,30 @@ from .backend import AddTo, LoraBackend
 from .row_routing import Source
 
 if TYPE_CHECKING:
+    from moe_lora.kernels.side_stream import SideStream
     from moe_lora.kernels.triton.lora.problem import Deltas
     from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 
-class LocalDeltas:
-    """AddTo of deltas on this device; on CUDA an expert layer may take them before its launch."""
+def _is_taken_before(site: Site) -> bool:
+    """True if the base layer takes the deltas before its launch."""
+    return site.num_experts > 0 and len(site.modules) > 1
 
-    def __init__(self, shrunk: Shrunk, subtract: bool) -> None:
+
+class LocalDeltas:
+    """AddTo of deltas on this device; on CUDA an expert layer may take them before its launch.
+
+    side: runs the shrink.
+    """
+
+    def __init__(self, shrunk: Shrunk, subtract: bool, side: SideStream | None = None) -> None:
         self._shrunk = shrunk
         self._subtract = subtract
+        self._side = side
 
     def __call__(self, y: torch.Tensor) -> None:
+        if self._side is not None:
+            self._side.join()
         lora_expand(self._shrunk, y, subtract=self._subtract)
 
     def alone(self) -> Deltas | None:
@@ -41,7 +53,8 @@ class LocalDeltas:
 class LocalBackend(LoraBackend):
     """LoraBackend over adapters in this device's arena.
 
-    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: of its terms; negated: subtracts.
+    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: of its terms; negated: subtracts.  side: runs
+    shrinks of captured decode steps beside the base layers.
     """
 
     def __init__(
@@ -52,7 +65,9 @@ class LocalBackend(LoraBackend):
         *,
         kernel: str = "sgmv",
         source: int = Source.LOCAL,
+        side: SideStream | None = None,
     ) -> None:
+        self._side = side
         self._sites = shape.sites
         self._arena = arena
         self._slots = slots
@@ -63,14 +78,18 @@ class LocalBackend(LoraBackend):
         operands, batch_rank = self._operands(layer, site, x, ids)
         if not batch_rank:
             return None
-        shrunk = lora_shrink(
-            operands,
-            kernel=self._kernel,
-            decode=self._step.decode,
-            shared=self._once(SharedSegments),
-            batch_rank=batch_rank,
-        )
-        return LocalDeltas(shrunk, subtract=self._source < 0)
+        about: dict[str, Any] = {
+            "kernel": self._kernel,
+            "decode": self._step.decode,
+            "batch_rank": batch_rank,
+        }
+        about["shared"] = self._once(SharedSegments)
+        side = self._side
+        if side is not None and self._step.decode and side.is_open and not _is_taken_before(operands.site):
+            with side.fork():
+                shrunk = lora_shrink(operands, **about, apart=True)
+            return LocalDeltas(shrunk, self._source < 0, side)
+        return LocalDeltas(lora_shrink(operands, **about), subtract=self._source < 0)
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
         operands, batch_rank = self._operands(layer, site, x, ids)

@@ -298,8 +298,13 @@ class Rank:
             backends[Source.PUSHED] = pushed
         if host is not None:
             backends[Source.HOST] = host.backend
+        kernel, side = self.config.lora_kernel, None
+        if self._capture is not None and self.config.num_ranks == 1 and host is None and not backends:
+            from moe_lora.kernels.side_stream import SideStream
+
+            side = SideStream(self.device)
         backends[Source.LOCAL] = LocalBackend(
-            self.shard.shape, self.arena, self.slots, kernel=self.config.lora_kernel
+            self.shard.shape, self.arena, self.slots, kernel=kernel, side=side
         )
         routed = RoutedBackend(backends, None if host is None else self.present)
         backend: LoraBackend = routed
@@ -348,13 +353,13 @@ class Rank:
         return StepCapture(CudaRecorder())
 
     def _graphs(self, backends: Mapping[int, LoraBackend], sources: Sequence[Source]) -> StepGraphs | None:
-        """Graphs of decode steps.  sources: of each site.  A runner numbers groups of sites by source;
-        host workers compute prompts only.
+        """Graphs of decode steps, and of steps with prompts in an instance of one rank.  sources: of each
+        site.  A runner numbers groups of sites by source; host workers compute prompts only.
         """
         config, capture = self.config, self._capture
         if capture is None:
             return None
-        from moe_lora.engine.step.step_graphs import StepGraphs
+        from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
         from moe_lora.engine.step.step_pieces import HostCalled
 
         hosts = {source: one for source, one in backends.items() if isinstance(one, HostCalled)}
@@ -371,6 +376,8 @@ class Rank:
             kv_tokens=self.arena.numel() // self.layout.page_bytes * config.block_size,
             places=places,
             hosts=hosts,
+            prompt_rows=prompt_buckets(config.max_num_batched_tokens) if config.num_ranks == 1 else (),
+            max_sequences=config.max_num_seqs,
         )
 
     @cached_property

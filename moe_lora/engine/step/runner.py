@@ -121,13 +121,13 @@ class ModelRunner:
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
     def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
-        """Compile all code and capture every graph of decode steps before the first request; on CUDA also
-        compile kernels of prompts of up to max_tokens.
+        """Compile all code and capture graphs before the first request; on CUDA also compile kernels of
+        prompts of up to max_tokens.
 
         Compiled later at first use: ranks above 64, sites without an adapter so far, deltas from other
-        sources, sampling, and decode steps of an eager engine.  With decode buckets prompts are not
-        compiled: norms, rotations and sums are separate launches. site_ranks: the largest rank at each site
-        of adapters to come.
+        sources, sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode
+        buckets prompts are not compiled: norms, rotations and sums are separate launches.  site_ranks:
+        the largest rank at each site of adapters to come.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -146,6 +146,8 @@ class ModelRunner:
     def _run_prompts(self, site_ranks: Seq[int], max_tokens: int) -> None:
         """Prompts of padding, for each power of two of rows: kernels have tiles for each factor of two."""
         sizes = [*(2**n for n in range(1, max_tokens.bit_length()) if 2**n < max_tokens), max_tokens]
+        if self._graphs is not None and set(self._sources) == {Source.LOCAL}:  # graphs have compiled theirs
+            sizes = [size for size in sizes if size > max(self._graphs.prompt_rows, default=0)]
         # Launches for ranks above RANK_STEP use other code.
         small = tuple(min(one, RANK_STEP) for one in site_ranks)
         kinds = sorted({(0,) * len(site_ranks), small, tuple(site_ranks)})
@@ -158,7 +160,10 @@ class ModelRunner:
     def capture(self, order: CaptureSteps) -> None:
         """Capture every graph, on all ranks together."""
         assert self._graphs is not None, "ranks have the same settings"
-        self._graphs.warm_up(lambda rows: self._batch([], rows), self._compute, order.ranks)
+        self._graphs.warm_up(self._padding, self._compute, order.ranks)
+
+    def _padding(self, num_rows: int, decode: bool) -> StepBatch:
+        return self._batch([], num_rows) if decode else self._padding_prompt(num_rows, ())
 
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.

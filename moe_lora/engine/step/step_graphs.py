@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps as CUDA graphs: captured once per shape, replayed as one launch, or in pieces.
+"""Steps as CUDA graphs: captured once per shape, replayed as one launch, or in pieces.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.
 """
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from moe_lora.kernels.operands import StepBounds, StepTables
 from moe_lora.lora.backend import LoraBackend
@@ -25,15 +26,31 @@ logger = logging.getLogger(__name__)
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 """Bounds of the longest sequence's tokens: attention programs beyond a step's own lengths end at once."""
+PROMPT_CONTEXT = 8192
+"""The smallest bound in steps with prompts, for fewer graphs."""
+FIRST_PROMPT_ROWS, MOST_PROMPT_ROWS = 32, 8192
+"""Rows of steps with prompts.  Above, a device computes longer than a host launches."""
 Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 
 
+def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Rows of captured steps with prompts: four sizes for each factor of two, and max_tokens if small.
+
+    All are multiples of 16.  Padding is at most a fifth of 128 rows and more.
+    """
+    most = min(max_tokens, MOST_PROMPT_ROWS)
+    sizes = [(4 + n % 4) << n // 4 for n in range(4 * most.bit_length())]
+    return (*(size for size in sizes if FIRST_PROMPT_ROWS <= size < most and size % 16 == 0), most)
+
+
 class GraphShape(NamedTuple):
-    """Key of a graph.  rows: T = S, a decode bucket.  context: bound of a sequence's tokens. tokens: bound
-    of all sequences' tokens.  places: sources of the rows' deltas; empty without deltas.
+    """Key of a graph.  rows: T.  prompt_sequences: S with prompts; 0 in decode steps, where S = T, a bucket.
+    context: bound of a sequence's tokens.  tokens: bound of all sequences' tokens.  places: sources of the
+    rows' deltas; empty without deltas.
     """
 
     rows: int
+    prompt_sequences: int
     context: int
     tokens: int
     places: tuple[Place, ...]
@@ -48,19 +65,20 @@ class _Captured(NamedTuple):
 
 
 class StepGraphs:
-    """Computes decode steps without deltas, or with deltas from this device or `hosts`.
+    """Computes steps without deltas, or with deltas from this device; decode steps also with those of
+    `hosts`.
 
-    rows: decode buckets.  places: of all deltas that an adapter may have.  site_ranks: largest rank of
-    these slots at each site. kv_tokens: capacity of the arena. hosts: by source, the backends that cut a
-    captured step (`HostCalled`).
+    rows: decode buckets.  prompt_rows: sizes of steps with prompts, of at most max_sequences.  places: of all
+    deltas that an adapter may have.  site_ranks: largest rank of these slots at each site. kv_tokens:
+    capacity of the arena. hosts: by source, the backends that cut a captured step (`HostCalled`).
 
-    A step is padded to its shape and copied to the graph's input; launches are bounded by the context and
-    by the ranks of adapters seen so far.  A larger rank makes graphs with deltas invalid.  Arena and slot
-    tables never move. Sequences with shared pages may exceed the bound; such steps have separate graphs,
-    captured at first use. All ranks of an instance capture the same shapes at the same steps, with matching
-    exchanges. Steps with rows at hosts are replayed in pieces, others as one graph.  Rows of host workers
-    stay there for the step, even if the adapter arrives. The first step of an uncaptured shape is computed
-    twice, with the step's requests.
+    A step is padded to its shape and copied to the graph's input; launches are bounded by the context and by
+    the ranks of adapters seen so far.  A larger rank makes graphs with deltas invalid.  Arena and slot tables
+    never move. Sequences with shared pages may exceed the bound; such steps have separate graphs, captured at
+    first use. All ranks of an instance capture the same shapes at the same steps, with matching exchanges.
+    Steps with rows at hosts are replayed in pieces, others as one graph.  Rows of host workers stay there for
+    the step, even if the adapter arrives. The first step of an uncaptured shape is computed twice, with the
+    step's requests.
     """
 
     def __init__(
@@ -75,7 +93,11 @@ class StepGraphs:
         kv_tokens: int,
         places: tuple[Place, ...],
         hosts: Mapping[int, LoraBackend] | None = None,
+        prompt_rows: Sequence[int] = (),
+        max_sequences: int = 0,
     ) -> None:
+        self.prompt_rows = sorted(prompt_rows)
+        self._max_sequences = max_sequences
         self.num_captured = self.num_replayed = 0
         self._buffer = buffer
         self._capture = capture
@@ -89,28 +111,48 @@ class StepGraphs:
         while self._contexts[-1] > FIRST_CONTEXT:
             self._contexts.append(max(FIRST_CONTEXT, self._contexts[-1] // CONTEXT_FACTOR))
         self._contexts.reverse()
+        self._prompt_contexts = [one for one in self._contexts if one >= PROMPT_CONTEXT] or [max_tokens]
         self._ranks = site_ranks(np.array([-1]))
         self._graphs: dict[GraphShape, _Captured] = {}
 
     def shape_of(self, batch: StepBatch) -> GraphShape | None:
         """The graph for this step, or None."""
-        routing, tables, num_rows = batch.routing, batch.tables, len(batch.tokens)
-        if not tables.decode or num_rows not in self._rows:
+        routing, tables = batch.routing, batch.tables
+        rows = self._decode_rows(batch) if tables.decode else self._prompt_rows_of(batch)
+        if rows is None:
             return None
         places = self._places_of(routing)
         if places is None or self._changes_embedding(routing):
             return None
+        sequences, contexts = 0, self._contexts
+        if not tables.decode:
+            if any(source != Source.LOCAL for source, _ in places):
+                return None
+            sequences, contexts = self._prompt_sequences(rows), self._prompt_contexts
         longest = int(tables.seq_lens.max())
-        context = next((bound for bound in self._contexts if bound >= longest), None)
+        context = next((bound for bound in contexts if bound >= longest), None)
         if context is None:
             return None
-        most = self._most_tokens(num_rows, context)
-        tokens = most if int(tables.seq_lens.sum()) <= most else num_rows * context
-        return GraphShape(num_rows, context, tokens, places)
+        most = self._most_tokens(sequences or rows, context)
+        tokens = most if int(tables.seq_lens.sum()) <= most else (sequences or rows) * context
+        return GraphShape(rows, sequences, context, tokens, places)
 
-    def _most_tokens(self, rows: int, context: int) -> int:
+    def _decode_rows(self, batch: StepBatch) -> int | None:
+        return len(batch.tokens) if len(batch.tokens) in self._rows else None
+
+    def _prompt_rows_of(self, batch: StepBatch) -> int | None:
+        """The step's size after padding; None for deltas of the embedding or head, or of loading adapters."""
+        if batch.routing.outer is not None or batch.routing.loading.any():
+            return None
+        return next((size for size in self.prompt_rows if size >= len(batch.tokens)), None)
+
+    def _prompt_sequences(self, rows: int) -> int:
+        """And a sequence for the padding rows."""
+        return min(rows, self._max_sequences) + 1
+
+    def _most_tokens(self, sequences: int, context: int) -> int:
         """Bound for sequences without shared pages."""
-        return min(rows * context, self._kv_tokens)
+        return min(sequences * context, self._kv_tokens)
 
     def _places_of(self, routing: RowRouting) -> tuple[Place, ...] | None:
         """Sources of deltas; None if no graph has this combination."""
@@ -145,25 +187,53 @@ class StepGraphs:
             piece()
         self.num_replayed += 1
         wanted = batch.logit_rows
+        if not batch.tables.decode:
+            return graph.logits[: len(wanted)]
         if torch.equal(wanted, torch.arange(len(wanted))):
             return graph.logits[: len(wanted)]
         return graph.logits.index_select(0, wanted.pin_memory().to(graph.logits.device, non_blocking=True))
 
-    def warm_up(self, empty: Callable[[int], StepBatch], compute: Compute, ranks: Sequence[int]) -> None:
-        """Capture all shapes.  empty: returns a batch of padding rows.  ranks: of adapters to come, the
-        largest at each site.
+    def warm_up(
+        self, empty: Callable[[int, bool], StepBatch], compute: Compute, ranks: Sequence[int]
+    ) -> None:
+        """Capture shapes: of decode steps all, of steps with prompts those of the smallest context.
+
+        empty: returns a batch of so many padding rows, of a decode step or of one with prompts.  ranks: of
+        adapters to come, the largest at each site.
         """
         self._admit(ranks)
         kinds: list[tuple[Place, ...]] = [(), self._places] if any(self._ranks) else [()]
-        bounds = [(r, c, self._most_tokens(r, c)) for r in self._rows for c in self._contexts]
-        shapes = [GraphShape(*bound, places) for bound in bounds for places in kinds]
-        for shape in reversed(shapes):  # the largest first, so that the buffer stays
-            batch = empty(shape.rows)
+        shapes = [shape for places in kinds for shape in self._shapes(places)]
+        shapes.sort(key=lambda shape: (shape.rows, shape.context), reverse=True)
+        # The largest input first, so that the buffer stays.
+        for rows in self.prompt_rows[-1:]:
+            largest = self._prompt_shape(rows, self._prompt_contexts[-1], ())
+            self._padded(largest, empty(rows, False)).through(self._buffer, self._bounds(largest))
+        for number, shape in enumerate(shapes):
+            batch = empty(shape.rows, not shape.prompt_sequences)
             if shape.places:
                 batch = replace(batch, routing=with_places(batch, shape.places))
             inputs = self._padded(shape, batch).through(self._buffer, self._bounds(shape))
             self._captured(shape, inputs, compute)
-        logger.info("captured %d decode steps as graphs", len(shapes))
+            if number % 20 == 19:
+                logger.info("captured %d of %d steps as graphs", number + 1, len(shapes))
+        logger.info("captured %d steps as graphs", len(shapes))
+
+    def _shapes(self, places: tuple[Place, ...]) -> list[GraphShape]:
+        decode = [
+            GraphShape(rows, 0, context, self._most_tokens(rows, context), places)
+            for rows in self._rows
+            for context in self._contexts
+        ]
+        if any(source != Source.LOCAL for source, _ in places):
+            return decode
+        return decode + [
+            self._prompt_shape(rows, self._prompt_contexts[0], places) for rows in self.prompt_rows
+        ]
+
+    def _prompt_shape(self, rows: int, context: int, places: tuple[Place, ...]) -> GraphShape:
+        sequences = self._prompt_sequences(rows)
+        return GraphShape(rows, sequences, context, self._most_tokens(sequences, context), places)
 
     def _admit(self, ranks: Sequence[int]) -> None:
         bounds = [max(b, -(-r // RANK_STEP) * RANK_STEP) for b, r in zip(self._ranks, ranks, strict=True)]
@@ -177,15 +247,21 @@ class StepGraphs:
 
     def _bounds(self, shape: GraphShape) -> StepBounds:
         return StepBounds(
-            has_single=True, has_several=False, longest_single=shape.context, single_tokens=shape.tokens
+            has_single=True,
+            has_several=shape.prompt_sequences > 0,
+            longest_single=shape.context,
+            single_tokens=shape.tokens,
         )
 
     def _padded(self, shape: GraphShape, batch: StepBatch) -> StepBatch:
         tables = batch.tables
-        blocks = torch.zeros(shape.rows, -(-shape.context // self._block_size), dtype=torch.int32)
+        sequences = shape.prompt_sequences or shape.rows
+        blocks = torch.zeros(sequences, -(-shape.context // self._block_size), dtype=torch.int32)
         known = tables.block_tables[:, : blocks.shape[1]]
-        blocks[:, : known.shape[1]] = known
+        blocks[: len(known), : known.shape[1]] = known
         routing = replace(batch.routing, site_ranks=self._ranks if shape.places else None)
+        if not tables.decode:
+            return _padded_prompt(shape, batch, blocks, routing)
         if routing.loading.any():  # a capture fixes the source of each row
             here = np.zeros((len(routing.terms) - 1, len(routing.groups)), dtype=bool)
             routing = replace(routing, here=here)
@@ -203,3 +279,25 @@ class StepGraphs:
         graph = self._graphs[shape] = _Captured(pieces, logits, self._buffer.memory)
         self.num_captured += 1
         return graph
+
+
+def _padded_prompt(
+    shape: GraphShape, batch: StepBatch, block_tables: torch.Tensor, routing: RowRouting
+) -> StepBatch:
+    """Further rows belong to one padding sequence; sequences after it have no rows."""
+    tables, extra = batch.tables, shape.rows - len(batch.tokens)
+    query_start = torch.full((shape.prompt_sequences + 1,), shape.rows, dtype=torch.int32)
+    query_start[: len(tables.query_start)] = tables.query_start
+    return replace(
+        batch,
+        tokens=functional.pad(batch.tokens, (0, extra)),
+        positions=functional.pad(batch.positions, (0, extra)),
+        live=functional.pad(batch.live, (0, extra)),
+        logit_rows=functional.pad(batch.logit_rows, (0, shape.prompt_sequences - len(batch.logit_rows))),
+        tables=StepTables(
+            query_start=query_start,
+            seq_lens=functional.pad(tables.seq_lens, (0, shape.prompt_sequences - len(tables.seq_lens))),
+            block_tables=block_tables,
+        ),
+        routing=replace(routing, row_route=np.pad(routing.row_route, (0, extra), constant_values=-1)),
+    )

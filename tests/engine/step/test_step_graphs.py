@@ -58,6 +58,24 @@ def test_replayed_steps_are_those_launched_one_by_one(harness, monkeypatch):
     assert replayed.graphs.num_replayed == len(steps)
 
 
+WITH_PROMPTS = [(0, [3, 5, 7]), (-1, [11]), (-1, [13, 2]), (1, [5, 4])]
+
+
+def test_steps_with_prompts_are_replayed(harness, monkeypatch):
+    """A prompt; prompts of the base; tokens of three sequences beside a prompt; tokens alone."""
+    monkeypatch.setattr(step_graphs, "RANK_STEP", 16)
+    buckets = {"rows": (), "prompt_rows": (4, 8), "max_sequences": 4, "max_tokens": MAX_TOKENS}
+    with stand_in_device():
+        plain = OnDevice(harness, WITH_PROMPTS)
+        launched, replayed = (OnDevice(harness, WITH_PROMPTS, **buckets) for _ in range(2))
+        for turn in (slice(0, 1), slice(1, 3), slice(0, 4), slice(1, 2)):
+            launched.graphs._graphs.clear()
+            found = replayed.step(turn)
+            assert torch.equal(found, launched.step(turn))
+            torch.testing.assert_close(found, plain.step(turn), rtol=1e-5, atol=1e-5)
+    assert replayed.graphs.num_replayed == replayed.graphs.num_captured == 3
+
+
 @pytest.mark.slow
 def test_graphs_are_captured_before_the_first_step(harness):
     with stand_in_device():
