@@ -26,12 +26,12 @@ from bench.serve.served_tree import ServedTree
 from .run_log import Log
 
 BEFORE = ROOT / ".cache" / "before"
-RATES = (4.0, 12.0, 24.0)
+RATES = (12.0, 24.0)
 SECONDS = 12.0
 _MAX_LEN = 1024
 PROMPT_TOKENS = (64, 256, 512, 900)
 ANSWER_TOKENS = (32, 64, 96)
-NUM_ADAPTERS, LORA_RANK = 8, 16
+NUM_ADAPTERS, LORA_RANK = 4, 8
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,21 @@ class Recorder(Protocol):
         ...
 
 
+_LITTLE_MEMORY = 4 << 30
+"""Bytes of free device memory, below which cached memory is given back before a capture."""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class CudaRecorder:
     """`Recorder` of CUDA graphs with a common pool of memory: no two run at once.
 
@@ -50,6 +65,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()  # freed memory is reused on its own stream only
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures = False
 
     @contextmanager
     def session(self, compute: Compute) -> Iterator[None]:
@@ -58,9 +74,12 @@ class CudaRecorder:
         with torch.cuda.stream(side):
             compute()  # compile kernels before the capture
             torch.cuda.synchronize()
-            gc.collect()  # once, not per piece: a collection within a capture can't free memory
-            torch.cuda.empty_cache()
-            yield
+            if torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY or not self._captures:
+                gc.collect()
+                torch.cuda.empty_cache()
+            self._captures = True
+            with _no_collection():  # within a capture it can't free memory
+                yield
         current.wait_stream(side)
 
     def begin(self) -> None:

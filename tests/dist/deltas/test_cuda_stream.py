@@ -21,18 +21,17 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("num_experts", [8, 0], ids=["experts", "dense"])
 def test_device_adds_what_workers_and_then_the_engine_have_computed(num_experts, tmp_path):
-    """The engine's thread is never held up: all of a step is queued while both workers are stopped.
-
-    A first step compiles all kernels: workers stopped for that long count as hung.
-    """
+    """The engine's thread is never held up: all of a step is queued while both workers are stopped."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    streamed = Streamed(num_experts, tmp_path, stream=CudaStream(torch.device("cuda")))
+    # Kernels compile while the workers are stopped: they must not count as hung.
+    stream = CudaStream(torch.device("cuda"))
+    streamed = Streamed(num_experts, tmp_path, stream=stream, answer_timeout_s=120.0)
     shape, backend, pids = streamed.shape, streamed.backend, streamed.workers.pids
     try:
-        for seed, number in ((0, None), (1, signal.SIGCONT), (2, signal.SIGKILL)):
+        for seed, number in ((1, signal.SIGCONT), (2, signal.SIGKILL)):
             generator = torch.Generator().manual_seed(seed)
-            for pid in pids if number is not None else ():
+            for pid in pids:
                 stop(pid)
             routing = streamed.routing(random_rows(3, seed))
             backend.begin_step(STEP, routing)
@@ -42,10 +41,9 @@ def test_device_adds_what_workers_and_then_the_engine_have_computed(num_experts,
                 add_to: AddTo | None = backend.begin(layer, 0, x.cuda(), None)
                 assert add_to is not None
                 add_to(y)
-            if number is not None:
-                assert not torch.cuda.current_stream().query(), "the device waits"
-                for pid in pids:
-                    os.kill(pid, number)
+            assert not torch.cuda.current_stream().query(), "the device waits"
+            for pid in pids:
+                os.kill(pid, number)
             streamed.stream.synchronize()
             expected = streamed.local_sum(routing.row_route, x, (0, 3), 0)
             assert torch.equal(y.cpu(), expected)

@@ -47,7 +47,9 @@ C = 3
 class Streamed:
     """Workers that get three rows at a time over a stream, and the backend whose bits they must have."""
 
-    def __init__(self, num_experts: int, folder, num_workers: int = 2, stream=None) -> None:
+    def __init__(
+        self, num_experts: int, folder, num_workers: int = 2, stream=None, answer_timeout_s: float = 5.0
+    ) -> None:
         self.shape = shape = model_shape(num_experts)
         self.adapters = [
             random_adapter("a" * 64, shape),
@@ -60,7 +62,8 @@ class Streamed:
         self.local = local_backend(shape, self.adapters)
         self.stream = stream or QueuedStream()
         layout = FrameLayout(shape, torch.float32, C * max(1, shape.num_experts_per_token))
-        self.workers = HostWorkers(layout, store, num_workers, C, answer_timeout_s=5.0, stream=self.stream)
+        timing = {"answer_timeout_s": answer_timeout_s, "stream": self.stream}
+        self.workers = HostWorkers(layout, store, num_workers, C, **timing)
         self.backend = self.workers.backend
         self.links = list(self.workers.links.values())
 
