@@ -16,6 +16,7 @@ TABLES = {
     "gpu-decode": "gpu:decode",
     "gpu-kernels": "gpu:kernels",
     "gpu-prefill": "gpu:prefill",
+    "gpu-serving": "gpu:serving",
     "performance-mixing": "performance:mixing",
     "performance-points": "performance:points",
     "performance-quality": "performance:quality",

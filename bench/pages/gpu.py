@@ -64,16 +64,34 @@ def prefill() -> str:
 
 
 def adapters() -> str:
-    """Steps with 8 adapters beside the base model's, by the number of requests."""
-    cells, times = [], []
-    for batch in BATCHES:
-        base, commit = _last("dependent", early=False, batch=batch, arm="base")
-        step, _ = _last("dependent", early=False, batch=batch, arm="zipf")
-        cells.append(f"{base['step_ms'] / step['step_ms']:.2f}")
-        times.append(f"{step['step_ms']:.2f}")
-    rows = [(f"tokens/s, of the base model's (`{commit}`)", *cells), ("step with adapters, ms", *times)]
-    head = ("12 layers of Qwen3-30B-A3B, 8 adapters of rank 32", "1 request", *map(str, BATCHES[1:]))
+    """Decode steps with adapters beside the base model's, by the number of requests."""
+    rows, commit = [], ""
+    for name, arm, way in (
+        ("8 adapters", "zipf of 8", "beside"),
+        ("8 adapters, each site after its base layer", "zipf of 8", "after"),
+        ("64 adapters", "zipf of 64", "beside"),
+    ):
+        cells = []
+        for batch in BATCHES if arm == "zipf of 8" else BATCHES[-1:]:
+            base, commit = _last("lora_launches", batch=batch, arm="base", way="after")
+            step, _ = _last("lora_launches", batch=batch, arm=arm, way=way)
+            cells.append(f"{statistics.median(base['step_ms']) / statistics.median(step['step_ms']):.2f}")
+        rows.append((name, *["–"] * (len(BATCHES) - len(cells)), *cells))
+    head = (f"tokens/s, of the base model's (`{commit}`)", "1 request", *map(str, BATCHES[1:]))
     return table(head, rows)
+
+
+def serving() -> str:
+    """`moe-lora serve` under load: prompts' steps launched one by one, and replayed."""
+    rows = []
+    for rate in (12.0, 24.0):
+        (before, _), (now, commit) = (_last("serve", tree=tree, rate=rate) for tree in ("before", "now"))
+        cells = []
+        for name in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "gap_ms_p99"):
+            cells.append(f"{before[name]:.3g} / {now[name]:.3g} ms ({before[name] / now[name]:.1f} x)")
+        rows.append((f"{rate:g} requests/s", *cells))
+    head = (f"before / now (`{commit}`)", "first token, median", "99 %", "per token, median", "99 %")
+    return table((*head, "between tokens, 99 %"), rows)
 
 
 def adapters_by_popularity() -> str:
