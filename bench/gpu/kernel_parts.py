@@ -65,7 +65,7 @@ def facts(log: Log) -> None:
         t.sum().item()
     log("facts", what="sync_us", value=(time.perf_counter() - begin) / 200 * 1e6)
     with triton_cache_counted() as found:
-        delta_of(case(shapes()["o"], 32), one_launch=False)
+        delta_of(case(shapes()["o"], 32))
     log("facts", what="triton_cache", folder=os.environ.get("TRITON_CACHE_DIR"), **found)
 
 

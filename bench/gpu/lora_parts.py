@@ -42,7 +42,7 @@ SITE_TRIALS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = tuple(
     for stages, per_sm in ((3, 4), (4, 4), (4, 6), (6, 3))
     for expand in ({"blocks_per_item": 4}, {"blocks_per_item": 8}, {"blocks_per_item": 8, "num_stages": 2})
 )
-"""The same of both halves of a site in one launch."""
+"""The same of both halves of a site."""
 
 
 VLLM_CASES = {"32 adapters, rank": 25, "1 row, 1 adapter": 12}
@@ -87,7 +87,7 @@ def default(kernel: str) -> dict[str, Any]:
     return dict(load_table(FALLBACK).config(kernel, "bf16", "decode", 2048, 1536))
 
 
-def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float, Any]]:
+def whole_delta(by_tma: bool) -> dict[str, tuple[float, Any]]:
     """Largest relative error of shrink + expand against fp32, and the result, by site."""
     import torch
 
@@ -95,21 +95,19 @@ def whole_delta(by_tma: bool, one_launch: bool = False) -> dict[str, tuple[float
     for name, shape in shapes().items():
         c = case(shape, 32)
         with weights_come(by_tma):
-            out = delta_of(c, one_launch)
+            out = delta_of(c)
         torch.cuda.synchronize()
         results[name] = (float((out.float() - c.exact).abs().max() / c.exact.abs().max()), out)
     return results
 
 
-def delta_of(c: Any, one_launch: bool) -> torch.Tensor:
+def delta_of(c: Any) -> torch.Tensor:
     import torch
 
-    from moe_lora.kernels.operands import Zeros
     from moe_lora.kernels.triton.lora.triton_lora import lora_delta
 
     out = torch.empty_like(c.y[0])
-    zeros = Zeros() if one_launch else None
-    lora_delta(c.operands(0), out, decode=True, segments=segments_of(c.operands(0)), zeros=zeros)
+    lora_delta(c.operands(0), out, decode=True, segments=segments_of(c.operands(0)))
     return out
 
 
@@ -119,15 +117,14 @@ def weights_come(by_tma: bool) -> AbstractContextManager[None]:
 
 
 def tma(log: Log) -> None:
-    """Errors by pointer, by TMA and in one launch, and equality of bits."""
+    """Errors by pointer and by TMA, and equality of bits."""
     import torch
 
     by_pointer = whole_delta(False)
     log("tma", by_tma=False, error={name: error for name, (error, _) in by_pointer.items()})
-    for way in ({"by_tma": True}, {"by_tma": False, "one_launch": True}):
-        found = whole_delta(**way)
-        same = {name: bool(torch.equal(found[name][1], out)) for name, (_, out) in by_pointer.items()}
-        log("tma", **way, error={name: error for name, (error, _) in found.items()}, same_bits=same)
+    found = whole_delta(True)
+    same = {name: bool(torch.equal(found[name][1], out)) for name, (_, out) in by_pointer.items()}
+    log("tma", by_tma=True, error={name: error for name, (error, _) in found.items()}, same_bits=same)
 
 
 def race(log: Log) -> None:
@@ -158,20 +155,20 @@ def race(log: Log) -> None:
 
 
 def race_site(log: Log) -> None:
-    """Sites in one launch and in two, 20 s beside copies, in memory full of NaN: look for different bits."""
+    """Sites, 20 s beside copies, in memory full of NaN: look for different bits."""
     import torch
 
     noise = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     other = torch.cuda.Stream()
     cases = {name: case(shape, 32) for name, shape in shapes().items()}
-    right = {name: delta_of(one, one_launch=True) for name, one in cases.items()}
+    right = {name: delta_of(one) for name, one in cases.items()}
     rounds, wrong, end = 0, 0, time.time() + 20
     torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN
     try:
         while time.time() < end:
             with torch.cuda.stream(other):
                 noise.add_(1)
-            found = {name: delta_of(one, one_launch=rounds % 2 == 0) for name, one in cases.items()}
+            found = {name: delta_of(one) for name, one in cases.items()}
             wrong += sum(not torch.equal(out, right[name]) for name, out in found.items())
             rounds += 1
     finally:
@@ -186,8 +183,7 @@ def site_rows(log: Log) -> None:
     for name, shape in shapes().items():
         for rows in (1, 4, 16, 64):
             site = Site(name, shape, 32, rows, min(rows, 8))
-            for one_launch in (False, True):
-                site.time_whole(log, "site_rows", one_launch=one_launch)
+            site.time_whole(log, "site_rows")
             for kernel in (SHRINK, EXPAND):
                 site.time_half(log, "site_rows", kernel)
         torch.cuda.empty_cache()
@@ -209,7 +205,7 @@ def sites_launched(log: Log) -> None:
         Site(name, shape, 32).time(log)
         for by_tma in (False, True):
             with weights_come(by_tma):
-                delta_of(case(shape, 32), one_launch=False)
+                delta_of(case(shape, 32))
 
 
 def lora_tiles(log: Log) -> None:
@@ -225,7 +221,7 @@ def lora_tiles(log: Log) -> None:
                     tried(log, "lora_tiles", **site.about, kernel="site", **both),
                     _launched({SHRINK: shrink, EXPAND: expand}),
                 ):
-                    site.time_whole(log, "lora_tiles", one_launch=True, **both)
+                    site.time_whole(log, "lora_tiles", **both)
             for kernel, change in TRIALS:
                 with (
                     tried(log, "lora_tiles", **site.about, kernel=kernel, change=change),
@@ -259,29 +255,26 @@ class Site:
         """Sorting of its rows, both halves together, and each half."""
         us, _ = cuda_us(lambda: segments_of(self.case.operands(0)).tiles(16))
         log("lora", **self.about, kernel="segments", us=us)
-        for one_launch in (False, True):
-            self.time_whole(log, "lora", one_launch=one_launch)
+        self.time_whole(log, "lora")
         for kernel in (SHRINK, EXPAND):
             self.time_half(log, "lora", kernel)
 
-    def time_whole(self, log: Log, part: str, *, one_launch: bool, **about: Any) -> None:
-        """Both halves, as one launch or two."""
-        from moe_lora.kernels.operands import Zeros
+    def time_whole(self, log: Log, part: str, **about: Any) -> None:
+        """Both halves."""
         from moe_lora.kernels.triton.lora.triton_lora import lora_expand
 
         def run() -> None:
-            zeros = Zeros() if one_launch else None
             for i in range(self.case.num_copies):
-                lora_expand(self._shrink(i, zeros), self.case.y[i])
+                lora_expand(self._shrink(i), self.case.y[i])
 
-        self._log(log, part, "delta", run, kernel="site", one_launch=one_launch, **about)
+        self._log(log, part, "delta", run, kernel="site", **about)
 
     def time_half(self, log: Log, part: str, kernel: str, **about: Any) -> None:
         """Shrink or expand alone."""
         from moe_lora.kernels.triton.lora.triton_lora import lora_expand
 
         def shrink() -> list[Any]:
-            return [self._shrink(i, None) for i in range(self.case.num_copies)]
+            return [self._shrink(i) for i in range(self.case.num_copies)]
 
         if kernel == SHRINK:
             self._log(log, part, "shrink", shrink, kernel=kernel, **about)
@@ -294,10 +287,10 @@ class Site:
 
         self._log(log, part, "expand", expand, kernel=kernel, **about)
 
-    def _shrink(self, copy: int, zeros: Any) -> Any:
+    def _shrink(self, copy: int) -> Any:
         from moe_lora.kernels.triton.lora.triton_lora import lora_shrink
 
-        return lora_shrink(self.case.operands(copy), **self._given, zeros=zeros)
+        return lora_shrink(self.case.operands(copy), **self._given)
 
     def _log(self, log: Log, part: str, phase: str, run: Callable[[], Any], **about: Any) -> None:
         from bench.kernels.lora_kernel_cases import work

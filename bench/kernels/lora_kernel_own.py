@@ -11,7 +11,7 @@ import torch
 from moe_lora.config import LORA_KERNELS
 
 from .lora_kernel_cases import Case
-from .lora_kernel_peers import Call, Contestant, NotApplicable, Phases, both
+from .lora_kernel_peers import Contestant, NotApplicable, Phases, both
 
 BASELINES = tuple(kernel for kernel in LORA_KERNELS if kernel != "sgmv")
 ALGORITHMS = ("wgmma", "vector")
@@ -47,28 +47,9 @@ def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
             "max_lora_rank": case.max_lora_rank,
             "batch_rank": case.max_lora_rank,
         }
-        phases = _phases(case, lora, found)
-        return {**phases, "delta": _decode_sites(case, found)} if decode else phases
+        return _phases(case, lora, found)
 
     return prepare
-
-
-def _decode_sites(case: Case, options: dict[str, Any]) -> Call:
-    """A delta as in a decode step of the engine: one launch per site if weights come by pointer, and one fill
-    of counters for all sites of a step (here: all copies of a pass).
-    """
-    from moe_lora.kernels.operands import Zeros
-    from moe_lora.kernels.triton.lora import triton_lora as lora
-
-    zeros = Zeros()
-
-    def delta(copy: int) -> None:
-        nonlocal zeros
-        if copy == 0:
-            zeros = Zeros()
-        lora.lora_expand(lora.lora_shrink(case.operands(copy), **options, zeros=zeros), case.y[copy])
-
-    return delta
 
 
 def _contestants(prepare: Callable[[dict[str, Any]], Callable[[Case], Phases]]) -> list[Contestant]:

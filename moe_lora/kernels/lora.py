@@ -76,12 +76,11 @@ def lora_shrink(
     decode: bool = False,
     shared: SharedSegments | None = None,
     batch_rank: int | None = None,
-    apart: bool = False,
 ) -> Shrunk:
     """h = x_row @ A.T of each row with an adapter.
 
     decode: the phase; on CUDA for tiles and grids, never for the result.  batch_rank: largest rank of this
-    batch, if known; see `triton.triton_lora`.  apart: launch now, not with expand.
+    batch, if known; see `triton.triton_lora`.
     Raises ValueError for operands that don't fit.
     """
     x = operands.x
@@ -93,9 +92,8 @@ def lora_shrink(
         segments = None
         if shared is not None:
             segments = shared.of(operands, kernel, decode)
-        zeros = shared.zeros if decode and shared is not None and not apart else None
         return triton_lora.lora_shrink(
-            operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank, zeros=zeros
+            operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank
         )
     return reference.lora_delta(operands)
 

@@ -87,7 +87,7 @@ class LocalBackend(LoraBackend):
         side = self._side
         if side is not None and self._step.decode and side.is_open and not _is_taken_before(operands.site):
             with side.fork():
-                shrunk = lora_shrink(operands, **about, apart=True)
+                shrunk = lora_shrink(operands, **about)
             return LocalDeltas(shrunk, self._source < 0, side)
         return LocalDeltas(lora_shrink(operands, **about), subtract=self._source < 0)
 

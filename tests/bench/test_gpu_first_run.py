@@ -361,7 +361,7 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
 
     builds = kernel_parts.builds_ahead(Log(tmp_path), run)
     assert '"error"' not in (tmp_path / "truth.jsonl").read_text()
-    assert {"wgmma_site", "wgmma_shrink", "wgmma_expand", "expert_linear"} <= {b.kernel for b in builds}
+    assert {"wgmma_shrink", "wgmma_expand", "expert_linear"} <= {b.kernel for b in builds}
     assert {1, 2} <= {build.meta.get("X_DIVISOR") for build in builds}
     assert {3, 5, 6, 7} <= {build.meta.get("STAGES") for build in builds}
     assert {True, False} <= {build.meta.get("TMA") for build in builds}

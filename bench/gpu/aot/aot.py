@@ -89,7 +89,7 @@ def launches_recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]
 
     def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
         required: tuple[str, ...] = ()
-        if {"GATED", "PACKED", "TMA", "SHRINK_STAGES"} & meta.keys() and operands[0].dtype != torch.float32:
+        if {"GATED", "PACKED", "TMA"} & meta.keys() and operands[0].dtype != torch.float32:
             required = (TENSOR_CORES, TMA) if meta.get("TMA") else (TENSOR_CORES,)
         for early in (False, True):
             build = Build(
@@ -136,25 +136,8 @@ def table_builds() -> list[Build]:
                 split_k = table.config("vector_shrink", dtype, phase, *widths)["split_k"]
                 for modules in _MODULES[dtype]:
                     builds += config_builds(entry.kernel, entry.config, dtype, modules, split_k)
-        for halves in _decode_pairs(table):
-            for dtype in configs.DTYPES[:2]:
-                for modules in _MODULES[dtype]:
-                    builds += site_builds(*halves, dtype, modules)
     builds += attention_builds()
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
-
-
-def _decode_pairs(table: configs.ConfigTable) -> list[tuple[configs.Config, configs.Config]]:
-    """Possible pairs of shrink and expand configurations in one launch."""
-    shrinks, expands = (
-        [
-            entry.config
-            for entry in table.entries
-            if entry.kernel == kernel and entry.phase != "prefill" and not entry.config["tma"]
-        ]
-        for kernel in ("wgmma_shrink", "wgmma_expand")
-    )
-    return list(itertools.product(shrinks, expands))
 
 
 def deciding(builds: list[Build]) -> list[Build]:
@@ -194,26 +177,6 @@ def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int,
     return [build for build in builds if build.kernel != "cut_tiles"]
 
 
-def site_builds(shrink: configs.Config, expand: configs.Config, dtype: str, modules: int) -> list[Build]:
-    """Launches of both halves together."""
-    builds: list[Build] = []
-    zeros = Zeros()
-    for aligned in (True, False):
-        halves = configs.override("wgmma_shrink", shrink), configs.override("wgmma_expand", expand)
-        with halves[0], halves[1], launches_recorded(dtype, "decode") as launched:
-            for in_width in _IN_WIDTHS[aligned]:
-                problem, y, total = _problem(dtype, modules, _WIDTHS[aligned], in_width)
-                for out, add, subtract in ((y, True, False), (total, True, True), (y, False, False)):
-                    steps.wgmma_site(problem, _ALL_RANKS, out, add, subtract, zeros)
-            high_rank = replace(problem, max_lora_rank=2 * _RANK)
-            steps.wgmma_site(high_rank, _ALL_RANKS, y, True, False, zeros)
-        per_sm = min(shrink["programs_per_sm"], expand["programs_per_sm"])
-        for build in launched:
-            build = _pipelined(build) if aligned else build
-            builds.append(replace(build, programs_per_sm=per_sm))
-    return [build for build in builds if build.kernel == "wgmma_site"]
-
-
 def _launch(kernel: str, dtype: str, modules: int, width: int, split_k: int) -> None:
     """Launch a kernel in every way of a site of this width."""
     problem, y, total = _problem(dtype, modules, width)
@@ -241,14 +204,12 @@ def _launch(kernel: str, dtype: str, modules: int, width: int, split_k: int) -> 
 def _pipelined(build: Build) -> Build:
     """The build, with weights and x required through all buffers, by 16 bytes or TMA."""
     meta = build.meta
-    shrink, expand = (
-        int(meta.get(name, meta.get("STAGES", 0))) for name in ("SHRINK_STAGES", "EXPAND_STAGES")
-    )
+    stages = int(meta.get("STAGES", 0))
     rings: list[tuple[int, int, int]] = []
     if "BLOCK_K" in meta:
-        rings += [(shrink, rows, meta["BLOCK_K"]) for rows in (64, meta["BLOCK_T"])]
+        rings += [(stages, rows, meta["BLOCK_K"]) for rows in (64, meta["BLOCK_T"])]
     if "BLOCK_C" in meta:
-        rings += [(expand, 64, meta["BLOCK_C"])]
+        rings += [(stages, 64, meta["BLOCK_C"])]
     required = build.required if meta.get("TMA") else (*build.required, COPIES)
     return replace(build, required=required, rings=tuple(rings))
 

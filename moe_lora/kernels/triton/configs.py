@@ -329,7 +329,6 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 DEPENDENT = frozenset(
     {
-        "lora.wgmma_site.wgmma_site",
         "linear.expert_kernels.choose_and_order",
         "linear.expert_kernels.expert_linear",
         "attention.kv_kernels.write_kv",

@@ -147,12 +147,10 @@ def test_every_kernel_of_the_tables_is_built(builds):
     pipelined = [b for b in builds if b.kernel.startswith("wgmma") and b.rings]
     assert {(b.kernel, b.meta.get("TMA", False), b.dtype) for b in pipelined} == {
         *itertools.product(("wgmma_shrink", "wgmma_expand"), (False, True), ("bf16", "fp16")),
-        *itertools.product(("wgmma_site",), (False,), ("bf16", "fp16")),
     }
     assert all((sass.TMA if b.meta.get("TMA") else sass.COPIES) in b.required for b in pipelined)
-    for kernel in ("wgmma_expand", "wgmma_site"):
-        assert {b.meta["ONE_LANE"] for b in pipelined if b.kernel == kernel} == {False, True}
-    for kernel in ("wgmma_shrink", "wgmma_expand", "wgmma_site"):
+    assert {b.meta["ONE_LANE"] for b in pipelined if b.kernel == "wgmma_expand"} == {False, True}
+    for kernel in ("wgmma_shrink", "wgmma_expand"):
         assert {b.meta["SPLIT_K"] for b in pipelined if b.kernel == kernel} == {1, 2, 3, 4}
     assert {b.meta["EVEN"] for b in pipelined if b.kernel != "wgmma_expand"} == {False, True}
     for kernel in configs.KERNEL_NAMES:

@@ -166,53 +166,6 @@ def test_a_site_is_two_launches(device):
     assert_delta(y, batch)
 
 
-ONE_LAUNCH = cases(
-    {(torch.bfloat16, "zipf", GATE_UP, 70), (torch.bfloat16, "identical", ODD, 16)},
-    [(torch.bfloat16,), (torch.float16,)],
-    KINDS,
-    SITES,
-    (16, 70),
-)
-
-
-@pytest.mark.parametrize(("dtype", "kind", "site", "largest"), ONE_LAUNCH)
-def test_one_launch_gives_the_bits_of_two(device, dtype, kind, site, largest):
-    """Ranks of one lane and of two, rows without adapter; overwriting, and taking away from fp32."""
-    batch, launched = make_batch(site, dtype, kind, device, lora_ranks=[8, 1, largest, 0, 3]), []
-    before = torch.randn(batch.output().shape, generator=torch.Generator().manual_seed(1)).to(batch.x.device)
-    outs, ys = [], []
-    for zeros in (None, Zeros()):
-        options = {"decode": True, "algorithm": "wgmma", "zeros": zeros}
-        outs.append(batch.output())
-        ys.append(before.clone())
-        with names_of(launched):
-            lora.lora_delta(batch.operands(), outs[-1], **options)
-            lora.lora_expand(lora.lora_shrink(batch.operands(), **options), ys[-1], subtract=True)
-    assert launched == ["wgmma_shrink", "wgmma_expand"] * 2 + ["wgmma_site"] * 2
-    assert torch.equal(*outs)
-    assert torch.equal(*ys)
-    assert_delta(outs[1], batch)
-
-
-@pytest.mark.slow
-def test_one_launch_serves_modules_that_share_a_and_a_batch_without_adapters(device):
-    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device, share_a=True)
-    out, y = batch.output(), batch.output(1.5)
-    lora.lora_delta(batch.operands(), out, decode=True, zeros=Zeros())
-    assert_delta(out, batch)
-    batch.token_slots = torch.full_like(batch.token_slots, -1)
-    lora.lora_expand(lora.lora_shrink(batch.operands(), decode=True, zeros=Zeros()), y)
-    assert torch.equal(y, torch.full_like(y, 1.5))
-
-
-def test_weights_by_tma_take_two_launches(device):
-    batch, launched = make_batch(GATE_UP, torch.bfloat16, "uniform", device), []
-    config = {**configs.config_space("wgmma_expand")[0], **SMALL["wgmma_expand"], "tma": True}
-    with configs.override("wgmma_expand", config), names_of(launched):
-        lora.lora_delta(batch.operands(), batch.output(), decode=True, zeros=Zeros())
-    assert launched == ["wgmma_shrink", "wgmma_expand"]
-
-
 def test_zeros_are_of_one_fill_and_nobody_elses(device):
     zeros, taken = Zeros(), []
     for count in (1, 40, 5):

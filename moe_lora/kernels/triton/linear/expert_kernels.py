@@ -233,8 +233,8 @@ def choose_and_order(
     """`choose_experts`; then `order_rows` of the chosen rows if `ordered` is E + 1, not 0, and
     `segment_kernels.sort_rows` if SORTS.
 
-    An item per program: tokens, then experts of the order, then blocks of rows to sort, which wait for all
-    tokens without deadlock, as in `wgmma_site`.
+    An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
+    all tokens without deadlock: programs take items in order, so a token is done or at a running program.
     counters: [2] int32, zeros: the next number, and the finished tokens.  first, num_held: ordered experts.
     to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of tile_rows rows.
     """

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_lora.kernels.operands import Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import Choice, Config
 
@@ -79,46 +78,6 @@ def wgmma_expand(
 def tile_rows(x: torch.Tensor, site: Site, decode: bool) -> int:
     """Rows of `wgmma_shrink`'s tiles at a site; 0 for an unsupported dtype."""
     return config_of("wgmma_shrink", x, site, decode)["block_t"] if x.dtype in _TENSOR_CORE_DTYPES else 0
-
-
-def takes_one_launch(problem: Problem) -> bool:
-    """True if weights come by pointer in both halves, for `wgmma_site`."""
-    return not (_shrink_config(problem)["tma"] or _expand_config(problem)["tma"])
-
-
-def wgmma_site(
-    problem: Problem, choice: Choice, y: torch.Tensor, add: bool, subtract: bool, zeros: Zeros
-) -> None:
-    """`wgmma_shrink` and `wgmma_expand` in one launch, with the same bits.  See `takes_one_launch`."""
-    x, width, rows = problem.x, problem.x.shape[1], problem.num_rows
-    shrink, expand = _shrink_config(problem), _expand_config(problem)
-    split_k, lanes = num_parts(shrink, width), -(-problem.max_lora_rank // _RANK_ROWS)
-    shrinks, expands = problem.modules * split_k * lanes, _column_groups(problem, expand)
-    per_sm = {"programs_per_sm": min(shrink["programs_per_sm"], expand["programs_per_sm"])}
-    num_warps = max(shrink["num_warps"], expand["num_warps"])
-    configs.start(
-        configs.kernels("lora.wgmma_site").wgmma_site,
-        configs.num_programs(x.device, per_sm, rows * (shrinks + expands)),
-        *(x, problem.segments.rows, problem.segments.tiles(shrink["block_t"]), problem.tables),
-        *(_workspace(problem, split_k), y, zeros.take(1 + rows * problem.modules, x.device)),
-        *(*_span(problem, choice), rows, lanes, width, problem.out_widths),
-        *(x.stride(0), y.stride(0), problem.h_width),
-        X_DIVISOR=problem.rows_per_input,
-        MODULES=problem.modules,
-        EVEN=_is_even(shrink, width),
-        SPLIT_K=split_k,
-        ONE_LANE=lanes == 1,
-        ADD=add,
-        SUBTRACT=subtract,
-        INTERPRETED=configs.interpreted(),
-        BLOCK_T=shrink["block_t"],
-        BLOCK_K=shrink["block_k"],
-        BLOCK_C=expand["block_c"],
-        BLOCKS_PER_ITEM=expand["blocks_per_item"],
-        SHRINK_STAGES=shrink["num_stages"],
-        EXPAND_STAGES=expand["num_stages"],
-        num_warps=num_warps,
-    )
 
 
 def _shrink_config(problem: Problem) -> Config:

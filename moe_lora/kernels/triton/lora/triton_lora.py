@@ -27,7 +27,7 @@ import torch
 
 from moe_lora.config import LORA_KERNELS
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK
-from moe_lora.kernels.operands import LoraOperands, Zeros
+from moe_lora.kernels.operands import LoraOperands
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import Choice, ConfigTable, matches
 
@@ -80,15 +80,11 @@ def forced(algorithm: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """Result of `lora_shrink`: h of each class of ranks, on the device.
-
-    zeros: counters of classes without h, for expand in the same launch.
-    """
+    """Result of `lora_shrink`: h of each class of ranks, on the device."""
 
     problem: Problem
     kernel: str
-    parts: tuple[tuple[Choice, torch.Tensor | None], ...]
-    zeros: Zeros
+    parts: tuple[tuple[Choice, torch.Tensor], ...]
 
 
 def lora_shrink(
@@ -100,7 +96,6 @@ def lora_shrink(
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
-    zeros: Zeros | None = None,
 ) -> Shrunk:
     """h = x_row @ A.T for each row with an adapter and each module of the site.
 
@@ -108,12 +103,10 @@ def lora_shrink(
     segments: `rows_for` of the same kernel, token_slots and ids, to share between sites.
     batch_rank: largest rank of this batch: width of workspaces, and the padded rank of "bgmv" (default: read
     from the device, with a wait).  Modules with a common A (same a_offset and rank) are computed once.
-    zeros: source of counters.  With zeros and `steps.takes_one_launch`, `lora_expand` launches both halves as
-    one kernel, with the same bits; x must not change before.
     Raises ValueError for operands that don't fit.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
-    return _shrunk(problem, kernel, _choices(problem, kernel, algorithm), zeros)
+    return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
 
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
@@ -150,7 +143,6 @@ def lora_delta(
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
-    zeros: Zeros | None = None,
 ) -> None:
     """out = delta of each row, zero without an adapter; overwrites out.
 
@@ -160,7 +152,7 @@ def lora_delta(
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
     out.zero_()
-    _expand(_shrunk(problem, kernel, _choices(problem, kernel, algorithm), zeros), out, add=False)
+    _expand(_shrunk(problem, kernel, _choices(problem, kernel, algorithm)), out, add=False)
 
 
 def _problem(
@@ -204,24 +196,20 @@ def _choices(problem: Problem, kernel: str, algorithm: str | None) -> tuple[Choi
     return possible
 
 
-def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...], zeros: Zeros | None) -> Shrunk:
-    parts: list[tuple[Choice, torch.Tensor | None]] = []
+def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...]) -> Shrunk:
+    parts: list[tuple[Choice, torch.Tensor]] = []
     has_rows = problem.num_rows > 0 and problem.max_lora_rank > 0
     for choice in choices if has_rows else ():
         if choice.algorithm != "wgmma":
             parts.append((choice, steps.vector_shrink(problem, choice, kernel)))
-        elif zeros is not None and steps.takes_one_launch(problem):
-            parts.append((choice, None))
         else:
             parts.append((choice, steps.wgmma_shrink(problem, choice)))
-    return Shrunk(problem, kernel, tuple(parts), Zeros() if zeros is None else zeros)
+    return Shrunk(problem, kernel, tuple(parts))
 
 
 def _expand(shrunk: Shrunk, y: torch.Tensor, add: bool, subtract: bool = False) -> None:
     for choice, h in shrunk.parts:
-        if h is None:
-            steps.wgmma_site(shrunk.problem, choice, y, add, subtract, shrunk.zeros)
-        elif choice.algorithm == "wgmma":
+        if choice.algorithm == "wgmma":
             steps.wgmma_expand(shrunk.problem, choice, h, y, add, subtract)
         else:
             steps.vector_expand(shrunk.problem, choice, shrunk.kernel, h, y, add, subtract)

@@ -26,9 +26,6 @@ from moe_lora.kernels.triton.entries import (
 )
 
 BLOCK_R = tl.constexpr(64)
-_LINE = tl.constexpr(64)
-"""Two-byte elements per L2 cache line."""
-_ASK_FOR = tl.constexpr("{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
 
 
 @triton.jit
@@ -50,118 +47,6 @@ def _hi_and_lo(
         h_RT += tl.load(pointers + split * part_stride, mask=mask, other=0.0)
     high = rounded(h_RT, DTYPE, INTERPRETED)
     return high, rounded(h_RT - high.to(tl.float32), DTYPE, INTERPRETED)
-
-
-@triton.jit
-def _wait(done, wanted, b, rank, width, c_first, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Wait until `done` >= `wanted`; earlier writes of the counting programs are then visible.
-
-    Meanwhile prefetches the item's part of B into the L2 cache.
-    """
-    seen = tl.atomic_add(done, 0, sem="acquire")
-    if INTERPRETED:
-        tl.device_assert(seen == wanted, "programs run one after the other")
-    elif seen < wanted:
-        c = c_first + tl.arange(0, COLUMNS // _LINE) * _LINE
-        for r0 in tl.range(0, rank, BLOCK_R):
-            r = r0 + tl.arange(0, BLOCK_R)
-            inside = (r < rank)[:, None] & (c < width)[None, :]
-            first = tl.where(inside, r[:, None] * width + c[None, :], 0)
-            tl.inline_asm_elementwise(_ASK_FOR, "=r,l", [(b + first).to(tl.int64)], tl.int32, False, 1)
-        while seen < wanted:
-            seen = tl.atomic_add(done, 0, sem="acquire")
-
-
-@triton.jit
-def expand_item(
-    item,
-    groups,
-    x,
-    h,
-    rows,
-    tiles,
-    tables,
-    y,
-    done,
-    wanted,
-    slot_stride,
-    table_base,
-    min_rank,
-    max_rank,
-    num_rows,
-    widths,
-    y_stride,
-    h_width,
-    MODULES: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    ONE_LANE: tl.constexpr,
-    ADD: tl.constexpr,
-    SUBTRACT: tl.constexpr,
-    TMA: tl.constexpr,
-    WAITS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_PER_ITEM: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One tile of tokens and one of `groups`: up to BLOCKS_PER_ITEM column blocks of one module.
-
-    WAITS: for h, until done[tile, first module of the same A] is `wanted`.
-    """
-    dtype = x.dtype.element_ty
-    part_stride = (MODULES * num_rows).to(tl.int64) * h_width
-    tile = tiles.table + (item // groups) * 4
-    position = tl.load(tile) + tl.arange(0, BLOCK_T)
-    inside = position < tl.load(tile + 1)
-    module, c_first, width, base = module_of_block(item % groups, widths, BLOCK_C * BLOCKS_PER_ITEM, MODULES)
-    first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
-    rank = rank_of(tables, first_entry + module, min_rank, max_rank)
-    if rank > 0:
-        first = first_with_same_a(tables, first_entry, module, MODULES)
-        h_rows = h + (first * num_rows + position).to(tl.int64) * h_width
-        scale = tl.load(tables.scale + first_entry + module)
-        row = tl.load(rows + position, mask=inside, other=0)
-        y_rows = y + row[None, :].to(tl.int64) * y_stride + base
-        b = matrix(tables.arena, tables.b_offset, first_entry + module, dtype)
-        if TMA:
-            b_tiles = tl.make_tensor_descriptor(b, [rank, width], [width, 1], [BLOCK_R, BLOCK_C])
-        if WAITS:
-            counter = done + (item // groups) * MODULES + first
-            _wait(counter, wanted, b, rank, width, c_first, BLOCK_C * BLOCKS_PER_ITEM, INTERPRETED)
-        lanes = 1
-        if ONE_LANE:
-            r = tl.arange(0, BLOCK_R)
-            high, low = _hi_and_lo(h_rows, r, rank, inside, part_stride, dtype, SPLIT_K, INTERPRETED)
-        else:
-            lanes = tl.cdiv(rank, BLOCK_R)
-        delta_T = tl.zeros((BLOCK_C, BLOCK_T), tl.float32)
-        blocks = tl.minimum(BLOCKS_PER_ITEM, tl.cdiv(width - c_first, BLOCK_C))
-        for step in tl.range(0, blocks * lanes, num_stages=STAGES):
-            r0 = (step % lanes) * BLOCK_R
-            c0 = c_first + (step // lanes) * BLOCK_C
-            r_lane = r0 + tl.arange(0, BLOCK_R)
-            c = c0 + tl.arange(0, BLOCK_C)
-            if TMA:
-                b_RC = b_tiles.load([r0, c0])
-            else:
-                mask_RC = (r_lane < rank)[:, None] & (c < width)[None, :]
-                b_RC = tl.load(b + r_lane[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
-            written = width
-            if not ONE_LANE:
-                written = tl.where(step % lanes + 1 == lanes, width, 0)
-            mask_CT = inside[None, :] & (c < written)[:, None]
-            y_CT = y_rows + c[:, None]
-            before = tl.zeros((BLOCK_C, BLOCK_T), y.dtype.element_ty)
-            if ADD:
-                before = tl.load(y_CT, mask=mask_CT, other=0.0)
-            if not ONE_LANE:
-                high, low = _hi_and_lo(h_rows, r_lane, rank, inside, part_stride, dtype, SPLIT_K, INTERPRETED)
-            delta_T = tl.where(r0 == 0, 0.0, delta_T)
-            delta_T = dot(tl.trans(b_RC), high, delta_T, INTERPRETED)
-            delta_T = dot(tl.trans(b_RC), low, delta_T, INTERPRETED)
-            result = add_delta(before, delta_T, scale, ADD, SUBTRACT, INTERPRETED)
-            tl.store(y_CT, result, mask=mask_CT)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -194,39 +79,62 @@ def wgmma_expand(
 ):
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    x: the shrink's, for the matrices' dtype.  ONE_LANE: no rank above 64, so h is read once per item.
+    x: the shrink's, for the matrices' dtype.  ONE_LANE: no rank above 64, so h is read once per item.  An
+    item is a tile of tokens and up to BLOCKS_PER_ITEM column blocks of one module.
     """
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)
+    dtype = x.dtype.element_ty
+    part_stride = (MODULES * num_rows).to(tl.int64) * h_width
     for item in tl.range(tl.program_id(0), tl.load(tiles.num) * groups, tl.num_programs(0)):
-        expand_item(
-            item,
-            groups,
-            x,
-            h,
-            rows,
-            tiles,
-            tables,
-            y,
-            rows,
-            0,
-            slot_stride,
-            table_base,
-            min_rank,
-            max_rank,
-            num_rows,
-            widths,
-            y_stride,
-            h_width,
-            MODULES,
-            SPLIT_K,
-            ONE_LANE,
-            ADD,
-            SUBTRACT,
-            TMA,
-            False,
-            INTERPRETED,
-            BLOCK_T,
-            BLOCK_C,
-            BLOCKS_PER_ITEM,
-            STAGES,
+        tile = tiles.table + (item // groups) * 4
+        position = tl.load(tile) + tl.arange(0, BLOCK_T)
+        inside = position < tl.load(tile + 1)
+        module, c_first, width, base = module_of_block(
+            item % groups, widths, BLOCK_C * BLOCKS_PER_ITEM, MODULES
         )
+        first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
+        rank = rank_of(tables, first_entry + module, min_rank, max_rank)
+        if rank > 0:
+            first = first_with_same_a(tables, first_entry, module, MODULES)
+            h_rows = h + (first * num_rows + position).to(tl.int64) * h_width
+            scale = tl.load(tables.scale + first_entry + module)
+            row = tl.load(rows + position, mask=inside, other=0)
+            y_rows = y + row[None, :].to(tl.int64) * y_stride + base
+            b = matrix(tables.arena, tables.b_offset, first_entry + module, dtype)
+            if TMA:
+                b_tiles = tl.make_tensor_descriptor(b, [rank, width], [width, 1], [BLOCK_R, BLOCK_C])
+            lanes = 1
+            if ONE_LANE:
+                r = tl.arange(0, BLOCK_R)
+                high, low = _hi_and_lo(h_rows, r, rank, inside, part_stride, dtype, SPLIT_K, INTERPRETED)
+            else:
+                lanes = tl.cdiv(rank, BLOCK_R)
+            delta_T = tl.zeros((BLOCK_C, BLOCK_T), tl.float32)
+            blocks = tl.minimum(BLOCKS_PER_ITEM, tl.cdiv(width - c_first, BLOCK_C))
+            for step in tl.range(0, blocks * lanes, num_stages=STAGES):
+                r0 = (step % lanes) * BLOCK_R
+                c0 = c_first + (step // lanes) * BLOCK_C
+                r_lane = r0 + tl.arange(0, BLOCK_R)
+                c = c0 + tl.arange(0, BLOCK_C)
+                if TMA:
+                    b_RC = b_tiles.load([r0, c0])
+                else:
+                    mask_RC = (r_lane < rank)[:, None] & (c < width)[None, :]
+                    b_RC = tl.load(b + r_lane[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
+                written = width
+                if not ONE_LANE:
+                    written = tl.where(step % lanes + 1 == lanes, width, 0)
+                mask_CT = inside[None, :] & (c < written)[:, None]
+                y_CT = y_rows + c[:, None]
+                before = tl.zeros((BLOCK_C, BLOCK_T), y.dtype.element_ty)
+                if ADD:
+                    before = tl.load(y_CT, mask=mask_CT, other=0.0)
+                if not ONE_LANE:
+                    high, low = _hi_and_lo(
+                        h_rows, r_lane, rank, inside, part_stride, dtype, SPLIT_K, INTERPRETED
+                    )
+                delta_T = tl.where(r0 == 0, 0.0, delta_T)
+                delta_T = dot(tl.trans(b_RC), high, delta_T, INTERPRETED)
+                delta_T = dot(tl.trans(b_RC), low, delta_T, INTERPRETED)
+                result = add_delta(before, delta_T, scale, ADD, SUBTRACT, INTERPRETED)
+                tl.store(y_CT, result, mask=mask_CT)
