@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from moe_lora.engine.core import EngineCore
 
-PROMPT_ROWS = (16, 128, 512, 2048)
+PROMPT_ROWS: tuple[int, ...] = (16, 128, 512, 2048)
 DECODING = (0, 32)
 NUM_STEPS = 8
 
@@ -151,7 +151,6 @@ def _poisoned() -> Iterator[None]:
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:

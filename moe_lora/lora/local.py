@@ -53,8 +53,8 @@ class LocalDeltas:
 class LocalBackend(LoraBackend):
     """LoraBackend over adapters in this device's arena.
 
-    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: of its terms; negated: subtracts.  side: runs
-    shrinks of captured decode steps beside the base layers.
+    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: of its terms; negated: subtracts.  beside: in
+    captured decode steps shrinks run beside the base layers, which nothing cuts.
     """
 
     def __init__(
@@ -65,9 +65,13 @@ class LocalBackend(LoraBackend):
         *,
         kernel: str = "sgmv",
         source: int = Source.LOCAL,
-        side: SideStream | None = None,
+        beside: bool = False,
     ) -> None:
-        self._side = side
+        self._side: SideStream | None = None
+        if beside:
+            from moe_lora.kernels.side_stream import SideStream
+
+            self._side = SideStream(arena.device)
         self._sites = shape.sites
         self._arena = arena
         self._slots = slots

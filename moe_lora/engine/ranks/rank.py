@@ -298,13 +298,9 @@ class Rank:
             backends[Source.PUSHED] = pushed
         if host is not None:
             backends[Source.HOST] = host.backend
-        kernel, side = self.config.lora_kernel, None
-        if self._capture is not None and self.config.num_ranks == 1 and host is None and not backends:
-            from moe_lora.kernels.side_stream import SideStream
-
-            side = SideStream(self.device)
+        is_alone = self._capture is not None and self.config.num_ranks == 1 and not backends
         backends[Source.LOCAL] = LocalBackend(
-            self.shard.shape, self.arena, self.slots, kernel=kernel, side=side
+            self.shard.shape, self.arena, self.slots, kernel=self.config.lora_kernel, beside=is_alone
         )
         routed = RoutedBackend(backends, None if host is None else self.present)
         backend: LoraBackend = routed
