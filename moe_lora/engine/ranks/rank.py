@@ -250,7 +250,7 @@ class Rank:
         """The stream on which this rank's device calls host workers; None if the engine's thread does."""
         if self.device.type != "cuda":
             return None
-        from moe_lora.dist.deltas.cuda_stream import CudaStream
+        from moe_lora.dist.deltas.stream_backend import CudaStream
 
         return CudaStream(self.device)
 
