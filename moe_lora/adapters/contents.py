@@ -29,10 +29,10 @@ OUTER_BESIDE_LORA_SERVER = (
 class AdapterContents:
     """Reads adapters from their folders, or from a store of earlier contents.
 
-    store: of contents, or None.  owned: True deletes contents after their last use.  root: folder that must
-    contain every path.  max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to
-    compare copies of its weights; None: copies are refused.  outer_problem: reason to refuse LoRA on the head
-    and the embedding.  For the engine's and the reader's threads.
+    store: of contents, or None; contents go after their last use.  root: folder that must contain every path.
+    max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies of its
+    weights; None: copies are refused.  beside_lora_server: a LoRA Server owns the store, and LoRA on the head
+    and the embedding is refused.  For the engine's and the reader's threads.
     """
 
     def __init__(
@@ -41,20 +41,18 @@ class AdapterContents:
         dtype: torch.dtype,
         store: HostStore | None = None,
         *,
-        owned: bool = True,
         root: str | None = None,
         max_lora_rank: int | None = None,
         base_dir: Path | None = None,
-        outer_problem: str | None = None,
+        beside_lora_server: bool = False,
     ) -> None:
         self.store = store
         self.max_lora_rank = max_lora_rank
         self._base_dir = base_dir
-        self._outer_problem = outer_problem
+        self._beside_lora_server = beside_lora_server
         self._root = root
         self.shape = shape
         self.dtype = dtype
-        self._owned = owned
         self._served: dict[str, list[str]] = {}
         """Name -> content hashes of its last two versions, to undo a load that a peer refuses."""
         self._lock = threading.Lock()
@@ -161,11 +159,11 @@ class AdapterContents:
             self._remove(self._served.pop(name, []))
 
     def _check_outer(self, packed: PackedAdapter) -> None:
-        if self._outer_problem is not None and len(packed.layers) > self.shape.num_layers:
-            raise AdapterError(f"adapter {packed.name!r}: {self._outer_problem}")
+        if self._beside_lora_server and len(packed.layers) > self.shape.num_layers:
+            raise AdapterError(f"adapter {packed.name!r}: {OUTER_BESIDE_LORA_SERVER}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
-        if self.store is None or not self._owned:
+        if self.store is None or self._beside_lora_server:
             return
         used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}
         for one in set(hashes) - used:

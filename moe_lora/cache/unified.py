@@ -63,6 +63,7 @@ class UnifiedCache:
         self._mover = NodeMover(self._tree, Tier(num_device_pages), Tier(num_host_pages))
         self._ranking = Ranking(self._mover, policy, max_adapters)
         self._room = Room(self._ranking, max_kv_pages, max_adapters)
+        self.max_adapters = self._room.max_adapters
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
         self._salts: dict[str, int] = {}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from moe_lora.adapters.contents import OUTER_BESIDE_LORA_SERVER, AdapterContents
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.unified import UnifiedCache
@@ -38,7 +38,7 @@ from moe_lora.engine.text.tokenizer_files import read_eos_token_ids, read_sampli
 from moe_lora.families import shape_of
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
-from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import RequestQueue, shortest_first
 from moe_lora.timing.host_times import CacheCosts
 
@@ -282,32 +282,31 @@ def _core(
         store,
         sizes,
         clock,
-        num_slots=config.max_loras,
         num_pages=size.num_pages - size.request_pages,
         leases=leases,
         host_loads=host_loads,
     )
     transfers = Transfers(
         cache,
-        manager.versions,
+        manager,
         rank.copier(store.find, pool),
         clock,
-        num_slots=config.max_loras,
         make_mover=rank.mover,
         interval_s=config.swap_interval_s,
-        first_group=None if host_loads is None else host_loads.first_group,
-        blocking=config.emulation.blocking_loads,
         followers=followers,
     )
+    transfers.blocking = config.emulation.blocking_loads
     scheduler: Scheduler[Sequence] = Scheduler(
         cache,
         manager,
         clock,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        starvation_s=config.starvation_s,
+        StepLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            starvation_s=config.starvation_s,
+            max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
+        ),
         queue=RequestQueue(shortest_first) if config.queue == "sjf-oracle" else None,
-        max_host_tokens=0 if store.host is None else rank.host.tokens_per_step,
     )
     info = model_info(config, rank.shape, rank.dtype, size.max_kv_pages, rank.device_names)
     sampler = Sampler(info.eos_token_ids, config.seed, ahead=schedules_ahead(config, rank, store))
@@ -349,11 +348,10 @@ def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
         rank.shape,
         rank.dtype,
         store,
-        owned=rank.lora_server is None,
         root=config.adapter_root,
         max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
         base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
-        outer_problem=None if rank.lora_server is None else OUTER_BESIDE_LORA_SERVER,
+        beside_lora_server=rank.lora_server is not None,
     )
 
 

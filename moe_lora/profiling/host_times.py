@@ -23,7 +23,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, Site
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers.profile import host_section
-from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.host_settings import machine_of, model_of
 from moe_lora.lora.row_routing import content_number
@@ -102,7 +102,9 @@ class _Worker:
         self._shape = shape
         self._layout = FrameLayout(shape, dtype, max_tokens * max(1, shape.num_experts_per_token))
         core = max(os.sched_getaffinity(0))
-        self._workers = HostWorkers(self._layout, None, 1, max_tokens, cores=[core], answer_timeout_s=60.0)
+        self._workers = HostWorkers(
+            self._layout, None, 1, max_tokens, cores=[core], times=WorkerTimes(answer_timeout_s=60.0)
+        )
         self._numbers: dict[int, int] = {}
         targets = tuple(site.name for site in shape.sites)
         for rank in ranks:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -22,17 +23,28 @@ LOOK_AHEAD = 16
 """Queued requests shown to the cache."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """Limits of a step, and the wait in seconds before a request overtakes.
+
+    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests. Host
+    workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
+    `policies.admission.host_start.fair_shares`.  After the prompt the request waits for the adapter: no
+    decode step waits for the host. Source: Toppings section 4.1.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    starvation_s: float
+    max_host_tokens: int = 0
+
+
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
     loading: sequences with an adapter or history on the way to the device.  waiting: sequences without
     holds. queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the
     second tenant or priority on.
-
-    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests. Host
-    workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
-    `policies.admission.host_start.fair_shares`.  After the prompt the request waits for the adapter: no
-    decode step waits for the host. Source: Toppings section 4.1.
 
     Progress: the first running request (else the first loaded request) keeps all holds to the end.  Without
     a free page, all younger requests release pages and no request is admitted in that schedule. Then only
@@ -46,12 +58,8 @@ class Scheduler(Generic[Sequence]):
         cache: UnifiedCache,
         adapters: Adapters[Any],
         clock: Clock,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        starvation_s: float,
+        limits: StepLimits,
         queue: RequestQueue[Sequence] | None = None,
-        max_host_tokens: int = 0,
     ) -> None:
         self.running: list[Sequence] = []
         self.loading: list[Sequence] = []
@@ -67,10 +75,7 @@ class Scheduler(Generic[Sequence]):
         self._cache = cache
         self._adapters = adapters
         self.clock = clock
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._starvation_s = starvation_s
-        self._max_host_tokens = max_host_tokens
+        self._limits = limits
         self.held_back = False
         """True if at the last plan a request found no slot for an adapter."""
         self._only: Container[Namespace] | None = None
@@ -106,8 +111,8 @@ class Scheduler(Generic[Sequence]):
         found, (tenant, share) = self._cache.counters, self._cache.asker
         num_computed = found.kv_query_tokens - found.kv_device_hit_tokens - found.kv_host_hit_tokens
         given = (PREFILL_COST * num_computed + DECODE_COST * self._num_sampled) / share
-        counter = VirtualTokenCounter(max(LEAST_CREDIT, self._max_num_batched_tokens), tenant, given)
-        self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._max_num_seqs)
+        counter = VirtualTokenCounter(max(LEAST_CREDIT, self._limits.max_num_batched_tokens), tenant, given)
+        self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._limits.max_num_seqs)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
         """The next step's work, with reserved pages.  Empty if no sequence can run.
@@ -130,19 +135,19 @@ class Scheduler(Generic[Sequence]):
         preempted = [] if self.tenants is None or only is not None else self._return_slots(self.tenants)
         self._is_short = self.held_back = False
         self._look_at_adapters()
-        self._host_shares = self._divide_host() if self._max_host_tokens else None
-        budget = self._max_num_batched_tokens
+        self._host_shares = self._divide_host() if self._limits.max_host_tokens else None
+        budget = self._limits.max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
-            if len(plan) == self._max_num_seqs or not (only is None or sequence.adapter_uid in only):
+            if len(plan) == self._limits.max_num_seqs or not (only is None or sequence.adapter_uid in only):
                 continue
             waits_for_adapter = 0 < sequence.cold_tokens <= sequence.num_computed
             if budget and not put_back and not waits_for_adapter:
                 budget -= self._continue(sequence, budget, plan)
-        budget = self._max_num_batched_tokens - sum(plan.values())
+        budget = self._limits.max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
             may_start = sequence in self.loading and (only is None or sequence.adapter_uid in only)
-            may_start = may_start and budget > 0 and len(plan) < self._max_num_seqs
+            may_start = may_start and budget > 0 and len(plan) < self._limits.max_num_seqs
             if may_start and self._is_loaded(sequence, budget, plan):
                 self._start(sequence, budget, plan)
                 budget -= plan.get(sequence, 0)
@@ -212,8 +217,8 @@ class Scheduler(Generic[Sequence]):
             return min(num_uncomputed, budget)
         on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
         if self._host_shares is not None:
-            share = self._host_shares.get(sequence, self._max_host_tokens)
-            budget = min(budget, share, self._max_host_tokens - on_host)
+            share = self._host_shares.get(sequence, self._limits.max_host_tokens)
+            budget = min(budget, share, self._limits.max_host_tokens - on_host)
         num_tokens = max(0, min(num_uncomputed, budget))
         pays = num_tokens and self._adapters.pays_on_host(sequence.adapter, num_tokens, on_host)
         return num_tokens if pays else 0
@@ -229,7 +234,7 @@ class Scheduler(Generic[Sequence]):
             readiness = None if one.adapter is None else self._adapters.readiness(one.adapter)
             if readiness is Readiness.HOST_COMPUTABLE and one.table.ready:
                 cold[one] = len(one.tokens) - one.table.num_matched
-        return dict(zip(cold, fair_shares(list(cold.values()), self._max_host_tokens), strict=True))
+        return dict(zip(cold, fair_shares(list(cold.values()), self._limits.max_host_tokens), strict=True))
 
     def _has_warm(self) -> bool:
         may_begin = self.waiting if self._has_room(1) else ()
@@ -247,7 +252,7 @@ class Scheduler(Generic[Sequence]):
         order = waiting.order(one for one in waiting if only is None or one.adapter_uid in only)
         now_s = self.clock.now_s()
         passes = self._has_unused_lease if self._adapters.waits_for_others else None
-        for sequence in admissible(order, self._acquire, now_s, self._starvation_s, passes):
+        for sequence in admissible(order, self._acquire, now_s, self._limits.starvation_s, passes):
             self.waiting.remove(sequence)
             if sequence.adapter is not None:
                 self._adapters.dequeue(sequence.adapter)
@@ -294,7 +299,7 @@ class Scheduler(Generic[Sequence]):
         num = len(self.running) + len(self.loading)
         if self._only is not None:
             num = sum(map(self._may_compute, chain(self.running, self.loading)))
-        return budget > 0 and num < self._max_num_seqs
+        return budget > 0 and num < self._limits.max_num_seqs
 
     def _may_compute(self, sequence: Sequence) -> bool:
         return self._only is None or sequence.adapter_uid in self._only

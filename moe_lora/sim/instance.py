@@ -18,7 +18,7 @@ from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.policies.admission.host_start import HostLoads, HostStart
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.routing.routing import InstanceLoad
-from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import Scheduled
 from moe_lora.timing.host_times import CacheCosts, ColdAdapter
 from moe_lora.timing.transformer_time import TransformerTime
@@ -113,7 +113,7 @@ class CachedInstance:
 
     A `policies.routing.routing.InstanceView`.  requests: with their own arrivals; more by `add`.
     is_over: True at the end of the run; None: once all `requests` are done.  on_done: called with each
-    finished request, in place of `done`.  server: the LoRA Server; None: adapters are here.
+    finished request; by default, adds to `done`.  server: the LoRA Server; None: adapters are here.
     done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: too
     many requests waited.
     """
@@ -127,7 +127,6 @@ class CachedInstance:
         index: int = 0,
         events: EventQueue | None = None,
         is_over: Callable[[], bool] | None = None,
-        on_done: Callable[[CachedRequest], None] | None = None,
         server: SimServer | None = None,
     ) -> None:
         self.index = index
@@ -143,7 +142,7 @@ class CachedInstance:
         self._config = config
         self._requests = requests
         self._is_over = is_over or (lambda: len(self.done) == len(requests))
-        self._on_done = on_done or self.done.append
+        self.on_done: Callable[[CachedRequest], None] = self.done.append
         self._outstanding: int | None = None
         self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
         self.cache = _cache(config, policy)
@@ -165,10 +164,12 @@ class CachedInstance:
             self.cache,
             adapters,
             self.events,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            starvation_s=config.starvation_s,
-            max_host_tokens=0 if host is None else host.tokens_per_step(config.max_num_batched_tokens),
+            StepLimits(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                starvation_s=config.starvation_s,
+                max_host_tokens=0 if host is None else host.tokens_per_step(config.max_num_batched_tokens),
+            ),
         )
         self.weights = (
             SimMergedWeights(config.merging, adapters, config.max_num_seqs, self.events)
@@ -344,7 +345,7 @@ class CachedInstance:
             if request.append(now_s):
                 self.scheduler.finish(request)
                 self.load.end(request.adapter, request.load_tokens, started=request.has_started)
-                self._on_done(request)
+                self.on_done(request)
             elif not request.has_started:
                 request.has_started = True
                 self.load.start(request.adapter, request.load_tokens)

@@ -118,11 +118,12 @@ class Replicas:
                 index=index,
                 events=self.events,
                 is_over=self._is_over,
-                on_done=self._finish,
                 server=self.server,
             )
             for index in range(config.num_replicas)
         ]
+        for instance in self.instances:
+            instance.on_done = self._finish
         for instance, names in zip(self.instances, config.preloaded, strict=False):
             self._preload(instance, names)
         self._expect(iter(requests))

@@ -17,7 +17,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, ShardSizes
-from moe_lora.engine.adapters.copies import RankCopier, Steps
+from moe_lora.engine.adapters.copies import Arenas, RankCopier, Steps
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
@@ -27,7 +27,7 @@ from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.policies.admission.host_start import HostLoads
-from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import RequestQueue
 from moe_lora.scheduling.views import shortest_first as shortest_first_order
 
@@ -142,38 +142,37 @@ class Parts:
         self.kept = AdapterStore(host=SimpleNamespace() if host_loads else None) if leases is None else leases
         whole = np.ones(1, dtype=bool)
         shape = SimpleNamespace(num_layers=1)
-        arenas = (self.arena, self.host_arena, PAGE_BYTES)
+        arenas = Arenas(self.arena, self.host_arena, PAGE_BYTES)
         self.manager = (PromptManager if prompt else AdapterManager)(
             self.cache,
             self.kept,
             ShardSizes(shape, PAGE_BYTES, [whole]),
             self.clock,
-            num_slots=max_loras,
             num_pages=room_pages,
             leases=leases,
             host_loads=host_loads,
         )
         self.transfers = Transfers(
             self.cache,
-            self.manager.versions,
-            RankCopier(*arenas, self.slots, shape, whole, self.kept.find),
+            self.manager,
+            RankCopier(arenas, self.slots, shape, whole, self.kept.find),
             self.clock,
-            num_slots=max_loras,
             make_mover=self._make_mover,
             interval_s=0.1,
             followers=Followers(),
-            first_group=None if host_loads is None else host_loads.first_group,
         )
         self.manager.bring_now = self.move
         self.scheduler = Scheduler(
             self.cache,
             self.manager,
             self.clock,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            starvation_s=starvation_s,
+            StepLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                starvation_s=starvation_s,
+                max_host_tokens=host_tokens,
+            ),
             queue=RequestQueue(shortest_first_order) if shortest_first else None,
-            max_host_tokens=host_tokens,
         )
 
     def _make_mover(self, on_done: Callable[[], None]) -> HeldMover:

@@ -17,7 +17,7 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import experts_of_rank
 from moe_lora.engine.adapters.adapter_store import ShardSizes
-from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
+from moe_lora.engine.adapters.copies import Arenas, BringAdapter, RankCopier
 from moe_lora.engine.ranks.exchange import Exchanges, RowExchange, open_group
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
@@ -51,7 +51,8 @@ class RankOfLayers:
         self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, CPU)
         by_hash = {p.content_hash: p for p in packed}
         mine = entries_of_experts(shape, experts)
-        copier = RankCopier(self.arena, None, PAGE_BYTES, self.slots, shape, mine, by_hash.__getitem__)
+        arenas = Arenas(self.arena, None, PAGE_BYTES)
+        copier = RankCopier(arenas, self.slots, shape, mine, by_hash.__getitem__)
         page = 0
         for slot, adapter in enumerate(packed):
             firsts = []

@@ -14,7 +14,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import make_caching_policy
-from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import RequestQueue
 from moe_lora.scheduling.views import shortest_first as shortest_first_order
 from moe_lora.sim.adapters import CachedAdapters
@@ -74,11 +74,13 @@ class Parts:
             self.cache,
             CachedAdapters(self.cache, adapters, self.clock, host_loads, cold_of(adapters, page_bytes)),
             self.clock,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            starvation_s=starvation_s,
+            StepLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                starvation_s=starvation_s,
+                max_host_tokens=host_tokens or 0,
+            ),
             queue=RequestQueue(shortest_first_order) if shortest_first else None,
-            max_host_tokens=host_tokens or 0,
         )
         self._prompt = prompt
         self.orders: deque[Order] = deque()

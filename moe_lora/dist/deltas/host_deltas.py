@@ -32,7 +32,6 @@ _MAX_LOGGED = 256
 def request_deltas(
     request: DeltaRequest,
     shape: ModelShape,
-    layer: int,
     slot: np.ndarray,
     slots: SlotTable,
     arena: torch.Tensor,
@@ -43,14 +42,12 @@ def request_deltas(
 ) -> None:
     """out [R, N] = the deltas of the request's rows; zero for slot -1.
 
-    layer: row of the slot table (the request's layer, or 0 in a table of one layer).  kernel, max_lora_rank:
-    as in `kernels.lora`.
+    kernel, max_lora_rank: as in `kernels.lora`.
     """
-
     device, ids = arena.device, request.ids
     token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(device)
     ids_there = None if ids is None else torch.from_numpy(np.ascontiguousarray(ids)).to(device)
-    place = shape.sites[request.site], layer, token_slots, slots, arena
+    place = shape.sites[request.site], request.layer, token_slots, slots, arena
     operands = LoraOperands(request.x.to(device), ids_there, *place)
     target = out if out.device == device else torch.empty_like(out, device=device)
     compute = partial(lora_delta, operands, kernel=kernel, max_lora_rank=max_lora_rank)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -51,6 +51,13 @@ class RemoteRows:
 
 
 logger = logging.getLogger(__name__)
+
+
+class _SiteInput(NamedTuple):
+    rows: RemoteRows
+    layer: int
+    site: int
+    x: torch.Tensor
 
 
 @dataclass
@@ -172,9 +179,9 @@ class RemoteBackend(DividedBackend):
         if not shares:
             return None
         if ids is None:
-            parts = self._send_dense(rows, layer, site, x, shares)
+            parts = self._send_dense(_SiteInput(rows, layer, site, x), shares)
         else:
-            parts = self._send_experts(rows, layer, site, x, ids, shares)
+            parts = self._send_experts(_SiteInput(rows, layer, site, x), ids, shares)
         return partial(self._add_to, parts)
 
     def _add_to(self, parts: Sequence[_Part], y: torch.Tensor) -> None:
@@ -185,21 +192,17 @@ class RemoteBackend(DividedBackend):
             else:
                 y.index_add_(0, part.rows.to(y.device), delta.to(y))
 
-    def _send_dense(
-        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, shares: Shares
-    ) -> list[_Part]:
+    def _send_dense(self, given: _SiteInput, shares: Shares) -> list[_Part]:
         parts = []
         for server, chosen in shares:
             for some in _chunks(chosen, self._layout.max_rows):
-                parts.append(self._send(server, rows, layer, site, x, some, some, None, some))
+                parts.append(self._send(server, given, some, some, None, some))
         return parts
 
-    def _send_experts(
-        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, shares: Shares
-    ) -> list[_Part]:
+    def _send_experts(self, given: _SiteInput, ids: torch.Tensor, shares: Shares) -> list[_Part]:
         top_k = ids.shape[1]
         all_ids = ids.cpu().numpy()
-        per_output = x.shape[0] != ids.shape[0]
+        per_output = given.x.shape[0] != ids.shape[0]
         parts = []
         for server, chosen in shares:
             experts = self._division.experts_of(server)
@@ -211,29 +214,27 @@ class RemoteBackend(DividedBackend):
                 flat_ids = mine[places][:, None]
                 for part in _chunks(np.arange(len(outputs)), self._layout.max_rows):
                     some, owner = outputs[part], chosen[places[0][part]]
-                    parts.append(self._send(server, rows, layer, site, x, owner, some, flat_ids[part], some))
+                    parts.append(self._send(server, given, owner, some, flat_ids[part], some))
                 continue
             used = np.flatnonzero((mine >= 0).any(1))
             for part in _chunks(used, self._layout.max_rows // top_k):
                 places = np.nonzero(mine[part] >= 0)
                 some = chosen[part[places[0]]] * top_k + places[1]
                 owner = chosen[part]
-                parts.append(self._send(server, rows, layer, site, x, owner, owner, mine[part], some))
+                parts.append(self._send(server, given, owner, owner, mine[part], some))
         return parts
 
     def _send(
         self,
         server: int,
-        rows: RemoteRows,
-        layer: int,
-        site: int,
-        x: torch.Tensor,
+        given: _SiteInput,
         tokens: np.ndarray,
         x_rows: np.ndarray,
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
         """One request to one server rank; tokens [T'] own the rows x_rows [T'] of x."""
+        rows, layer, site, x = given
         session = self._links[server].session
         leased = bool((rows.slot[tokens] >= 0).all())
         try:

@@ -104,7 +104,7 @@ class StreamWorkerLink(WorkerLink):
         for slot, use in enumerate(self._slots.uses()):
             if asked[slot][0] != use:
                 asked[slot] = (use, now_s)
-        return any(use and now_s - since_s > self._answer_timeout_s for use, since_s in asked)
+        return any(use and now_s - since_s > self._times.answer_timeout_s for use, since_s in asked)
 
     def _serve_until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():

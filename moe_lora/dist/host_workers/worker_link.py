@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from moe_lora.adapters.host_store import HostStore
@@ -29,6 +30,16 @@ _RESTARTS = RestartPolicy()
 _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
+@dataclass(frozen=True)
+class WorkerTimes:
+    """answer_timeout_s: limit, after which the engine computes a worker's rows.  slowdown: emulates less than
+    a core.
+    """
+
+    answer_timeout_s: float = 5.0
+    slowdown: float = 1.0
+
+
 class WorkerLink(threading.Thread):
     """Keeps one worker process and a `ClientSession`.
 
@@ -45,9 +56,8 @@ class WorkerLink(threading.Thread):
         layout: FrameLayout,
         store: HostStore,
         core: int | None,
-        answer_timeout_s: float,
+        times: WorkerTimes,
         owned: bool,
-        slowdown: float,
     ) -> None:
         super().__init__(name=f"host-worker-{number}", daemon=True)
         self._transport = transport
@@ -55,8 +65,7 @@ class WorkerLink(threading.Thread):
         self._store = store
         self._core = core
         self._owned = owned
-        self._slowdown = slowdown
-        self._answer_timeout_s = answer_timeout_s
+        self._times = times
         self._starts = itertools.count()
         self._closing = threading.Event()
         self._ready = threading.Event()
@@ -107,7 +116,7 @@ class WorkerLink(threading.Thread):
         layout = self._layout
         label, answers, requests = self._windows(held)
         facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
-        options = self._core, self._owned, os.getpid(), self._slowdown
+        options = self._core, self._owned, os.getpid(), self._times.slowdown
         with self._child() as (child, connection):
             connection.send(WorkerSetUp(*facts, answers, *options, requests))
             if not self._hears(connection):
@@ -133,7 +142,7 @@ class WorkerLink(threading.Thread):
         there = self._transport.attach(requests)
         held.callback(self._transport.detach, there)
         self.session = ClientSession(
-            self._transport, there, self._answers, self._layout, DEPTH, self._answer_timeout_s
+            self._transport, there, self._answers, self._layout, DEPTH, self._times.answer_timeout_s
         )
 
     def _goes_on(self) -> bool:

@@ -25,8 +25,10 @@ from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content
 
 from .stream_link import StreamWorkerLink
 from .worker_link import WorkerLink
+from .worker_link import WorkerTimes as WorkerTimes
 
 _NOTHING = torch.empty(0, dtype=torch.int32)
+_USUAL_TIMES = WorkerTimes()
 _NO_STEP = StepTables(query_start=_NOTHING, seq_lens=_NOTHING, block_tables=_NOTHING)
 
 
@@ -56,9 +58,7 @@ class HostWorkers:
     """The host workers of one engine process, and their LoraBackend.
 
     store: of adapters; None: a new one in a folder of the engine.  num_tokens: per step within time, over all
-    workers.  cores: one per worker; empty: any.  answer_timeout_s: limit, after which the engine computes a
-    worker's rows.  slowdown: emulates less than a core.  stream: of the device;
-    None: the engine's thread waits.
+    workers.  cores: one per worker; empty: any.  stream: of the device; None: the engine's thread waits.
     Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
     """
 
@@ -70,8 +70,7 @@ class HostWorkers:
         tokens_per_worker: int,
         *,
         cores: Sequence[int] = (),
-        answer_timeout_s: float = 5.0,
-        slowdown: float = 1.0,
+        times: WorkerTimes = _USUAL_TIMES,
         stream: Stream | None = None,
     ) -> None:
         shape = layout.shape
@@ -81,7 +80,7 @@ class HostWorkers:
         self.num_tokens = num_workers * tokens_per_worker
         self._stream = stream
         self._transport = transport = ShmTransport(name=f"host-workers-{os.getpid()}")
-        options = (answer_timeout_s, self._folder is not None, slowdown)
+        options = times, self._folder is not None
         places = {
             number: (number, transport, layout, store, cores[number] if cores else None, *options)
             for number in range(num_workers)

@@ -61,14 +61,13 @@ class ServerSession:
         answers: RemoteWindow,
         layout: FrameLayout,
         depth: int,
-        on_drop: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.instance = instance_number(instance)
         self.requests = requests
         self.answers = PeerFrames(transport, answers, layout.answer_bytes, depth)
         self.layout = layout
-        self.on_drop = on_drop
+        self.on_drop: Callable[[], object] = lambda: None
         self.handled = 0
         self.num_host_rows = 0
         self.left = threading.Event()
@@ -171,7 +170,7 @@ class DataLoop:
                 out = torch.empty(
                     request.num_rows, self._shape.sites[site].total_out_features, dtype=layout.dtype
                 )
-                place = 0, request.slot, self.server_store.slots, self.server_store.arena
+                place = request.slot, self.server_store.slots, self.server_store.arena
                 for rank in _WARM_RANKS:
                     request_deltas(
                         request, self._shape, *place, out, kernel=self._lora_kernel, max_lora_rank=rank
@@ -354,7 +353,7 @@ class DataLoop:
             else:
                 slot = np.where(on_host.tokens, -1, slot)
             out = session.deltas(request)
-            place = request.layer, slot, server_store.slots, server_store.arena
+            place = slot, server_store.slots, server_store.arena
             request_deltas(request, self._shape, *place, out, kernel=self._lora_kernel)
             if on_host is not None:
                 out[on_host.rows] = on_host.deltas

@@ -54,7 +54,7 @@ class ResidentTables:
     """
 
     def __init__(self, server_store: ServerAdapterStore) -> None:
-        self._store = server_store
+        self.store = server_store
         self._device = server_store.arena.device
         self._lock = threading.Lock()
         on_cuda = self._device.type == "cuda"
@@ -66,18 +66,18 @@ class ResidentTables:
         self.publish()
 
     def _made(self) -> Resident:
-        shapes = self._store.generation.shape, self._store.loaded.shape
+        shapes = self.store.generation.shape, self.store.loaded.shape
         return Resident(*(torch.zeros(shape, dtype=torch.int64, device=self._device) for shape in shapes))
 
     def publish(self) -> None:
         """Update the tables; returns when done.  Any thread."""
         with self._lock, self._beside():
             before = tables = self.now
-            if len(before.generation) != len(self._store.generation):
+            if len(before.generation) != len(self.store.generation):
                 tables = self._made()
                 before.generation.fill_(_LEFT)
-            self._copy(self._store.loaded, tables.loaded)
-            self._copy(self._store.generation, tables.generation)
+            self._copy(self.store.loaded, tables.loaded)
+            self._copy(self.store.generation, tables.generation)
             if self.stream is not None:
                 self.stream.synchronize()
             self.now = tables
@@ -109,18 +109,16 @@ class DeviceSession(DeviceHalf):
     def __init__(
         self,
         client: int,
-        server_rank: int,
         group: DevicePuts,
         window: SymmetricWindow,
         frames: DeviceFrames,
-        server_store: ServerAdapterStore,
         tables: ResidentTables,
         lora_kernel: str,
         answer_timeout_s: float,
     ) -> None:
         super().__init__(group, window, frames, client, answer_timeout_s)
-        self._server_rank = server_rank
-        self._store, self._tables, self._kernel = server_store, tables, lora_kernel
+        self._store, self._tables, self._kernel = tables.store, tables, lora_kernel
+        self._server_rank = server_rank = self._store.server_rank
         self._member = frames.member(client)
         make = partial(torch.zeros, device=group.device)
         self._missing = make(1, dtype=torch.int64)
@@ -266,12 +264,11 @@ class DeviceLoop:
         self,
         join: Callable[[], DevicePuts],
         frames: DeviceFrames,
-        server_rank: int,
         server_store: ServerAdapterStore,
         lora_kernel: str,
         answer_timeout_s: float,
     ) -> None:
-        self._join, self._frames, self._server_rank = join, frames, server_rank
+        self._join, self._frames = join, frames
         self._store, self._kernel, self._answer_timeout_s = server_store, lora_kernel, answer_timeout_s
         self._stopping = threading.Event()
         self.tables: ResidentTables | None = None
@@ -285,7 +282,7 @@ class DeviceLoop:
             window = group.alloc(self._frames.num_bytes, self._frames.num_signals)
             tables = self.tables = ResidentTables(self._store)
             for client in range(self._frames.num_clients):
-                given = (client, self._server_rank, group, window, self._frames, self._store, tables)
+                given = (client, group, window, self._frames, tables)
                 session = DeviceSession(*given, self._kernel, self._answer_timeout_s)
                 session.prepare()
                 self.sessions.append(session)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
@@ -54,12 +54,22 @@ LOOK_AGAIN_S = 1.0
 """Period of checks while instances wait for leases: conditions may change with time."""
 
 
+@dataclass(frozen=True)
+class OwnRank:
+    """Calls from the leader to its own rank.
+
+    order: passes an order.  regained: reports recovered content.  restart: ends the process for a restart.
+    """
+
+    order: Callable[[Order], None]
+    regained: Callable[[str], None]
+    restart: Callable[[], None]
+
+
 class Leader:
     """Answers the calls of instances, server ranks and the front end (`ServerCalls`).
 
     first_generation: lower bound of this incarnation's generations; lower generations on the wire are stale.
-    order: passes an order to the leader's own rank.  regained: reports recovered content to that rank.
-    restart: ends the leader's process for a restart.
     """
 
     def __init__(
@@ -69,18 +79,14 @@ class Leader:
         partition: Partition,
         memory: Memory,
         first_generation: int,
-        order: Callable[[Order], None],
-        regained: Callable[[str], None],
-        restart: Callable[[], None],
+        own: OwnRank,
     ) -> None:
-        self._restart_own = restart
+        self._own = own
         self._table = table
         self._store = store
         self._partition = partition
         self._memory = memory
         self._first_generation = first_generation
-        self._order = order
-        self._own_regained = regained
         self._num_slots = table.capacity
         self._instances: dict[str, Visitor] = {}
         self._ranks: dict[int, Visitor] = {}
@@ -126,7 +132,7 @@ class Leader:
     async def restart(self, visitor: Visitor, server_rank: int) -> None:
         if server_rank == LEADER:
             # After the reply: connections end with the process.
-            asyncio.get_running_loop().call_later(RESTART_S, self._restart_own)
+            asyncio.get_running_loop().call_later(RESTART_S, self._own.restart)
         elif server_rank in self._ranks:
             self._ranks[server_rank].peer.send(RestartOrder())
         else:
@@ -328,7 +334,7 @@ class Leader:
 
     def _tell_rank(self, server_rank: int, order: Order) -> None:
         if server_rank == LEADER:
-            self._order(order)
+            self._own.order(order)
         elif server_rank in self._ranks:
             self._ranks[server_rank].peer.send(order)
 
@@ -367,7 +373,7 @@ class Leader:
             if adapter_id not in self._store:
                 self._lost.await_content(server_rank, adapter_id)
             elif server_rank == LEADER:
-                self._own_regained(adapter_id)
+                self._own.regained(adapter_id)
             elif server_rank in self._ranks:
                 peer = self._ranks[server_rank].peer
                 peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.adapters.contents import OUTER_BESIDE_LORA_SERVER, AdapterContents
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
@@ -48,7 +48,7 @@ from .control import (
 )
 from .data_loop import DataLoop, HostCompute, ServerSession
 from .device_loop import DeviceLoop
-from .leader import LEADER, Leader
+from .leader import LEADER, Leader, OwnRank
 from .messages import HANDSHAKE, Content, Memory, Order, RestartOrder
 from .orders import Orders
 from .rank_memory import check_share, plan_memory, spare_bytes
@@ -181,10 +181,8 @@ class ServerRank:
             self._shape,
             self._partition,
             self._server_rank,
-            capacity=memory.capacity,
-            num_pages=memory.num_pages[self._server_rank],
-            page_bytes=memory.page_bytes,
-            device=self._device,
+            memory,
+            self._device,
             load_bytes_per_s=None if rate is None else rate * 1e9,
             layer_wise=self._server.layer_wise,
         )
@@ -221,10 +219,9 @@ class ServerRank:
             self._shape,
             self._dtype,
             self._store,
-            owned=False,
             root=config.adapter_root,
             max_lora_rank=config.max_lora_rank,
-            outer_problem=OUTER_BESIDE_LORA_SERVER,
+            beside_lora_server=True,
         )
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
         num_sharers = self._partition.layout.num_ranks
@@ -248,9 +245,11 @@ class ServerRank:
             self._partition,
             memory,
             first_generation,
-            order=lambda order: steps.put_nowait(partial(orders.hear, order)),
-            regained=lambda adapter_id: steps.put_nowait(partial(orders.regained, adapter_id)),
-            restart=self._restart,
+            OwnRank(
+                order=lambda order: steps.put_nowait(partial(orders.hear, order)),
+                regained=lambda adapter_id: steps.put_nowait(partial(orders.regained, adapter_id)),
+                restart=self._restart,
+            ),
         )
         self._start(_carry_out(steps))
         answers = dict(leader.answers)
@@ -329,15 +328,15 @@ class ServerRank:
             self._leader.call(method, *args)
 
     def _serve_devices(self) -> DeviceLoop:
-        server, server_rank = self._server, self._server_rank
+        server = self._server
         leader = server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
         answer = network().run(ask(*leader, "join_devices", ""))
         address, _, num_clients, max_rows = answer
         frames = DeviceFrames(self._shape, self._partition, self._dtype, max_rows, num_clients)
-        place = address, server_rank, frames.size, self._device
+        place = address, self._server_rank, frames.size, self._device
         join = partial(join_device_group, server.device_puts, *place)
         kernel, timeout_s = self._config.lora_kernel, server.answer_timeout_s
-        return DeviceLoop(join, frames, server_rank, self.loop.server_store, kernel, timeout_s)
+        return DeviceLoop(join, frames, self.loop.server_store, kernel, timeout_s)
 
     async def _open_session(
         self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int
@@ -353,10 +352,9 @@ class ServerRank:
                 raise LoraServerError(f"its answer buffers can't be used: {error}") from error
             label = f"requests-{next(self._session_numbers)}"
             requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-            given_up = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
-            return ServerSession(
-                peer.name, instance, self._transport, requests, there, layout, depth, given_up
-            )
+            session = ServerSession(peer.name, instance, self._transport, requests, there, layout, depth)
+            session.on_drop = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
+            return session
 
         def end() -> None:
             self.loop.remove(session)

@@ -28,6 +28,7 @@ from moe_lora.lora.local import part_bytes
 from moe_lora.lora.row_routing import RoutedAdapter
 from moe_lora.timing.host_times import LinkTime
 
+from .messages import Memory
 from .rank_memory import kept_entries
 
 logger = logging.getLogger(__name__)
@@ -87,18 +88,16 @@ class ServerAdapterStore:
         shape: ModelShape,
         partition: Partition,
         server_rank: int,
-        *,
-        capacity: int,
-        num_pages: int,
-        page_bytes: int,
+        memory: Memory,
         device: torch.device,
+        *,
         load_bytes_per_s: float | None = None,
         layer_wise: bool = True,
     ) -> None:
         self._shape = shape
         self._partition = partition
-        self._server_rank = server_rank
-        self._page_bytes = page_bytes
+        self.server_rank = server_rank
+        self._page_bytes = memory.page_bytes
         self.on_progress: Callable[[], None] = lambda: None
         """Called, from any thread, if a waiting request may have become ready or stale."""
         self.on_tables: Callable[[], None] = lambda: None
@@ -109,13 +108,13 @@ class ServerAdapterStore:
         """Called, from any thread, with content hash, generation and error of a failed load."""
         self._link = None if load_bytes_per_s is None else LinkTime(load_bytes_per_s)
         self._layer_wise = layer_wise
-        self.arena = _allocate(num_pages * page_bytes, device)
+        self.arena = _allocate(memory.num_pages[server_rank] * memory.page_bytes, device)
         on_cuda = self.arena.is_cuda
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._staging = Staging() if on_cuda else None
-        self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
-        self.generation = np.zeros(capacity, dtype=np.int64)
-        self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
+        self.slots = SlotTable(memory.capacity, shape.num_layers, shape.num_entries, device)
+        self.generation = np.zeros(memory.capacity, dtype=np.int64)
+        self.loaded = np.zeros((memory.capacity, shape.num_layers), dtype=np.int64)
         self.contents: dict[int, tuple[int, RoutedAdapter]] = {}
         self._loading: deque[_Loading] = deque()
         self._epoch = self._first_generation = 0
@@ -281,7 +280,7 @@ class ServerAdapterStore:
 
     def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
         packed = loading.packed.layers[layer]
-        kept = kept_entries(self._partition, self._server_rank, layer, loading.slot)
+        kept = kept_entries(self._partition, self.server_rank, layer, loading.slot)
         shard = shard_layer(packed, self._shape, kept)
         start = run[0] * self._page_bytes
         num_bytes = shard.num_elements * packed.data.element_size()

@@ -57,19 +57,29 @@ Steps: TypeAlias = Iterator[int]
 """Executes an order piece by piece: yields bytes of a piece, complete at the next step."""
 
 
+class Arenas:
+    """Memory of a rank by pages.
+
+    device, host: [P, page_bytes] uint8, from 1-D tensors; host None: there is no host arena.
+    """
+
+    def __init__(self, device: torch.Tensor, host: torch.Tensor | None, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.device = device.view(-1, page_bytes)
+        self.host = None if host is None else host.view(-1, page_bytes)
+
+
 class RankCopier:
     """Executes orders in one rank's memory.
 
-    device, host: 1-D uint8, page after page; host None: there is no host arena.  kept: [X] bool, entries of
-    adapters on this rank.  find: content hash -> the packed adapter, mapped or in memory.  pool: adapters
-    to fetch; None: all are local.  shard: of sharded matrices; None: matrices are whole.
+    kept: [X] bool, entries of adapters on this rank.  find: content hash -> the packed adapter, mapped or in
+    memory.  pool: adapters to fetch; None: all are local.  shard: of sharded matrices; None: matrices are
+    whole.
     """
 
     def __init__(
         self,
-        device: torch.Tensor,
-        host: torch.Tensor | None,
-        page_bytes: int,
+        arenas: Arenas,
         slots: SlotTable,
         shape: ModelShape,
         kept: np.ndarray,
@@ -77,15 +87,13 @@ class RankCopier:
         pool: PoolAdapters | None = None,
         shard: ModelShard | None = None,
     ) -> None:
-        self.page_bytes = page_bytes
-        self._device = device.view(-1, page_bytes)
-        self._host = None if host is None else host.view(-1, page_bytes)
+        self._arenas = arenas
         self._slots = slots
         self._shape = shape
         self._kept = None if kept.all() and shard is None else kept
         self._shard = shard
         self._staging: Staging | None = None
-        if device.is_cuda:
+        if arenas.device.is_cuda:
             from moe_lora.kernels.page_locked import Staging
 
             self._staging = Staging()
@@ -137,10 +145,10 @@ class RankCopier:
 
     def _copy(self, order: Copy) -> Steps:
         self._copy_pages(order, order.device_pages, order.host_pages)
-        yield len(order.device_pages) * self.page_bytes
+        yield len(order.device_pages) * self._arenas.page_bytes
 
     def _copy_pages(self, order: Copy, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
-        host, device = self._host, self._device
+        host, device = self._arenas.host, self._arenas.device
         assert host is not None
         for first, host_first, count in _runs(device_pages, host_pages):
             pages, kept = device[first : first + count], host[host_first : host_first + count]
@@ -149,8 +157,8 @@ class RankCopier:
     def _fetch(self, order: BringAdapter, reader: LayerReader) -> Steps:
         from .pool_fetch import fetch_layers
 
-        arena, sizes = self._device.view(-1), reader.layer_bytes
-        offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
+        arena, sizes = self._arenas.device.view(-1), reader.layer_bytes
+        offsets = [max(0, first) * self._arenas.page_bytes for first in order.layer_first_pages]
         targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
         packed = fetch_layers(reader, targets)
         assert self._pool is not None
@@ -170,7 +178,7 @@ class RankCopier:
         if self._kept is not None:
             parts = [shard_layer(layer, self._shape, self._kept, self._shard) for layer in packed.layers]
         open_slot(self._slots, order.slot, packed)
-        offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
+        offsets = [max(0, first) * self._arenas.page_bytes for first in order.layer_first_pages]
         layer_wise, numbers = order.first_group is not None, list(range(len(parts)))
         if order.first_group is not None:
             from moe_lora.policies.admission.host_start import load_order
@@ -182,11 +190,11 @@ class RankCopier:
             if order.pages is not None:
                 pages = _pages_of_layer(order.layer_first_pages, number, order.pages)
                 self._copy_pages(order.pages, order.pages.device_pages[pages], order.pages.host_pages[pages])
-                yield (pages.stop - pages.start) * self.page_bytes
+                yield (pages.stop - pages.start) * self._arenas.page_bytes
             else:
                 data = part_bytes(layer, part)
-                assert offset + len(data) <= self._device.numel()
-                there = self._device.view(-1)[offset : offset + len(data)]
+                assert offset + len(data) <= self._arenas.device.numel()
+                there = self._arenas.device.view(-1)[offset : offset + len(data)]
                 _copy(data, there) if self._staging is None else self._staging.copy(data, there)
                 yield len(data)
             pointed.append((number, layer, part, offset))

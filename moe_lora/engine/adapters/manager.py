@@ -32,7 +32,7 @@ class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
     leases: of the LoRA Server, which computes some or all sites; an adapter is ready when leased and the
-    local part is loaded. num_slots, num_pages: limits of adapters on the device, beside one request's KV.
+    local part is loaded. num_pages: limit of adapters on the device, beside one request's KV.
     host_loads: decides when prompts begin on host workers; None: whenever possible. versions: by uid, with
     replaced versions still in use.
     """
@@ -44,7 +44,6 @@ class AdapterManager:
         sizes: ShardSizes,
         clock: Clock,
         *,
-        num_slots: int,
         num_pages: int,
         leases: LeasedAdapters | None = None,
         host_loads: HostLoads | None = None,
@@ -60,7 +59,7 @@ class AdapterManager:
         self._cache = cache
         self._sizes = sizes
         self._clock = clock
-        self._num_slots = num_slots
+        self.num_slots = cache.max_adapters
         self._max_pages = num_pages
         self._current: dict[str, AdapterVersion] = {}
         self._uids = count(1)
@@ -399,10 +398,10 @@ class AdapterManager:
         """Raises CapacityError if an adapter of this size can never be on the device."""
         if not adapter.num_pages:
             return
-        if len(self._pinned) >= self._num_slots:
+        if len(self._pinned) >= self.num_slots:
             raise CapacityError(
                 f"adapter {adapter.name!r} finds no slot: pinned ones take all "
-                f"max_loras={self._num_slots}; unpin one or raise max_loras"
+                f"max_loras={self.num_slots}; unpin one or raise max_loras"
             )
         pinned = sum(other.num_pages for other in self._pinned)
         if pinned + adapter.num_pages > self._max_pages:
@@ -426,9 +425,9 @@ class AdapterManager:
             if not (other.pinned or (other.name == name and other.is_idle))
         )
         largest = max(others, default=0)
-        if largest and len(self._pinned) + 1 >= self._num_slots:
+        if largest and len(self._pinned) + 1 >= self.num_slots:
             raise CapacityError(
-                f"adapter {name!r} can't be pinned: of max_loras={self._num_slots} slots one must stay "
+                f"adapter {name!r} can't be pinned: of max_loras={self.num_slots} slots one must stay "
                 "free for others; unpin another adapter or raise max_loras"
             )
         pinned = sum(other.num_pages for other in self._pinned)

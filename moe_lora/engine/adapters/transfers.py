@@ -8,9 +8,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from moe_lora.timing.host_times import LinkTime
 
 from .adapter_store import AdapterVersion
 from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder, Steps
+
+if TYPE_CHECKING:
+    from .manager import AdapterManager
 
 logger = logging.getLogger(__name__)
 
@@ -119,41 +122,37 @@ _Order = tuple[int, Steps, "torch.cuda.Event | None"]
 class Transfers:
     """Sends the cache's orders to all ranks beside the steps, and confirms them.
 
-    adapters: the versions by uid; each on the device has one of num_slots slots. copier: of this rank.
-    make_mover: takes a callback for ended copies. interval_s: between the cache's checks for moves ahead of
-    need. first_group: of an adapter by uid (`BringAdapter`). blocking: no step starts during an adapter's
-    load (an emulation of S-LoRA). A second mover loads adapters from a pool, so that slow peers delay no
-    other copy. Called by the engine's own thread.
+    manager: each of its adapters on the device has a slot. copier: of this rank. make_mover: takes a callback
+    for ended copies. interval_s: between the cache's checks for moves ahead of need. A second mover loads
+    adapters from a pool, so that slow peers delay no other copy. Called by the engine's own thread.
 
     Followers also copy beside steps, and may be slower. Before a step that needs a copy or reuses pages,
     rank 0 announces the end of the copy, and followers wait for their copies.
     """
 
+    blocking = False
+    """True: no step starts during an adapter's load (an emulation of S-LoRA)."""
     on_change: Callable[[], None] | None = None
     """Called from another thread after a copy."""
 
     def __init__(
         self,
         cache: UnifiedCache,
-        adapters: Mapping[Namespace, AdapterVersion],
+        manager: AdapterManager,
         copier: RankCopier,
         clock: Clock,
         *,
-        num_slots: int,
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
         followers: Followers,
-        first_group: Callable[[Namespace], int] | None = None,
-        blocking: bool = False,
     ) -> None:
-        self.blocking = blocking
         self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
         """Called with each adapter at the start of a load."""
         self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
         """Called with each adapter at the end of a load, and the error of a failed load."""
         self._cache = cache
-        self._first_group = first_group
-        self._adapters = adapters
+        self._host_loads = manager.host_loads
+        self._adapters = manager.versions
         self._copier = copier
         self._clock = clock
         self.followers = followers
@@ -166,7 +165,7 @@ class Transfers:
         self._under_way: dict[int, AdapterVersion | None] = {}
         """Order number -> loading adapter, if any."""
         self._slots: dict[Namespace, int] = {}
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots = list(range(manager.num_slots - 1, -1, -1))
         cache.watch(self._clear_slot)
 
     @property
@@ -274,7 +273,7 @@ class Transfers:
             slot = self._slots[adapter.uid] = adapter.loading_slot = self._free_slots.pop()
             first_pages = self._cache.layer_first_pages(adapter.uid)
             pages = order if isinstance(order, Copy) else None
-            group = None if self._first_group is None else self._first_group(adapter.uid)
+            group = None if self._host_loads is None else self._host_loads.first_group(adapter.uid)
             rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, group)
             self.on_bring(adapter)
         self._under_way[order.copy_id] = adapter

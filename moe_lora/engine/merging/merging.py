@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,12 +46,21 @@ class Merges(Protocol):
     def swap(self, order: MergeOrder) -> None: ...
 
 
+@dataclass(frozen=True)
+class MergeLimits:
+    """step_bytes: most bytes of weights a step (and at least one site of one layer).  max_error: limit of an
+    adapter's rounding error (enforced), or for a log line.
+    """
+
+    step_bytes: float
+    max_error: float
+    enforced: bool
+
+
 class Merging:
     """Calls the policy before each step for the merged adapter and the computing requests.
 
-    The weights follow: at once, or at most step_bytes of weights a step (and at least one site of one
-    layer). max_error: limit of an adapter's rounding error (enforced), or for a log line.  host_free: bytes
-    for original weights.
+    The weights follow: at once, or within `limits` a step.  host_free: bytes for original weights.
     """
 
     def __init__(
@@ -62,9 +71,7 @@ class Merging:
         clock: Clock,
         *,
         max_num_seqs: int,
-        step_bytes: float,
-        max_error: float,
-        enforced: bool,
+        limits: MergeLimits,
         host_free: Callable[[], int],
     ) -> None:
         assert runner.merged is not None
@@ -76,9 +83,7 @@ class Merging:
         self._adapters = adapters
         self._clock = clock
         self._max_num_seqs = max_num_seqs
-        self._step_bytes = step_bytes
-        self._max_error = max_error
-        self._enforced = enforced
+        self._limits = limits
         self._host_free = host_free
         self._changed: set[str] = set()
         """Modules with kept or promised original weights."""
@@ -173,7 +178,7 @@ class Merging:
         except Exception as problem:
             self._refuse(adapter, problem)
             return False
-        return not self._enforced or (error is not None and error <= self._max_error)
+        return not self._limits.enforced or (error is not None and error <= self._limits.max_error)
 
     @contextmanager
     def _ending_at_errors(self) -> Iterator[None]:
@@ -239,17 +244,19 @@ class Merging:
         error, content_hash = self._errors.of(_known(adapter)), adapter.packed.content_hash
         if error is not None and content_hash not in self._logged:
             self._logged.add(content_hash)
-            problem = "it stays unmerged" if self._enforced else "only batching=auto would keep it unmerged"
+            problem = (
+                "it stays unmerged" if self._limits.enforced else "only batching=auto would keep it unmerged"
+            )
             logger.log(
-                logging.WARNING if error > self._max_error else logging.INFO,
+                logging.WARNING if error > self._limits.max_error else logging.INFO,
                 "adapter %s: merging changes its deltas by %.2g of them%s",
-                *(adapter.name, error, f"; {problem}" if error > self._max_error else ""),
+                *(adapter.name, error, f"; {problem}" if error > self._limits.max_error else ""),
             )
         return error
 
     def _move(self, target: AdapterVersion | None, *, at_once: bool) -> None:
         start_s = self._clock.now_s()
-        budget = float("inf") if at_once else self._step_bytes
+        budget = float("inf") if at_once else self._limits.step_bytes
         while budget > 0:
             concerned = self._carried or target
             try:
@@ -373,8 +380,8 @@ def make_merging(
         adapters,
         clock,
         max_num_seqs=config.max_num_seqs,
-        step_bytes=config.merge_mb_per_step * 1e6,
-        max_error=config.merge_error_limit,
-        enforced=config.batching == "auto",
+        limits=MergeLimits(
+            config.merge_mb_per_step * 1e6, config.merge_error_limit, enforced=config.batching == "auto"
+        ),
         host_free=host_free,
     )

@@ -22,7 +22,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import progress, silent
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from moe_lora.engine.adapters.copies import RankCopier
+from moe_lora.engine.adapters.copies import Arenas, RankCopier
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
 from moe_lora.engine.step.execution_context import ExecutionContext
@@ -203,9 +203,7 @@ class Rank:
     def copier(self, find: Callable[[str], PackedAdapter], pool: PoolAdapters | None = None) -> RankCopier:
         """Copies in this rank's memory; `find` and `pool` give adapters by content hash."""
         return RankCopier(
-            self.arena,
-            self.host_arena,
-            self.layout.page_bytes,
+            Arenas(self.arena, self.host_arena, self.layout.page_bytes),
             self.slots,
             self.shape,
             self.kept_entries(self.dist_rank),
@@ -229,7 +227,7 @@ class Rank:
             return None
         host = self.host
         from moe_lora.dist.deltas.session import FrameLayout
-        from moe_lora.dist.host_workers.workers import HostWorkers
+        from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
 
         if not self.local_sites:
             raise ConfigError(
@@ -238,7 +236,7 @@ class Rank:
             )
         tokens = host.tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
-        slowdown = self.config.emulation.host_slowdown
+        times = WorkerTimes(slowdown=self.config.emulation.host_slowdown)
         stream, cores = self.host_stream(), host.cores
         if stream is not None and self.config.num_ranks > 1:
             raise ConfigError(
@@ -246,15 +244,13 @@ class Rank:
                 "CUDA: rank 0 would take a step's tokens before it hears of an error at another rank; leave "
                 "one out"
             )
-        return HostWorkers(
-            layout, store, host.num_workers, tokens, cores=cores, slowdown=slowdown, stream=stream
-        )
+        return HostWorkers(layout, store, host.num_workers, tokens, cores=cores, times=times, stream=stream)
 
     def host_stream(self) -> Stream | None:
         """The stream on which this rank's device calls host workers; None if the engine's thread does."""
         if self.device.type != "cuda":
             return None
-        from moe_lora.dist.deltas.cuda_stream import CudaStream
+        from moe_lora.dist.deltas.stream_backend import CudaStream
 
         return CudaStream(self.device)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_lora.adapters.contents import OUTER_BESIDE_LORA_SERVER, AdapterContents
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
@@ -161,7 +161,7 @@ def test_a_pair_that_peft_ties_to_a_head_is_refused(checkpoint, shape_of, tmp_pa
 def test_beside_a_lora_server_the_adapter_is_refused_with_the_way_out(checkpoint, shape_of, tmp_path):
     base, shape = checkpoint("llama"), shape_of("llama")
     adapter = outer_adapter("llama", base, tmp_path / "a", "lm_head")
-    beside = AdapterContents(shape, torch.float32, base_dir=base, outer_problem=OUTER_BESIDE_LORA_SERVER)
+    beside = AdapterContents(shape, torch.float32, base_dir=base, beside_lora_server=True)
     with pytest.raises(AdapterError, match=r"adapter 'a'.*without a LoRA Server"):
         beside.read("a", str(adapter))
     plain = make_adapter("llama", base, tmp_path / "plain")

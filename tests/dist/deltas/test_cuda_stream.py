@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from moe_lora.dist.deltas.cuda_stream import CudaStream
+from moe_lora.dist.deltas.stream_backend import CudaStream
 from moe_lora.lora.backend import AddTo
 from tests.dist.host_workers.test_stream import Streamed
 from tests.stopped_processes import stop

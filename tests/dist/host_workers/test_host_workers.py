@@ -20,7 +20,7 @@ from moe_lora.dist.deltas import host_deltas as deltas
 from moe_lora.dist.deltas.session import DONE, STALE, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers import worker
 from moe_lora.dist.host_workers.stream_link import StreamWorkerLink
-from moe_lora.dist.host_workers.worker_link import WorkerLink
+from moe_lora.dist.host_workers.worker_link import WorkerLink, WorkerTimes
 from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
 from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.backend import RoutedBackend
@@ -96,7 +96,7 @@ class Served:
             store.put(packed)
         layout = FrameLayout(shape, torch.float32, max_rows=16)
         self.num_layers = shape.num_layers
-        self.workers = HostWorkers(layout, store, num_workers, 3, answer_timeout_s=5.0)
+        self.workers = HostWorkers(layout, store, num_workers, 3)
         self.backend = self.workers.backend
 
     def logits(self, streams: list[int], present: np.ndarray | None = None) -> list[torch.Tensor]:
@@ -196,7 +196,7 @@ def test_worker_that_stops_is_given_up_and_started_again(served):
 def test_worker_that_dies_in_its_start_says_how_in_the_log(tmp_path, caplog, streamed):
     no_core = 1 << 14
     layout, store = FrameLayout(model_shape(0), torch.float32, 4), HostStore(tmp_path)
-    place = (0, ShmTransport(name=f"dying-{os.getpid()}"), layout, store, no_core, 5.0, False, 1.0)
+    place = (0, ShmTransport(name=f"dying-{os.getpid()}"), layout, store, no_core, WorkerTimes(), False)
     link = StreamWorkerLink(InlineStream(), *place) if streamed else WorkerLink(*place)
     until(
         lambda: "host-worker-0 can't be started: it ended with exit code 1" in caplog.text,

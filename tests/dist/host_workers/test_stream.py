@@ -17,7 +17,7 @@ from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.dist.deltas.session import FrameLayout
 from moe_lora.dist.host_workers.worker import StoreDeltas
 from moe_lora.dist.host_workers.worker_link import DEPTH
-from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
 from moe_lora.lora.row_routing import (
     RoutedAdapter,
     RowRouting,
@@ -62,8 +62,8 @@ class Streamed:
         self.local = local_backend(shape, self.adapters)
         self.stream = stream or QueuedStream()
         layout = FrameLayout(shape, torch.float32, C * max(1, shape.num_experts_per_token))
-        timing = {"answer_timeout_s": answer_timeout_s, "stream": self.stream}
-        self.workers = HostWorkers(layout, store, num_workers, C, **timing)
+        times = WorkerTimes(answer_timeout_s=answer_timeout_s)
+        self.workers = HostWorkers(layout, store, num_workers, C, times=times, stream=self.stream)
         self.backend = self.workers.backend
         self.links = list(self.workers.links.values())
 

@@ -64,9 +64,8 @@ class Client:
         )
         there = stage.transport.attach(answers.descriptor())
         self.dropped = threading.Event()
-        self.served = ServerSession(
-            instance, instance, stage.transport, requests, there, LAYOUT, DEPTH, self.dropped.set
-        )
+        self.served = ServerSession(instance, instance, stage.transport, requests, there, LAYOUT, DEPTH)
+        self.served.on_drop = self.dropped.set
 
     def send(
         self, layer: int = 0, site: int = 0, slot: int = 0, generation: int = 5, num_tokens: int = 1

@@ -21,6 +21,7 @@ from moe_lora.core.partition import Layout, Partition
 from moe_lora.dist.deltas.device_frames import DeviceFrames
 from moe_lora.dist.lora_server import device_loop
 from moe_lora.dist.lora_server.device_loop import DeviceSession, ResidentTables
+from moe_lora.dist.lora_server.messages import Memory
 from moe_lora.dist.lora_server.server_store import ServerAdapterStore
 from moe_lora.dist.transport.device_puts import WORDS_PER_SIGNAL, SymmetricWindow
 from tests import stand_in_device
@@ -81,7 +82,7 @@ def noted(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def server_store() -> Iterator[ServerAdapterStore]:
-    made = ServerAdapterStore(SHAPE, PARTITION, 0, capacity=CAPACITY, num_pages=4, page_bytes=256, device=CPU)
+    made = ServerAdapterStore(SHAPE, PARTITION, 0, Memory(CAPACITY, (4,), 256), CPU)
     yield made
     made.stop()
 
@@ -101,7 +102,7 @@ def session_of(noted, server_store) -> Callable[[int], DeviceSession]:
 
     def make(client: int) -> DeviceSession:
         group = SimpleNamespace(device=CPU)
-        session = DeviceSession(client, 0, group, window, frames, server_store, tables, "sgmv", 30.0)
+        session = DeviceSession(client, group, window, frames, tables, "sgmv", 30.0)
         session.stream = Stream(noted)
         session.step = lambda: noted.append("step")
         return session

@@ -19,7 +19,7 @@ from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.lora_server import content
 from moe_lora.dist.lora_server.control import called, join, network
-from moe_lora.dist.lora_server.leader import Leader
+from moe_lora.dist.lora_server.leader import Leader, OwnRank
 from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.messages import Order
 from moe_lora.policies.caching.caching import ANYBODY, Asker
@@ -102,8 +102,7 @@ def leader_of(table: LeaseTable) -> tuple[Leader, list[Order]]:
     """Of a server of one rank, without connections, and what that rank is told."""
     orders: list[Order] = []
     partition = SimpleNamespace(layout=SimpleNamespace(num_ranks=1), clients_of_server=lambda rank: ())
-    ignored = [lambda *args: None] * 2
-    return Leader(table, None, partition, None, 0, orders.append, *ignored), orders
+    return Leader(table, None, partition, None, 0, OwnRank(orders.append, *[lambda *args: None] * 2)), orders
 
 
 def test_those_that_wait_are_looked_at_once_for_all_that_is_released_in_one_turn(monkeypatch):

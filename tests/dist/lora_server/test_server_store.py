@@ -15,7 +15,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, ConfigError, StorageError
 from moe_lora.core.partition import Layout, Partition
-from moe_lora.dist.lora_server.messages import EvictOrder, LoadOrder, Order, ResizeOrder
+from moe_lora.dist.lora_server.messages import EvictOrder, LoadOrder, Memory, Order, ResizeOrder
 from moe_lora.dist.lora_server.orders import Orders
 from moe_lora.dist.lora_server.rank_memory import shard_pages
 from moe_lora.dist.lora_server.server_store import NUM_TRIES, PAUSE_S, ServerAdapterStore, _allocate
@@ -51,10 +51,8 @@ def make_store(on_progress=lambda: None, load_bytes_per_s: float | None = None) 
         SHAPE,
         PARTITION,
         0,
-        capacity=CAPACITY,
-        num_pages=(CAPACITY + 2) * PAGES_PER_LAYER * SHAPE.num_layers,
-        page_bytes=PAGE_BYTES,
-        device=CPU,
+        Memory(CAPACITY, ((CAPACITY + 2) * PAGES_PER_LAYER * SHAPE.num_layers,), PAGE_BYTES),
+        CPU,
         load_bytes_per_s=load_bytes_per_s,
     )
     made.on_progress = on_progress

@@ -15,7 +15,7 @@ from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cache.orders import Copy
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
-from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, RankCopier, _runs
+from moe_lora.engine.adapters.copies import Arenas, BringAdapter, ClearSlot, RankCopier, _runs
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.reference import arena_rows
@@ -51,7 +51,7 @@ def test_pages_go_to_the_host_and_back():
     host = torch.zeros(5 * PAGE_BYTES, dtype=torch.uint8)
     before = device.clone().view(8, PAGE_BYTES)
     slots = SlotTable(1, 1, 1, CPU)
-    copier = RankCopier(device, host, PAGE_BYTES, slots, None, np.ones(1, bool), lambda _: None)
+    copier = RankCopier(Arenas(device, host, PAGE_BYTES), slots, None, np.ones(1, bool), lambda _: None)
     copier.carry_out(page_copy((6, 7, 2), (1, 2, 4), to_device=False))
     assert torch.equal(host.view(5, PAGE_BYTES)[[1, 2, 4]], before[[6, 7, 2]])
     copier.carry_out(page_copy((0, 1, 3), (4, 1, 2), to_device=True))
@@ -68,7 +68,7 @@ def test_every_kept_entry_leads_to_its_matrices(experts, through_host, shape_and
     device = torch.full((2 * total * PAGE_BYTES,), 0x7F, dtype=torch.uint8)
     host = torch.zeros(total * PAGE_BYTES, dtype=torch.uint8)
     slots = SlotTable(2, shape.num_layers, shape.num_entries, CPU)
-    copier = RankCopier(device, host, PAGE_BYTES, slots, shape, kept, lambda _: packed)
+    copier = RankCopier(Arenas(device, host, PAGE_BYTES), slots, shape, kept, lambda _: packed)
     firsts = (total, total + layer_pages[0])
     copier.carry_out(BringAdapter(0, "hash", firsts, None))
     if through_host:

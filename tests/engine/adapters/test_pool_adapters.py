@@ -24,7 +24,7 @@ from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.adapter_store import ShardSizes
-from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, RankCopier
+from moe_lora.engine.adapters.copies import Arenas, BringAdapter, ClearSlot, RankCopier
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.families import shape_of
@@ -306,8 +306,8 @@ class Device:
         self.host = torch.zeros(total * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(2, shape.num_layers, shape.num_entries, torch.device("cpu"))
         whole = np.ones(shape.num_entries, bool)
-        arenas = (self.arena, self.host, PAGE_BYTES)
-        self.copier = RankCopier(*arenas, self.slots, shape, whole, pool.find, pool)
+        arenas = Arenas(self.arena, self.host, PAGE_BYTES)
+        self.copier = RankCopier(arenas, self.slots, shape, whole, pool.find, pool)
 
     def has(self, packed: PackedAdapter) -> bool:
         """Whether slot 0 leads to the adapter's matrices."""
