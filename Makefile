@@ -41,7 +41,7 @@ test: venv
 	    [ $$rest = 0 ] && [ $$of_models = 0 ] && [ $$of_awaiting = 0 ] && \
 	    echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
 
-# What takes minutes, and is not in `make test`.
+# Further cells of grids, and what takes minutes: not in `make test`.
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout=1800 --hypothesis-profile=default
 

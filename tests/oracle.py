@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,27 @@ class Reference:
         assert self.gate_margin > MIN_MARGIN, f"gate margin {self.gate_margin}: choose another seed"
 
 
+_Key = tuple[str, str | None, tuple[tuple[int, ...], ...], int]
+_KNOWN: dict[_Key, Reference] = {}
+
+
 def greedy_reference(
-    model_dir: Path | str, adapter_dir: Path | str | None, prompts: Sequence[Sequence[int]], num_tokens: int
+    model_dir: Path | str,
+    adapter_dir: Path | str | None,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    drafts: Sequence[Sequence[int]] = (),
 ) -> Reference:
-    """Greedy continuation of each prompt in fp32, num_tokens each; end-of-sequence tokens do not end it."""
+    """Greedy continuation of each prompt in fp32, num_tokens each; end-of-sequence tokens do not end it.
+
+    drafts: continuations under test.  One pass over prompt and draft proves a right draft; a wrong draft
+    counts for nothing, and the model decodes token by token.
+    """
     adapter = None if adapter_dir is None else str(adapter_dir)
-    return _greedy(str(model_dir), adapter, tuple(tuple(p) for p in prompts), num_tokens)
+    key = (str(model_dir), adapter, tuple(tuple(p) for p in prompts), num_tokens)
+    if key not in _KNOWN:
+        _KNOWN[key] = _greedy(key, drafts or [()] * len(prompts))
+    return _KNOWN[key]
 
 
 @torch.inference_mode()
@@ -61,26 +76,44 @@ def reference_logits(
     return model(torch.tensor([list(sequence)])).logits[0].float()
 
 
-@cache
 @torch.inference_mode()
-def _greedy(
-    model_dir: str, adapter_dir: str | None, prompts: tuple[tuple[int, ...], ...], num_tokens: int
-) -> Reference:
+def _greedy(key: _Key, drafts: Sequence[Sequence[int]]) -> Reference:
+    model_dir, adapter_dir, prompts, num_tokens = key
     model, gates = _oracle(model_dir, adapter_dir, torch.float32)
-    gates.smallest = float("inf")
-    margin, tokens = float("inf"), []
-    for prompt in prompts:
-        done: list[int] = []
-        step, past = torch.tensor([prompt]), None
-        while len(done) < num_tokens:
-            out = model(step, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            best = out.logits[0, -1].topk(2)
-            margin = min(margin, float(best.values[0] - best.values[1]))
-            done.append(int(best.indices[0]))
-            step = torch.tensor([done[-1:]])
-        tokens.append(tuple(done))
-    return Reference(tuple(tokens), margin, gates.smallest)
+    margin, gate_margin, tokens = float("inf"), float("inf"), []
+    for prompt, draft in zip(prompts, drafts, strict=True):
+        gates.smallest = float("inf")
+        found = _proved(model, prompt, draft) if len(draft) == num_tokens else None
+        if found is None:
+            gates.smallest = float("inf")
+            found = _decoded(model, prompt, num_tokens)
+        tokens.append(found[0])
+        margin, gate_margin = min(margin, found[1]), min(gate_margin, gates.smallest)
+    return Reference(tuple(tokens), margin, gate_margin)
+
+
+def _proved(
+    model: Any, prompt: tuple[int, ...], draft: Sequence[int]
+) -> tuple[tuple[int, ...], float] | None:
+    """The draft and its margin if each token is the best after those before, else None."""
+    logits = model(torch.tensor([[*prompt, *draft[:-1]]])).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2)
+    tokens = tuple(best.indices[:, 0].tolist())
+    return (tokens, float((best.values[:, 0] - best.values[:, 1]).min())) if tokens == tuple(draft) else None
+
+
+def _decoded(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[tuple[int, ...], float]:
+    """Tokens and margin, one step a token."""
+    margin, done = float("inf"), []
+    step, past = torch.tensor([prompt]), None
+    while len(done) < num_tokens:
+        out = model(step, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        best = out.logits[0, -1].topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        done.append(int(best.indices[0]))
+        step = torch.tensor([done[-1:]])
+    return tuple(done), margin
 
 
 class _GateMargins:

@@ -56,7 +56,10 @@ def test_named_tests_exist(test: str) -> None:
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(("marker", "is_slow"), [("not slow and not gpu", False), ("slow", True)])
+@pytest.mark.parametrize(
+    ("marker", "is_slow"),
+    [("not slow and not gpu", False), pytest.param("slow", True, marks=pytest.mark.slow)],
+)
 def test_named_tests_have_a_case_of_the_run_for_each_family(marker: str, is_slow: bool) -> None:
     """A marker, or a family that leaves the parameters, would empty a cell."""
     command = [

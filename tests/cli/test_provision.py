@@ -286,30 +286,39 @@ def test_plan_that_misses_its_check_says_so_first_and_is_not_written(
     assert content["held"] is False
 
 
-def test_verified_plan_is_shown_as_it_was_checked(trace: Path, tmp_path: Path) -> None:
-    out = tmp_path / "plan.yaml"
-    result = run(trace, "--adapters", "64", "--verify", "--out", str(out))
-    assert result.exit_code == 0, result.output
+@pytest.fixture(scope="module")
+def verified_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+    """What a verified plan prints, its JSON, and the file that is written."""
+    folder = tmp_path_factory.mktemp("verified")
+    trace, out = write_trace(folder / "trace.jsonl", [{} for _ in range(100)]), folder / "plan.yaml"
+    words = ("--adapters", "64", "--verify", "--prefix-hit-share", "0.3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replayed, "NUM_REQUESTS", 1500)
+        result = run(trace, *words, "--out", str(out))
+        assert result.exit_code == 0, result.output
+        return result.output, planned(trace, *words), out
+
+
+def test_verified_plan_is_shown_as_it_was_checked(verified_plan: tuple[str, dict[str, Any], Path]) -> None:
+    output, content, out = verified_plan
     assert out.exists()
-    assert "Checked by other draws, the trace's own arrivals" in result.output
+    assert "Checked by other draws, the trace's own arrivals" in output
     for target in ("At once, at least 95.00%: held", "P95 TTFT, at most 2.000 s: held", "Mean TPOT, at most"):
-        assert target in result.output
-    content = planned(trace, "--adapters", "64", "--verify")
+        assert target in output
     assert content["held"] is True
     assert {one["arrivals"] for one in content["verified"]} == {"trace", "poisson"}
     assert {one["target"] for one in content["verdicts"]} == {"target_iar", "slo_ttft_s", "slo_tpot_s"}
 
 
-def test_verified_plan_is_shown_on_both_simulators(trace: Path) -> None:
-    content = planned(trace, "--adapters", "64", "--verify", "--prefix-hit-share", "0.3")
+def test_verified_plan_is_shown_on_both_simulators(verified_plan: tuple[str, dict[str, Any], Path]) -> None:
+    output, content, _ = verified_plan
     names = ["provision.replayed", "moe_lora.sim"]
     assert [one["simulator"] for one in content["simulators"]] == names
     assert all(one["in_slo"] > 0.9 and one["p50_ttft_s"] > 0 for one in content["simulators"])
-    result = run(trace, "--adapters", "64", "--verify", "--prefix-hit-share", "0.3")
     heading = "provision.replayed and moe_lora.sim, Poisson arrivals of the plan's rate (1500 requests):"
     for text in (heading, "P99 TTFT", "within SLOs", "does not replay", "the stated 30.0% are one prefix"):
-        assert text in result.output
-    assert [result.output.count(f"\n{name:<20}") for name in names] == [1, 1]
+        assert text in output
+    assert [output.count(f"\n{name:<20}") for name in names] == [1, 1]
 
 
 def test_interrupt_of_the_second_simulator_leaves_plan_and_check(

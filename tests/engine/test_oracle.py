@@ -56,7 +56,9 @@ def test_mixed_batch_continues_as_peft_does(family, way, served):  # noqa: F811
             found = llm.generate([prompts[i] for i in order], [names[i] for i in order], GREEDY)
             for i, completion in zip(order, found, strict=True):
                 adapter = None if SLOTS[i] < 0 else model.adapters[SLOTS[i]]
-                expected = greedy_reference(model.model_dir, adapter, [prompts[i]], NUM_TOKENS)
+                expected = greedy_reference(
+                    model.model_dir, adapter, [prompts[i]], NUM_TOKENS, [completion.token_ids]
+                )
                 expected.check_margins()
                 assert completion.token_ids == expected.tokens[0], (names[i], len(prompts[i]))
         stats = llm.stats()

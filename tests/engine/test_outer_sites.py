@@ -76,7 +76,7 @@ def assert_tokens_of_peft(base, adapters, **settings):
         found = llm.generate([prompts[i % 5] for i in range(10)], [names[i % 5] for i in range(10)], GREEDY)
     for i, completion in enumerate(found):
         adapter = adapters.get(names[i % 5])
-        expected = greedy_reference(base, adapter, [prompts[i % 5]], NUM_TOKENS)
+        expected = greedy_reference(base, adapter, [prompts[i % 5]], NUM_TOKENS, [completion.token_ids])
         expected.check_margins()
         assert completion.token_ids == expected.tokens[0], names[i % 5]
 

@@ -60,7 +60,9 @@ def test_mixed_batch_continues_as_peft_does(family, quantize, way, base, tmp_pat
         found = llm.generate(prompts, names, GREEDY)
         stats = llm.stats()
     for slot, prompt, completion in zip(SLOTS, prompts, found, strict=True):
-        expected = greedy_reference(oracle, None if slot < 0 else adapters[slot], [prompt], NUM_TOKENS)
+        expected = greedy_reference(
+            oracle, None if slot < 0 else adapters[slot], [prompt], NUM_TOKENS, [completion.token_ids]
+        )
         expected.check_margins()
         assert completion.token_ids == expected.tokens[0], (slot, len(prompt))
     assert stats.lora_rows_local > 0
@@ -94,7 +96,9 @@ def assert_served_as_peft_does(stored, plain, adapters, way):
         found = llm.generate(prompts, names, GREEDY)
         stats = llm.stats()
     for slot, prompt, completion in zip(SLOTS, prompts, found, strict=True):
-        expected = greedy_reference(plain, None if slot < 0 else adapters[slot], [prompt], NUM_TOKENS)
+        expected = greedy_reference(
+            plain, None if slot < 0 else adapters[slot], [prompt], NUM_TOKENS, [completion.token_ids]
+        )
         expected.check_margins()
         assert completion.token_ids == expected.tokens[0], (slot, len(prompt))
     assert stats.lora_rows_local > 0

@@ -74,7 +74,7 @@ def test_mixed_batch_over_packed_experts_continues_as_over_the_dequantised(pair,
     slots, prompts = (-1, 0, 1, -1, 0, 1, -1), make_prompts()
     found = Harness(pair[1], adapters).greedy(prompts, slots, 24)
     for slot, prompt, tokens in zip(slots, prompts, found, strict=True):
-        expected = greedy_reference(pair[0], None if slot < 0 else adapters[slot], [prompt], 24)
+        expected = greedy_reference(pair[0], None if slot < 0 else adapters[slot], [prompt], 24, [tokens])
         expected.check_margins()
         assert tuple(tokens) == expected.tokens[0], (slot, len(prompt))
 

@@ -67,7 +67,9 @@ def test_greedy_continuation_of_a_mixed_batch_equals_peft(family, served):
         [prompts[i] for i in order], [SLOTS[i] for i in order], NUM_TOKENS
     )
     for i, tokens in zip(order, found, strict=True):
-        expected = greedy_reference(model.model_dir, adapter_of(model, SLOTS[i]), [prompts[i]], NUM_TOKENS)
+        expected = greedy_reference(
+            model.model_dir, adapter_of(model, SLOTS[i]), [prompts[i]], NUM_TOKENS, [tokens]
+        )
         expected.check_margins()
         assert tuple(tokens) == expected.tokens[0], (SLOTS[i], len(prompts[i]))
 

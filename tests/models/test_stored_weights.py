@@ -56,7 +56,7 @@ def test_mixed_batch_continues_as_peft_does_over_what_is_stored(family, kind, ba
         adapter = None if slot < 0 else adapters[slot]
         expected = reference_logits(plain, adapter, prompt)
         assert (rows - expected).abs().max() < MAX_LOGIT_DIFFERENCE, slot
-        greedy = greedy_reference(plain, adapter, [prompt], NUM_TOKENS)
+        greedy = greedy_reference(plain, adapter, [prompt], NUM_TOKENS, [tokens])
         greedy.check_margins()
         assert tuple(tokens) == greedy.tokens[0], (slot, len(prompt))
 

@@ -116,7 +116,7 @@ def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
         found = harness.greedy(prompts, SLOTS, NUM_TOKENS)
         for one, (prompt, tokens) in zip(SLOTS, zip(prompts, found, strict=True), strict=True):
             expected = greedy_reference(
-                model.model_dir, None if one < 0 else model.adapters[one], [prompt], NUM_TOKENS
+                model.model_dir, None if one < 0 else model.adapters[one], [prompt], NUM_TOKENS, [tokens]
             )
             expected.check_margins()
             assert tuple(tokens) == expected.tokens[0]

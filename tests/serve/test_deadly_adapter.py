@@ -47,7 +47,11 @@ OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", 
 
 
 @pytest.fixture(
-    params=[(), ("--lora-server", "EP1-PP1"), ("--front-ends", "2")],
+    params=[
+        pytest.param((), marks=pytest.mark.slow),
+        ("--lora-server", "EP1-PP1"),
+        ("--front-ends", "2"),
+    ],
     ids=["coupled", "lora-server", "front-ends"],
 )
 def pair(request, tmp_path, monkeypatch) -> Iterator[DemoServer]:

@@ -73,11 +73,11 @@ def ask(llm: LLM, model) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in llm.generate(make_prompts(), names, GREEDY)]
 
 
-def expected_of(model) -> list[tuple[int, ...]]:
+def expected_of(model, drafts) -> list[tuple[int, ...]]:
     answers = []
-    for slot, prompt in zip(SLOTS, make_prompts(), strict=True):
+    for slot, prompt, draft in zip(SLOTS, make_prompts(), drafts, strict=True):
         adapter = None if slot < 0 else model.adapters[slot]
-        reference = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS)
+        reference = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS, [draft])
         reference.check_margins()
         answers.append(reference.tokens[0])
     return answers
@@ -112,7 +112,8 @@ def test_tokens_are_those_of_peft_in_every_mode(family, way, served, monkeypatch
     use(monkeypatch, policy)
     with start(model, **settings) as llm:
         for _ in range(3):
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.merges > 0 < stats.unmerges
     assert stats.steps_mixed > 0 < stats.steps_merged
@@ -138,7 +139,8 @@ def test_ranks_fold_in_what_they_hold_in_the_same_step(family, ranks, served, mo
     use(monkeypatch, EveryMode())
     with start(model, **ranks) as llm:
         for _ in range(2):
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.merges > 0 < stats.unmerges
     assert stats.steps_mixed > 0 < stats.steps_merged
@@ -151,7 +153,8 @@ def test_prompts_that_hosts_compute_are_corrected_too(served, monkeypatch):  # n
     emulation = EmulationConfig(load_gb_per_s=1e-3)
     with start(model, host_workers=1, host_tokens_per_worker=8, emulation=emulation, max_loras=2) as llm:
         for _ in range(3):
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.steps_mixed > 0 < stats.merges
     assert stats.lora_rows_host > 0
@@ -182,7 +185,8 @@ def test_server_adds_what_it_holds_and_the_merged_adapter_is_subtracted_here(
         options = {"lora_server": server, "expert_parallel": num_ranks, "num_threads": 1, **more}
         llm = ends.enter_context(start(model, **options))
         for _ in range(3):
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.merges > 0 < stats.unmerges
     assert stats.steps_mixed > 0 < stats.steps_merged
@@ -256,7 +260,8 @@ def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
         for path in model.adapters:
             client.start_call("pool_load", path.name, str(path), False, 1).result(60)
         for _ in range(2):
-            assert ask_client(client, model) == expected_of(model)
+            answered = ask_client(client, model)
+            assert answered == expected_of(model, answered)
         stats = client.start_call("stats").result(60)
     finally:
         client.shut_down()
@@ -269,7 +274,8 @@ def test_compiled_layers_read_the_weights_anew(family, served, monkeypatch):  # 
     use(monkeypatch, EveryMode())
     with start(model, eager=False) as llm:
         for _ in range(2):
-            assert ask(llm, model) == expected_of(model)
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.merges > 0 < stats.steps_mixed
     assert stats.steps_merged > 0
@@ -369,7 +375,8 @@ def test_tokens_after_each_cycle_are_those_of_before(
 def test_merged_policy_serves_one_adapter_after_the_other(served):  # noqa: F811
     model = served("mixtral")
     with start(model) as llm:
-        assert ask(llm, model) == expected_of(model)
+        answered = ask(llm, model)
+        assert answered == expected_of(model, answered)
         stats = llm.stats()
     assert stats.merges == len(model.adapters)
     assert stats.steps_merged > 0

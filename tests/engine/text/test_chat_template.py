@@ -51,6 +51,9 @@ def as_parts(message):
 
 KINDS = [(TEXT_ONLY, as_text), (PARTS_ONLY, as_parts), (ANY, dict)]
 TEMPLATES = {name: (source, form) for group, form in KINDS for name, source in group.items()}
+ENDLESS = "recursion"
+"""Reads no message and fills the stack for each: the default run has one conversation, the slow one all."""
+BY_DEFAULT = [name for name in TEMPLATES if name != ENDLESS]
 
 
 def test_the_grid_is_large_enough():
@@ -58,7 +61,13 @@ def test_the_grid_is_large_enough():
     assert len(CONVERSATIONS) == 12
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_endless_template_is_an_error_as_in_transformers():
+    source, form = TEMPLATES[ENDLESS]
+    [messages] = list(CONVERSATIONS.values())[:1]
+    assert not same_as_transformers(source, list(map(form, messages)), messages, VARIABLES)
+
+
+@pytest.mark.parametrize("name", [*BY_DEFAULT, pytest.param(ENDLESS, marks=pytest.mark.slow)])
 def test_a_prompt_is_the_one_of_transformers(name):
     source, form = TEMPLATES[name]
     for messages in CONVERSATIONS.values():
@@ -66,7 +75,7 @@ def test_a_prompt_is_the_one_of_transformers(name):
             same_as_transformers(source, list(map(form, messages)), messages, VARIABLES, **options)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [*BY_DEFAULT, pytest.param(ENDLESS, marks=pytest.mark.slow)])
 def test_variables_and_a_final_message_that_goes_on_are_those_of_transformers(name):
     source, form = TEMPLATES[name]
     variables = {"tools": [CALL], "documents": DOCUMENTS, "bos_token": "<other>"}
