@@ -380,14 +380,20 @@ class EngineCore:
         if max_tokens is not None:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
-        sequence = Sequence(
-            request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling)
-        )
+        make = self._edit_logits() if request.sampling.edits_logits else Sequence
+        sequence = make(request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling))
         moves = self.moves if sequence.held or sequence.awaits_kv else None
         self._sequences[request.request_id] = sequence
         if moves is not None:
             moves.watch(sequence)
         self._scheduler.add(sequence)
+
+    def _edit_logits(self) -> type[Sequence]:
+        """Let the sampler edit logits from now on; returns the kind of sequence with edits."""
+        from moe_lora.engine.step.logit_edits import EditedSequence, edit_logits
+
+        self._sampler.edit = edit_logits
+        return EditedSequence
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request; returns the last output, or None for an unknown or ended request."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_lora.cache.pages import BlockTable
@@ -118,7 +119,10 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         )
     if generated and len(generated) >= min(sampling.max_tokens or limit, limit - len(prompt)):
         raise ValueError(f"generated has {len(generated)} tokens, so that the answer can't have another one")
-    named = (("prompt", prompt), ("generated", generated), ("stop_token_ids", sampling.stop_token_ids))
+    named: list[tuple[str, Iterable[int]]] = [("prompt", prompt), ("generated", generated)]
+    named.append(("stop_token_ids", sampling.stop_token_ids))
+    if sampling.edits_logits:
+        named += sampling.edited_ids()
     for name, ids in named:
         bad = next((t for t in ids if not 0 <= t < info.vocab_size), None)
         if bad is not None:

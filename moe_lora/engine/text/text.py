@@ -91,6 +91,18 @@ class Tokenizer:
         # `encode` keeps Python's lock for the whole text and stops every other thread.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word, also after a space if the space makes another first token (as in vLLM)."""
+        found = []
+        for word in words:
+            alone, spaced = (
+                tuple(self.encode(start + word.lstrip(), add_special_tokens=False)) for start in ("", " ")
+            )
+            found.append(alone)
+            if len(alone) == len(spaced) and alone[:1] != spaced[:1]:
+                found.append(spaced)
+        return tuple(filter(None, found))
+
     def with_chat(self, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
         """The same vocabulary with other special tokens and, unless empty, other chat templates."""
         kept = {} if self.chat_templates is None else self.chat_templates.sources

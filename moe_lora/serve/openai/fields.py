@@ -94,7 +94,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             "return_prompt_text",
             "return_prompt_token_ids",
             "return_routed_experts",
-            "return_tokens_as_token_ids",
             "use_audio_in_video",
             "use_beam_search",
             "watermarking",
@@ -103,17 +102,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "frequency_penalty",
             "max_repetition_pattern_size",
             "min_repetition_pattern_size",
-            "presence_penalty",
             "repetition_min_count",
             "routed_experts_prompt_start",
             "routed_experts_start_len",
         ),
         (None, 0),
     ),
-    **dict.fromkeys(("length_penalty", "repetition_penalty"), (None, 1)),
+    "length_penalty": (None, 1),
     **dict.fromkeys(
         ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens"), (None, True)
     ),
@@ -123,8 +120,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "allowed_token_ids",
-            "bad_words",
             "documents",
             "functions",
             "guided_choice",
@@ -140,7 +135,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             "ec_transfer_params",
             "images_config",
             "kv_transfer_params",
-            "logit_bias",
             "media_io_kwargs",
             "mm_processor_kwargs",
             "reasoning",

@@ -237,8 +237,8 @@ def asked_of(
         return sampling, [_rendered(body, tokenizer)]
     assert isinstance(body, CompletionRequest)
     sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
-    if sampling.stop and tokenizer is None:
-        raise no_tokenizer("stop (other than stop_token_ids)")
+    if tokenizer is None and (sampling.stop or sampling.bad_words):
+        raise no_tokenizer("stop (other than stop_token_ids)" if sampling.stop else "bad_words")
     prompts = body.prompts
     if len(prompts) * body.num_choices > most:
         raise _too_many_choices(len(prompts), body.num_choices, most)
@@ -289,7 +289,7 @@ def prepared(
         else sampling.max_tokens
         for one in prompts
     ]
-    others = sampling.logprobs or 0
+    others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     work = body.num_choices * (sum(map(len, prompts)) + sum(answer_tokens) * (1 + others))
     if work > most and (body.num_choices * len(prompts) > 1 or others):
         raise bad_request(
@@ -329,11 +329,25 @@ def for_engine(
         sampling = replace(sampling, max_tokens=min(default, info.max_model_len - longest_prompt))
     if sampling.top_k >= info.vocab_size:
         sampling = replace(sampling, top_k=0)
+    if sampling.edits_logits:
+        sampling = _edited(sampling, tokenizer, info)
     if tokenizer is None or sampling.ignore_eos:
         return sampling
     known = {*info.eos_token_ids, *sampling.stop_token_ids}
     more = tuple(i for i in tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
     return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
+
+
+def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelInfo) -> SamplingParams:
+    """The parameters with bad words as token ids.  Raises ApiError for ids outside the vocabulary."""
+    if tokenizer is not None and sampling.bad_words:
+        ids = tokenizer.bad_word_ids(sampling.bad_words)
+        sampling = replace(sampling, bad_words=(), bad_word_ids=ids)
+    for name, token_ids in sampling.edited_ids():
+        wrong = next((one for one in token_ids if not 0 <= one < info.vocab_size), None)
+        if wrong is not None:
+            raise _unknown_token(name, [wrong], info.vocab_size)
+    return sampling
 
 
 def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
