@@ -42,7 +42,7 @@ class SamplingParams:
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
     to logits of token ids.  Other tokens than allowed_token_ids, and the last token of bad_words, are never
-    drawn.  bad_word_ids: bad_words as token ids.
+    drawn.  bad_word_ids: bad_words as token ids.  grammar: of the answer, made by `engine.text.grammars`.
 
     Raises ValueError naming the parameter and its allowed range.
     """
@@ -65,6 +65,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
@@ -115,7 +116,7 @@ class SamplingParams:
         """True if logits depend on more than the model."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         tokens = self.bad_words or self.bad_word_ids or self.logit_bias or self.allowed_token_ids is not None
-        return penalties != (0.0, 0.0, 1.0) or bool(tokens)
+        return penalties != (0.0, 0.0, 1.0) or bool(tokens) or self.grammar is not None
 
     def edited_ids(self) -> list[tuple[str, Iterable[int]]]:
         """Token ids of the edits, by field."""

@@ -236,6 +236,10 @@ class _Engine:
                 raise ValueError("bad_words need a tokenizer; use bad_word_ids")
             ids = self.tokenizer.bad_word_ids(sampling.bad_words)
             sampling = replace(sampling, bad_words=(), bad_word_ids=sampling.bad_word_ids + ids)
+        if sampling.grammar is not None:
+            from .text.grammars import check_grammar
+
+            check_grammar(sampling.grammar)
         request = GenerateRequest(
             request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=sampling, adapter=adapter
         )

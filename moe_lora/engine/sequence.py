@@ -20,7 +20,7 @@ class Sequence:
     tokens to compute before the adapter's arrival; 0: resident. unshared: computed on weights that carry
     another adapter; later KV is not for the prefix cache. Further flags: see
     `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
-    limit_tokens: limit of the total length.  seed: of the noise; None: greedy.
+    limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
     """
 
     request: GenerateRequest
@@ -43,6 +43,7 @@ class Sequence:
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
     second_token_s: float | None = None
+    problem: str | None = None
 
     def __post_init__(self) -> None:
         request = self.request

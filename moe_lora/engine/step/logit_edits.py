@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from moe_lora.core.request import FinishReason
 from moe_lora.engine.sequence import Sequence
 
 from .sampler import forbid_ends, sent
+
+if TYPE_CHECKING:
+    from .grammar_masks import Mask
 
 
 class EditedSequence(Sequence):
@@ -37,6 +41,10 @@ class EditedSequence(Sequence):
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         self.held = False
         return super().append(token, now_s, eos_token_ids)
+
+    def mask(self) -> Mask | None:
+        """The allowed tokens of a grammar; None: any."""
+        return None
 
     def forbidden(self) -> Iterator[int]:
         """Last tokens of bad words whose earlier tokens end the answer so far."""
@@ -77,10 +85,16 @@ def edit_logits(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids
     vocab, flat = logits_SV.shape[1], logits_SV.view(-1)
     edited = [(row * vocab, one) for row, one in enumerate(sequences) if isinstance(one, EditedSequence)]
     _keep_allowed(logits_SV, edited)
+    masks = [(start, mask) for start, one in edited if (mask := one.mask()) is not None]
+    if masks:
+        _apply_masks(logits_SV, masks)
     bad = [start + token for start, one in edited for token in one.forbidden()]
     if bad:
         flat.index_fill_(0, sent(bad, flat), -math.inf)
     forbid_ends(logits_SV, sequences, eos_token_ids)
+    forced = [start + token for start, mask in masks for token in mask.forced]
+    if forced:
+        flat.index_fill_(0, sent(forced, flat), 0.0)
     biases = [
         (start + token, bias)
         for start, one in edited
@@ -111,3 +125,12 @@ def _keep_allowed(logits_SV: torch.Tensor, edited: Seq[tuple[int, EditedSequence
         rows = [start // vocab for start, tokens in allowed if tokens is not None]
         logits_SV.index_fill_(0, sent(rows, flat), -math.inf)
         flat[places_N] = kept_N
+
+
+def _apply_masks(logits_SV: torch.Tensor, masks: Seq[tuple[int, Mask]]) -> None:
+    vocab = logits_SV.shape[1]
+    rows_N = sent([start // vocab for start, _ in masks], logits_SV)
+    words = sent(np.stack([mask.words for _, mask in masks]), logits_SV, torch.int32)
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    allowed_NV = bits.reshape(len(masks), -1)[:, :vocab].bool()
+    logits_SV[rows_N] = logits_SV[rows_N].masked_fill(~allowed_NV, -math.inf)

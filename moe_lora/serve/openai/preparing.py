@@ -26,7 +26,14 @@ from moe_lora.serve.limits import RETRY_S, Limits
 
 from .checking_process import CheckingProcess
 from .fields import shown_name
-from .protocol import ChatRequest, CompletionRequest, SamplingFields, refuse_unknown, whole_characters
+from .protocol import (
+    STRUCTURED_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    refuse_unknown,
+    whole_characters,
+)
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -84,6 +91,7 @@ class Preparer:
         self._limits = limits
         self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
+        self._compiling = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
@@ -99,6 +107,8 @@ class Preparer:
             if texts is not None and body.model in texts.adapters:
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
+            if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
+                sampling = await self._structured(body, sampling)
             add_special = cast("Any", body).add_special_tokens
             encoded = [
                 await self._encode(prompt, add_special) if isinstance(prompt, str) else prompt
@@ -109,6 +119,15 @@ class Preparer:
             if error.limit is not None:
                 self._limits.count(error.limit)
             raise
+
+    async def _structured(self, body: SamplingFields, sampling: SamplingParams) -> SamplingParams:
+        """One grammar compiles at a time, in a thread: other requests go on."""
+        from .structured import with_grammar
+
+        async with self._compiling:
+            return await asyncio.to_thread(
+                with_grammar, body, sampling, has_tokenizer=self._tokenizer is not None
+            )
 
     async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
         tokenizer = self._tokenizer
@@ -147,6 +166,10 @@ def prepare_now(
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
+        if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
+            from .structured import with_grammar
+
+            sampling = with_grammar(body, sampling, has_tokenizer=tokenizer is not None)
         add_special = cast("Any", body).add_special_tokens
         if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             raise no_tokenizer("a text prompt")

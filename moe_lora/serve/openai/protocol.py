@@ -126,7 +126,25 @@ class StreamOptions(PeerModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(ApiRequest):
+class StructuredFields(ApiRequest):
+    """Grammars of answers (`structured.with_grammar`): OpenAI's field, vLLM's, its older ones, SGLang's."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    guided_json_object: bool | None = None
+    json_schema: dict[str, Any] | Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+
+
+STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields)
+
+
+class SamplingFields(StructuredFields):
     """Fields of both generating endpoints.  null means the default."""
 
     default_max_tokens: ClassVar[int | None] = None
