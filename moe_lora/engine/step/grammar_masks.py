@@ -55,7 +55,8 @@ class Follower:
             self._is_complete = token in self._ends and matcher.is_accepting()
             if not self._is_complete and not matcher.consume_token(token):
                 break
-        allowed, forced = (), ()
+        allowed: tuple[int, ...] = ()
+        forced: tuple[int, ...] = ()
         if self._is_complete or (matcher.is_stopped() and not matcher.is_error()):
             self._is_complete = True
             allowed = forced = self._ends or self._eos

@@ -208,7 +208,7 @@ class SamplingFields(StructuredFields):
         self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
     ) -> SamplingParams:
         """The engine's parameters; defaults: of absent fields.  Raises ApiError naming the wrong field."""
-        given = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
+        given: dict[str, Any] = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
         if given.get("top_k") == -1:
             given["top_k"] = 0
         if given.get("seed") == NO_SEED:
