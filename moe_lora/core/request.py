@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+MAX_REPETITION_PENALTY = 100.0
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: a division of logits would overflow."""
 
@@ -34,8 +37,14 @@ class SamplingParams:
 
     temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
     likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
-    truncation.  max_tokens None: up to the model's length limit.  Raises ValueError naming the parameter
-    and its allowed range.
+    truncation; -1: of the whole vocabulary.  max_tokens None: up to the model's length limit.
+
+    repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
+    Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
+    to logits of token ids.  Other tokens than allowed_token_ids, and the last token of bad_words, are never
+    drawn.  bad_word_ids: bad_words as token ids.  grammar: of the answer, made by `engine.text.grammars`.
+
+    Raises ValueError naming the parameter and its allowed range.
     """
 
     max_tokens: int | None = 16
@@ -49,6 +58,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
@@ -65,9 +82,26 @@ class SamplingParams:
         self._check("stop", all(self.stop), "non-empty strings")
         self._check(
             "logprobs",
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            f"between 0 and {MAX_LOGPROBS}",
+            self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS,
+            f"between 0 and {MAX_LOGPROBS}, or -1 for the whole vocabulary",
         )
+        if self.edits_logits:
+            self._check_edits()
+
+    def _check_edits(self) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._check(name, -2.0 <= getattr(self, name) <= 2.0, "between -2 and 2")
+        in_range = 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
+        self._check("repetition_penalty", in_range, f"above 0 and at most {MAX_REPETITION_PENALTY:g}")
+        biases = (self.logit_bias or {}).values()
+        if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases):
+            wrong = next(bias for bias in biases if not abs(bias) <= MAX_LOGIT_BIAS)
+            raise ValueError(
+                f"logit_bias has {wrong!r}; a bias must be between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
+            )
+        self._check("allowed_token_ids", self.allowed_token_ids != (), "at least one token id")
+        self._check("bad_words", all(self.bad_words), "non-empty strings")
+        self._check("bad_word_ids", all(self.bad_word_ids), "non-empty lists of token ids")
 
     def _check(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:
@@ -76,6 +110,21 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if logits depend on more than the model."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
+        tokens = self.bad_words or self.bad_word_ids or self.logit_bias or self.allowed_token_ids is not None
+        return penalties != (0.0, 0.0, 1.0) or bool(tokens) or self.grammar is not None
+
+    def edited_ids(self) -> list[tuple[str, Iterable[int]]]:
+        """Token ids of the edits, by field."""
+        return [
+            ("logit_bias", self.logit_bias or ()),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", chain.from_iterable(self.bad_word_ids)),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

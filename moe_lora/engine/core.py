@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from moe_lora.core.request import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    SamplingParams,
     TokenLogprobs,
     TokenOutput,
 )
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
+    from moe_lora.engine.step.grammar_masks import Grammars
 
 
 class StepUnderWay(NamedTuple):
@@ -380,14 +383,27 @@ class EngineCore:
         if max_tokens is not None:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
-        sequence = Sequence(
-            request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling)
-        )
+        make = self._edit_logits(request.sampling) if request.sampling.edits_logits else Sequence
+        sequence = make(request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling))
         moves = self.moves if sequence.held or sequence.awaits_kv else None
         self._sequences[request.request_id] = sequence
         if moves is not None:
             moves.watch(sequence)
         self._scheduler.add(sequence)
+
+    def _edit_logits(self, sampling: SamplingParams) -> Callable[..., Sequence]:
+        """Let the sampler edit logits from now on; returns the maker of the request's sequence."""
+        from moe_lora.engine.step.logit_edits import EditedSequence, edit_logits
+
+        self._sampler.edit = edit_logits
+        return EditedSequence if sampling.grammar is None else self.grammars.sequence
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Made for the first request with a grammar."""
+        from moe_lora.engine.step.grammar_masks import Grammars
+
+        return Grammars(self.info)
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request; returns the last output, or None for an unknown or ended request."""
@@ -485,6 +501,7 @@ class EngineCore:
             token_ids=(token,),
             logprobs=None if logprobs is None else (logprobs,),
             finish_reason=reason,
+            error=sequence.problem,
             num_cached_tokens=sequence.num_cached,
             timing=sequence.timing(now_s) if reason is not None else None,
             adapter_version=None if sequence.adapter is None else sequence.adapter.version,

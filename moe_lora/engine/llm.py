@@ -8,7 +8,7 @@ import os
 import queue
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -231,6 +231,15 @@ class _Engine:
             prompt = self.tokenizer.encode(prompt)
         if self.tokenizer is None and sampling.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        if sampling.bad_words:
+            if self.tokenizer is None:
+                raise ValueError("bad_words need a tokenizer; use bad_word_ids")
+            ids = self.tokenizer.bad_word_ids(sampling.bad_words)
+            sampling = replace(sampling, bad_words=(), bad_word_ids=sampling.bad_word_ids + ids)
+        if sampling.grammar is not None:
+            from .text.grammars import check_grammar
+
+            check_grammar(sampling.grammar)
         request = GenerateRequest(
             request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=sampling, adapter=adapter
         )

@@ -58,6 +58,8 @@ class EngineLoop(threading.Thread):
         self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process only
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
         """Verbs in wait for a condition."""
+        self._compiling: set[str] = set()
+        """Requests in wait for a grammar."""
 
     def run(self) -> None:
         try:
@@ -108,11 +110,14 @@ class EngineLoop(threading.Thread):
 
     def _handle(self, command: Generate | Abort | Call | Callable[[], None], arrival_s: float) -> None:
         if isinstance(command, Generate):
+            if command.request.sampling.grammar is not None and self._compiles(command, arrival_s):
+                return
             try:
                 self._core.add_request(command.request, arrival_s)
             except Exception as error:
                 self._emit(Rejected(command.request.request_id, error))
         elif isinstance(command, Abort):
+            self._compiling.discard(command.request_id)
             last = self._core.abort(command.request_id)
             if last is not None:
                 self._emit(Outputs([last]))
@@ -125,6 +130,25 @@ class EngineLoop(threading.Thread):
             self._call(command)
         else:
             command()
+
+    def _compiles(self, command: Generate, arrival_s: float) -> bool:
+        """False if the request's grammar is compiled; else the request enters the engine later."""
+        request = command.request
+        grammar, grammars = request.sampling.grammar, self._core.grammars
+        assert grammar is not None
+        compiled = grammars.compile(grammar)
+        if compiled.done():
+            return False
+        self._compiling.add(request.request_id)
+
+        def enter() -> None:
+            if request.request_id in self._compiling:
+                self._compiling.remove(request.request_id)
+                grammars.compile(grammar, compiled)
+                self._handle(command, arrival_s)
+
+        compiled.add_done_callback(lambda _: self.inbox.put(enter))
+        return True
 
     def _call(self, call: Call) -> None:
         method = self._verbs.get(call.method)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_lora.cache.pages import BlockTable
@@ -19,7 +20,7 @@ class Sequence:
     tokens to compute before the adapter's arrival; 0: resident. unshared: computed on weights that carry
     another adapter; later KV is not for the prefix cache. Further flags: see
     `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
-    limit_tokens: limit of the total length.  seed: of the noise; None: greedy.
+    limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
     """
 
     request: GenerateRequest
@@ -42,6 +43,7 @@ class Sequence:
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
     second_token_s: float | None = None
+    problem: str | None = None
 
     def __post_init__(self) -> None:
         request = self.request
@@ -118,7 +120,10 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         )
     if generated and len(generated) >= min(sampling.max_tokens or limit, limit - len(prompt)):
         raise ValueError(f"generated has {len(generated)} tokens, so that the answer can't have another one")
-    named = (("prompt", prompt), ("generated", generated), ("stop_token_ids", sampling.stop_token_ids))
+    named: list[tuple[str, Iterable[int]]] = [("prompt", prompt), ("generated", generated)]
+    named.append(("stop_token_ids", sampling.stop_token_ids))
+    if sampling.edits_logits:
+        named += sampling.edited_ids()
     for name, ids in named:
         bad = next((t for t in ids if not 0 <= t < info.vocab_size), None)
         if bad is not None:

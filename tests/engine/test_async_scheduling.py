@@ -40,14 +40,26 @@ KINDS = (
     {"temperature": 0.0, "max_tokens": 1},
     {"temperature": 0.9, "top_k": 5, "max_tokens": 30},
 )
+EDITED = (
+    *KINDS[:2],
+    {"temperature": 0.0, "frequency_penalty": 0.7, "repetition_penalty": 1.4, "max_tokens": 14},
+    {
+        "temperature": 1.0,
+        "seed": 4,
+        "bad_word_ids": ((40,), (41, 42)),
+        "presence_penalty": 2.0,
+        "logprobs": 1,
+    },
+)
+"""Kinds of which some need all tokens before the next step."""
 
 
-def requests(num: int) -> list[GenerateRequest]:
+def requests(num: int, kinds=KINDS) -> list[GenerateRequest]:
     return [
         GenerateRequest(
             request_id=str(i),
             prompt_token_ids=tuple(30 + (7 * i + j) % 60 for j in range(2 + 5 * (i % 4))),
-            sampling=SamplingParams(**KINDS[i % len(KINDS)]),
+            sampling=SamplingParams(**kinds[i % len(kinds)]),
             adapter=NAMES[i % len(NAMES)],
         )
         for i in range(num)
@@ -92,10 +104,10 @@ def test_prompt_of_several_steps_of_which_only_the_last_draws():
         in_turn.close()
 
 
-def run(**settings) -> tuple[dict[str, list], EngineCore]:
+def run(kinds=KINDS, **settings) -> tuple[dict[str, list], EngineCore]:
     core = build_engine(replace(CONFIG, **settings))
     try:
-        return answers(core, requests(15), {"5": 2, "10": 5}), core
+        return answers(core, requests(15, kinds), {"5": 2, "10": 5}), core
     finally:
         core.close()
 
@@ -130,6 +142,27 @@ def test_preempted_requests_go_on_with_the_tokens_that_they_had():
     found, core = run(async_scheduling="on", **settings)
     assert core.stats().num_preemptions > 0
     assert found == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_model_len": 56, "arena_mb": 0.91, "block_size": 4}])
+def test_only_requests_with_penalties_wait_for_their_tokens(settings, monkeypatch):
+    """Also where requests are preempted."""
+    expected, _ = run(EDITED, async_scheduling="off", **settings)
+    launched: list[tuple[bool, bool]] = []
+    launch = EngineCore._launch
+
+    def noting(core, plan):
+        launched.extend(
+            (item.sequence.request.sampling.edits_logits, item.sequence.tokens[-1] < 0) for item in plan
+        )
+        return launch(core, plan)
+
+    monkeypatch.setattr(EngineCore, "_launch", noting)
+    found, core = run(EDITED, async_scheduling="on", **settings)
+    assert found == expected
+    assert (False, True) in launched
+    assert (True, True) not in launched
+    assert (core.stats().num_preemptions > 0) == bool(settings)
 
 
 def test_calls_see_no_token_that_is_not_known():

@@ -159,8 +159,8 @@ def test_errors_and_other_answers_carry_the_id_too(any_server):
     [
         ("service_tier", "flex", 'null or "auto" or "default"'),
         ("echo", True, "null or false"),
-        ("presence_penalty", 0.5, "null or 0"),
-        ("logit_bias", {"5": 1}, "null or {}"),
+        ("length_penalty", 0.5, "null or 1"),
+        ("kv_transfer_params", {"5": 1}, "null or {}"),
         ("tools", [{}], "null or []"),
         ("web_search_options", {}, "null"),
         ("tool_choice", "required", 'null or "none" or "auto"'),

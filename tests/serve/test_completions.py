@@ -109,6 +109,34 @@ def test_sampling_reaches_the_engine(server, engine):
     assert engine.requests[3].sampling.top_k == 0
 
 
+def test_edits_of_logits_reach_the_engine(server, engine, tokenizer):
+    choice(server, frequency_penalty=0.5, presence_penalty=-1, repetition_penalty=1.2)
+    sampling = engine.requests[0].sampling
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (
+        0.5,
+        -1,
+        1.2,
+    )
+    choice(
+        server, logit_bias={"5": 1, "7": -2.5}, allowed_token_ids=[7, 5, 7], bad_words=["fox"], logprobs=-1
+    )
+    sampling = engine.requests[1].sampling
+    assert (sampling.logit_bias, sampling.allowed_token_ids) == ({5: 1.0, 7: -2.5}, (7, 5))
+    assert sampling.bad_word_ids[0] == tuple(tokenizer.encode("fox", add_special_tokens=False))
+    assert sampling.logprobs == -1
+    choice(server, repetition_penalty=1, logit_bias={}, allowed_token_ids=[], bad_words=[])
+    assert not engine.requests[2].sampling.edits_logits
+
+
+def test_logprobs_name_tokens_by_their_ids(server, tokenizer):
+    [h] = tokenizer.encode("h", add_special_tokens=False)
+    body = {"logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 1}
+    assert choice(server, **body)["logprobs"]["tokens"] == [f"token_id:{h}"]
+    chat = {"messages": [{"role": "user", "content": "hello"}], **body, "logprobs": True}
+    [entry] = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{h}"
+
+
 def test_completion_logprobs(server):
     logprobs = choice(server, logprobs=2, max_tokens=3)["logprobs"]
     assert logprobs["tokens"] == ["h", "e", "l"]

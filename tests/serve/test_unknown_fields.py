@@ -224,7 +224,7 @@ def test_fields_inside_messages_and_any_role_go_to_the_template(tokenizer):
         "{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.mood }} "
         "{{ m.tool_calls is defined }} {{ 'refusal' in m }} {{ m.name }}\n{% endfor %}"
     )
-    told = type(tokenizer)(tokenizer._backend, chat_template=template)
+    told = type(tokenizer)(tokenizer.backend, chat_template=template)
     messages = [
         {"role": "wizard", "content": "a", "mood": "g", "refusal": None, "tool_calls": []},
         {"role": "tool", "content": [{"type": "text", "text": "b", "cache_control": {"type": "x"}}]},

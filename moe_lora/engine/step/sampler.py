@@ -7,15 +7,18 @@ Legend: S sequences that sample, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from moe_lora.core.request import SamplingParams, TokenLogprobs
 from moe_lora.engine.sequence import Sequence
+
+LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], None]
 
 
 class HostCopy:
@@ -50,7 +53,7 @@ class Drawn:
         self._report: _Report | None = None
         if logprobs_RV is not None:
             rows = [row for row, num in enumerate(num_top) if num is not None]
-            chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, _sent(rows, tokens))
+            chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, sent(rows, tokens))
             self._report = _Report(logprobs_RV, chosen, [num for num in num_top if num is not None])
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -63,17 +66,18 @@ class Sampler:
     """Draws the tokens of one engine.
 
     seed: source of seeds for requests without a seed.  ahead: the engine launches a step before reading the
-    tokens of the step before.
+    tokens of the step before.  edit: changes logits before a draw.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], seed: int, *, ahead: bool) -> None:
         self.ahead = ahead
+        self.edit: LogitEdit = forbid_ends
         self._eos_token_ids = eos_token_ids
         self._seeds = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
         """See `sample`."""
-        return sample(logits_SV, sequences, self._eos_token_ids)
+        return sample(logits_SV, sequences, self._eos_token_ids, self.edit)
 
     def seed_of(self, sampling: SamplingParams) -> int | None:
         """The seed of a request's noise; None for a greedy request."""
@@ -84,33 +88,13 @@ class Sampler:
         return int(torch.randint(2**62, (1,), generator=self._seeds))
 
 
-@torch.inference_mode()
-def sample(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> Drawn:
-    """The next token of each sequence, and log probabilities on request.
-
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; other rows race with noise of seed
-    and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits for
-    no device.
-    """
-    reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
-    logprobs = None
-    if reported:
-        rows = logits_SV if len(reported) == len(sequences) else logits_SV[_sent(reported, logits_SV)]
-        logprobs = torch.log_softmax(rows, dim=-1)
-    _forbid_ends(logits_SV, sequences, eos_token_ids)
-    tokens = logits_SV.argmax(dim=-1)
-    if any(sequence.seed is not None for sequence in sequences):
-        draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
-        tokens = draw(logits_SV, sequences, tokens)
-    return Drawn(tokens, logprobs, [sequence.request.sampling.logprobs for sequence in sequences])
-
-
-def _sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """The values beside `like`; on CUDA from page-locked memory, without a wait."""
     return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
 
 
-def _forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+def forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+    """Forbid tokens that would end answers below min_tokens."""
     vocab = logits_SV.shape[1]
     forbidden = [
         row * vocab + token
@@ -120,7 +104,33 @@ def _forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_id
         if 0 <= token < vocab
     ]
     if forbidden:
-        logits_SV.view(-1).index_fill_(0, _sent(forbidden, logits_SV), -math.inf)
+        logits_SV.view(-1).index_fill_(0, sent(forbidden, logits_SV), -math.inf)
+
+
+@torch.inference_mode()
+def sample(
+    logits_SV: torch.Tensor,
+    sequences: Seq[Sequence],
+    eos_token_ids: tuple[int, ...],
+    edit: LogitEdit = forbid_ends,
+) -> Drawn:
+    """The next token of each sequence, and log probabilities on request.
+
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; other rows race with noise of seed
+    and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits for
+    no device.
+    """
+    reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
+    logprobs = None
+    if reported:
+        rows = logits_SV if len(reported) == len(sequences) else logits_SV[sent(reported, logits_SV)]
+        logprobs = torch.log_softmax(rows, dim=-1)
+    edit(logits_SV, sequences, eos_token_ids)
+    tokens = logits_SV.argmax(dim=-1)
+    if any(sequence.seed is not None for sequence in sequences):
+        draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
+        tokens = draw(logits_SV, sequences, tokens)
+    return Drawn(tokens, logprobs, [sequence.request.sampling.logprobs for sequence in sequences])
 
 
 def _on_device(logits_SV: torch.Tensor) -> bool:
@@ -140,8 +150,8 @@ def _draw_on_device(
         (min(one.top_k, vocab), sequence.seed or 0, sequence.num_generated)
         for one, sequence in zip(sampling, sequences, strict=True)
     ]
-    settings_S = _sent(settings, logits_SV, torch.float32)
-    drawn_S = draw(logits_SV, settings_S, _sent(numbers, logits_SV))
+    settings_S = sent(settings, logits_SV, torch.float32)
+    drawn_S = draw(logits_SV, settings_S, sent(numbers, logits_SV))
     return torch.where(settings_S[:, 0] > 0, drawn_S, greedy_S)
 
 
@@ -202,7 +212,8 @@ class _Report:
     """Log probability and position of each row's chosen token, and the likeliest tokens."""
 
     def __init__(self, logprobs_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]) -> None:
-        self._num_top = [min(num, logprobs_RV.shape[1]) for num in num_top]
+        vocab = logprobs_RV.shape[1]
+        self._num_top = [vocab if num < 0 else min(num, vocab) for num in num_top]
         chosen = logprobs_RV.gather(1, chosen_R[:, None])
         position = (logprobs_RV > chosen).sum(1, keepdim=True) + 1
         # The order of equal tokens depends on the requested number: never use a neighbour's.

@@ -59,7 +59,7 @@ class Tokenizer:
         self.folder = folder
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self.decode: Callable[..., str] = backend.decode
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self.backend.get_vocab_size(with_added_tokens=True)
 
     def __reduce__(self) -> Any:
         """Another process reads the files again, once, if there are files."""
@@ -83,19 +83,31 @@ class Tokenizer:
             special_tokens=self.special_tokens,
             chat_template=None if self.chat_templates is None else self.chat_templates.sources,
         )
-        return made, (self._backend,)
+        return made, (self.backend,)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) < LONG_TEXT_CHARS:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         # `encode` keeps Python's lock for the whole text and stops every other thread.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word, also after a space if the space makes another first token (as in vLLM)."""
+        found = []
+        for word in words:
+            alone, spaced = (
+                tuple(self.encode(start + word.lstrip(), add_special_tokens=False)) for start in ("", " ")
+            )
+            found.append(alone)
+            if len(alone) == len(spaced) and alone[:1] != spaced[:1]:
+                found.append(spaced)
+        return tuple(filter(None, found))
 
     def with_chat(self, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
         """The same vocabulary with other special tokens and, unless empty, other chat templates."""
         kept = {} if self.chat_templates is None else self.chat_templates.sources
         return Tokenizer(
-            self._backend,
+            self.backend,
             special_tokens={**self.special_tokens, **special_tokens},
             chat_template=templates or kept,
         )

@@ -348,14 +348,14 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         """Continue each prompt."""
         # Without a tokenizer the answer consists of ids only.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
-        return await answer(request, CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids))
+        tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
+        return await answer(request, CompletionFormat(tokenizer, with_token_ids=with_token_ids))
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(
-            request, ChatFormat(frontend.tokenizer, with_token_ids=bool(body.return_token_ids))
-        )
+        tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
+        return await answer(request, ChatFormat(tokenizer, with_token_ids=bool(body.return_token_ids)))
 
     return router
 

@@ -26,7 +26,14 @@ from moe_lora.serve.limits import RETRY_S, Limits
 
 from .checking_process import CheckingProcess
 from .fields import shown_name
-from .protocol import ChatRequest, CompletionRequest, SamplingFields, refuse_unknown, whole_characters
+from .protocol import (
+    STRUCTURED_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    refuse_unknown,
+    whole_characters,
+)
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -84,6 +91,7 @@ class Preparer:
         self._limits = limits
         self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
+        self._compiling = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
@@ -99,6 +107,8 @@ class Preparer:
             if texts is not None and body.model in texts.adapters:
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
+            if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
+                sampling = await self._structured(body, sampling)
             add_special = cast("Any", body).add_special_tokens
             encoded = [
                 await self._encode(prompt, add_special) if isinstance(prompt, str) else prompt
@@ -109,6 +119,15 @@ class Preparer:
             if error.limit is not None:
                 self._limits.count(error.limit)
             raise
+
+    async def _structured(self, body: SamplingFields, sampling: SamplingParams) -> SamplingParams:
+        """One grammar compiles at a time, in a thread: other requests go on."""
+        from .structured import with_grammar
+
+        async with self._compiling:
+            return await asyncio.to_thread(
+                with_grammar, body, sampling, has_tokenizer=self._tokenizer is not None
+            )
 
     async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
         tokenizer = self._tokenizer
@@ -147,6 +166,10 @@ def prepare_now(
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
+        if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
+            from .structured import with_grammar
+
+            sampling = with_grammar(body, sampling, has_tokenizer=tokenizer is not None)
         add_special = cast("Any", body).add_special_tokens
         if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             raise no_tokenizer("a text prompt")
@@ -237,8 +260,8 @@ def asked_of(
         return sampling, [_rendered(body, tokenizer)]
     assert isinstance(body, CompletionRequest)
     sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
-    if sampling.stop and tokenizer is None:
-        raise no_tokenizer("stop (other than stop_token_ids)")
+    if tokenizer is None and (sampling.stop or sampling.bad_words):
+        raise no_tokenizer("stop (other than stop_token_ids)" if sampling.stop else "bad_words")
     prompts = body.prompts
     if len(prompts) * body.num_choices > most:
         raise _too_many_choices(len(prompts), body.num_choices, most)
@@ -289,7 +312,7 @@ def prepared(
         else sampling.max_tokens
         for one in prompts
     ]
-    others = sampling.logprobs or 0
+    others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     work = body.num_choices * (sum(map(len, prompts)) + sum(answer_tokens) * (1 + others))
     if work > most and (body.num_choices * len(prompts) > 1 or others):
         raise bad_request(
@@ -329,11 +352,25 @@ def for_engine(
         sampling = replace(sampling, max_tokens=min(default, info.max_model_len - longest_prompt))
     if sampling.top_k >= info.vocab_size:
         sampling = replace(sampling, top_k=0)
+    if sampling.edits_logits:
+        sampling = _edited(sampling, tokenizer, info)
     if tokenizer is None or sampling.ignore_eos:
         return sampling
     known = {*info.eos_token_ids, *sampling.stop_token_ids}
     more = tuple(i for i in tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
     return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
+
+
+def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelInfo) -> SamplingParams:
+    """The parameters with bad words as token ids.  Raises ApiError for ids outside the vocabulary."""
+    if tokenizer is not None and sampling.bad_words:
+        ids = tokenizer.bad_word_ids(sampling.bad_words)
+        sampling = replace(sampling, bad_words=(), bad_word_ids=ids)
+    for name, token_ids in sampling.edited_ids():
+        wrong = next((one for one in token_ids if not 0 <= one < info.vocab_size), None)
+        if wrong is not None:
+            raise _unknown_token(name, [wrong], info.vocab_size)
+    return sampling
 
 
 def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:

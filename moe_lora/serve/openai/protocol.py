@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_ID_CHARS = 256
+MAX_ID_DIGITS = 12
+"""Of a token id: more than any vocabulary has."""
 
 
 def whole_characters(text: str) -> str:
@@ -102,7 +104,11 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_MODEL_CHARS = 1024
-SAMPLING_FIELDS = {"min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"}
+MAX_BAD_WORDS = 1024
+SAMPLING_FIELDS = {
+    *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+}
 
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -120,7 +126,25 @@ class StreamOptions(PeerModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(ApiRequest):
+class StructuredFields(ApiRequest):
+    """Grammars of answers (`structured.with_grammar`): OpenAI's field, vLLM's, its older ones, SGLang's."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    guided_json_object: bool | None = None
+    json_schema: dict[str, Any] | Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+
+
+STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields)
+
+
+class SamplingFields(StructuredFields):
     """Fields of both generating endpoints.  null means the default."""
 
     default_max_tokens: ClassVar[int | None] = None
@@ -142,6 +166,13 @@ class SamplingFields(ApiRequest):
     stop: StopString | Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Listed[TokenId] | None = None
+    bad_words: Annotated[Listed[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
@@ -177,11 +208,13 @@ class SamplingFields(ApiRequest):
         self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
     ) -> SamplingParams:
         """The engine's parameters; defaults: of absent fields.  Raises ApiError naming the wrong field."""
-        given = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
+        given: dict[str, Any] = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
         if given.get("top_k") == -1:
             given["top_k"] = 0
         if given.get("seed") == NO_SEED:
             del given["seed"]
+        if self.logit_bias or self.bad_words or self.allowed_token_ids:
+            given |= self._edits()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             params = SamplingParams(
@@ -194,6 +227,17 @@ class SamplingFields(ApiRequest):
         except ValueError as error:
             raise bad_request(str(error), str(error).split("=", 1)[0]) from error
         return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
+
+    def _edits(self) -> dict[str, Any]:
+        wrong = next((key for key in self.logit_bias or {} if not (key.isascii() and key.isdigit())), None)
+        if wrong is not None:
+            what = f'logit_bias has the key {wrong[:MAX_ID_CHARS]!r}; keys are token ids, as in {{"5": 1.5}}'
+            raise bad_request(what, "logit_bias")
+        return {
+            "logit_bias": {int(key[:MAX_ID_DIGITS]): bias for key, bias in (self.logit_bias or {}).items()},
+            "bad_words": tuple(self.bad_words or ()),
+            "allowed_token_ids": tuple(dict.fromkeys(self.allowed_token_ids or ())) or None,
+        }
 
 
 class CompletionRequest(SamplingFields):

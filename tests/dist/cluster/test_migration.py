@@ -164,7 +164,14 @@ async def until_idle(engines) -> None:
     raise AssertionError("an engine kept a request that had gone")
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "bad_word_ids": ((40,), (50, 51))},
+    ],
+)
 @pytest.mark.parametrize("cuts", [{7}, {1, 40}, {1, 5, 6, 20, 33}])
 @pytest.mark.parametrize("kind", ["tokens", "kv"])
 def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sampling, kind):

@@ -70,7 +70,7 @@ def test_an_endless_run_of_invalid_bytes_does_not_grow_the_window():
 
 
 def test_a_leading_space_is_kept_only_after_a_prompt():
-    the, quick = (BYTE_FALLBACK._backend.token_to_id(word) for word in ("▁the", "▁quick"))
+    the, quick = (BYTE_FALLBACK.backend.token_to_id(word) for word in ("▁the", "▁quick"))
     assert "".join(stream(BYTE_FALLBACK, [the, quick])) == "the quick"
     assert "".join(stream(BYTE_FALLBACK, [quick], [the])) == " quick"
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits of logits by a request's tokens and fields, for requests that need one.
+
+All edits change few logits of a row: ids and values come from the host, and the same operations run on every
+device.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
+
+Legend: S sequences that sample, V vocabulary, N edited logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from moe_lora.core.request import FinishReason
+from moe_lora.engine.sequence import Sequence
+
+from .sampler import forbid_ends, sent
+
+if TYPE_CHECKING:
+    from .grammar_masks import Mask
+
+
+class EditedSequence(Sequence):
+    """A sequence with edits: the next step needs all its tokens, so a launch ahead leaves it out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._in_answer: dict[int, int] = {}
+        self._num_counted = 0
+
+    def expect(self, number: int) -> None:
+        super().expect(number)
+        self.held = self.num_left > 0
+
+    def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+        self.held = False
+        return super().append(token, now_s, eos_token_ids)
+
+    def mask(self) -> Mask | None:
+        """The allowed tokens of a grammar; None: any."""
+        return None
+
+    def forbidden(self) -> Iterator[int]:
+        """Last tokens of bad words whose earlier tokens end the answer so far."""
+        num_prompt, tokens = len(self.request.prompt_token_ids), self.tokens
+        for word in self.request.sampling.bad_word_ids:
+            first = len(tokens) - len(word) + 1
+            if first >= num_prompt and tuple(tokens[first:]) == word[:-1]:
+                yield word[-1]
+
+    def penalties(self) -> np.ndarray:
+        """[4, N] fp64: tokens, factors, and what the logits lose by frequency and by presence."""
+        sampling = self.request.sampling
+        factor, presence = sampling.repetition_penalty, sampling.presence_penalty
+        found = np.empty((4, 0))
+        if (factor, presence, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
+            self._count(with_prompt=factor != 1.0)
+            num = len(self._in_answer)
+            found = np.empty((4, num))
+            found[0] = np.fromiter(self._in_answer.keys(), np.float64, num)
+            counts = np.fromiter(self._in_answer.values(), np.float64, num)
+            found[1:] = np.full(num, factor), sampling.frequency_penalty * counts, presence * (counts > 0)
+        return found
+
+    def _count(self, *, with_prompt: bool) -> None:
+        """Count further tokens.  with_prompt: prompt tokens have an entry, with count 0."""
+        prompt, counts = self.request.prompt_token_ids, self._in_answer
+        if not self._num_counted:
+            counts.update(dict.fromkeys(prompt if with_prompt else (), 0))
+            self._num_counted = len(prompt)
+        for token in self.tokens[self._num_counted :]:
+            counts[token] = counts.get(token, 0) + 1
+        self._num_counted = len(self.tokens)
+
+
+@torch.inference_mode()
+def edit_logits(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+    """Edit the rows of edited sequences; of all rows forbid ends below min_tokens."""
+    vocab, flat = logits_SV.shape[1], logits_SV.view(-1)
+    edited = [(row * vocab, one) for row, one in enumerate(sequences) if isinstance(one, EditedSequence)]
+    _keep_allowed(logits_SV, edited)
+    masks = [(start, mask) for start, one in edited if (mask := one.mask()) is not None]
+    if masks:
+        _apply_masks(logits_SV, masks)
+    bad = [start + token for start, one in edited for token in one.forbidden()]
+    if bad:
+        flat.index_fill_(0, sent(bad, flat), -math.inf)
+    forbid_ends(logits_SV, sequences, eos_token_ids)
+    forced = [start + token for start, mask in masks for token in mask.forced]
+    if forced:
+        flat.index_fill_(0, sent(forced, flat), 0.0)
+    biases = [
+        (start + token, bias)
+        for start, one in edited
+        for token, bias in (one.request.sampling.logit_bias or {}).items()
+    ]
+    if biases:
+        places, values = zip(*biases, strict=True)
+        places_N = sent(places, flat)
+        flat[places_N] = flat[places_N] + sent(values, flat, torch.float32)
+    losses = [(start, one.penalties()) for start, one in edited]
+    losses_4N = np.concatenate([np.empty((4, 0)), *(found for _, found in losses)], axis=1)
+    if losses_4N.size:
+        starts = np.repeat([start for start, _ in losses], [found.shape[1] for _, found in losses])
+        places_N = sent(starts + losses_4N[0].astype(np.int64), flat)
+        factor_N, frequency_N, presence_N = sent(losses_4N[1:], flat, torch.float32)
+        logits_N = flat[places_N]
+        logits_N = torch.where(logits_N > 0, logits_N / factor_N, logits_N * factor_N)
+        flat[places_N] = logits_N - frequency_N - presence_N
+
+
+def _keep_allowed(logits_SV: torch.Tensor, edited: Seq[tuple[int, EditedSequence]]) -> None:
+    allowed = [(start, one.request.sampling.allowed_token_ids) for start, one in edited]
+    places = [start + token for start, tokens in allowed for token in tokens or ()]
+    if places:
+        flat, vocab = logits_SV.view(-1), logits_SV.shape[1]
+        places_N = sent(places, flat)
+        kept_N = flat[places_N]
+        rows = [start // vocab for start, tokens in allowed if tokens is not None]
+        logits_SV.index_fill_(0, sent(rows, flat), -math.inf)
+        flat[places_N] = kept_N
+
+
+def _apply_masks(logits_SV: torch.Tensor, masks: Seq[tuple[int, Mask]]) -> None:
+    vocab = logits_SV.shape[1]
+    rows_N = sent([start // vocab for start, _ in masks], logits_SV)
+    words = sent(np.stack([mask.words for _, mask in masks]), logits_SV, torch.int32)
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    allowed_NV = bits.reshape(len(masks), -1)[:, :vocab].bool()
+    logits_SV[rows_N] = logits_SV[rows_N].masked_fill(~allowed_NV, -math.inf)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars of answers as texts (`SamplingParams.grammar`), and a tokenizer for masks; by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from .text import REPLACEMENT
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
+
+MAX_GRAMMAR_CHARS = 1 << 17
+"""A longer text may need seconds to compile."""
+MAX_PROBLEM_CHARS = 300
+JSON_OPTIONS: dict[str, Any] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
+}
+"""Keywords without an effect are refused.  Bounded white space ends: likely for a model without an idea."""
+limits = partial(LLParserLimits, max_grammar_size=100_000, step_lexer_fuel=200_000, verbose_errors=False)
+
+
+def json_grammar(schema: Any) -> str:
+    """Grammar of JSON texts under a schema: an object, a boolean, or either as text.  Raises ValueError."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the schema is not valid JSON: {str(error)[:MAX_PROBLEM_CHARS]}") from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise ValueError(f"the schema is a {type(schema).__name__}; give an object")
+    try:
+        text = json.dumps(schema)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    return LLMatcher.grammar_from_json_schema(_bounded(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def regex_grammar(pattern: str) -> str:
+    """Grammar of texts that match the pattern as a whole (syntax: Rust's regex)."""
+    return LLMatcher.grammar_from_regex(_bounded(pattern))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Grammar of these texts."""
+    if not choices:
+        raise ValueError("the list of choices is empty; give at least one text")
+    return grammar_from("choice", _bounded(json.dumps(list(choices))))
+
+
+def text_grammar(text: str) -> str:
+    """Grammar in Lark's or GBNF's syntax.  Raises ValueError."""
+    return grammar_from("grammar", _bounded(text))
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"the grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are compiled")
+    return text
+
+
+def check_grammar(grammar: str) -> None:
+    """Raises ValueError, with the reason, for a grammar that does not compile within the limits."""
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_bounded(grammar), limits=limits())
+    if is_wrong:
+        raise ValueError(f"the grammar can't be compiled: {'; '.join(messages)[:MAX_PROBLEM_CHARS].strip()}")
+
+
+def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
+    """The vocabulary as bytes.  ends: tokens without text that end an answer."""
+    size, backend = max(vocab_size, tokenizer.vocab_size), tokenizer.backend
+    # Without an end token, a number beyond the vocabulary stands for the end.
+    found = list(ends) or [size]
+    try:
+        return LLTokenizer(backend.to_str(), n_vocab=size + (not ends), eos_token=found)
+    except ValueError:  # a decoder unknown to llguidance
+        return LLTokenizer(TokenizerWrapper(_DecodedTokens(tokenizer, size, found)), eos_token=found)
+
+
+class _DecodedTokens:
+    """A vocabulary's bytes by decoding each token, for `TokenizerWrapper`."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        self.eos_token_id = ends[0]
+        special = tokenizer.special_ids | set(ends)
+        self.special_token_ids = sorted(special)
+        self._tokenizer = tokenizer
+        anchor = tokenizer.encode("a", add_special_tokens=False)
+        start = tokenizer.decode(anchor)
+        texts = (tokenizer.decode([*anchor, one])[len(start) :] for one in range(vocab_size))
+        self.tokens = [
+            b"" if one in special or REPLACEMENT in text else text.encode() for one, text in enumerate(texts)
+        ]
+        self.tokens += [b""] * (max(special, default=0) + 1 - vocab_size)
+
+    def __call__(self, text: str) -> Iterable[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)

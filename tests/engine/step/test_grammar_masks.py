@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers within a grammar, of models without an idea: the demo model, hot."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from moe_lora import LLM, GenerationError, SamplingParams
+from moe_lora.core.request import GenerateRequest
+from moe_lora.engine.text.grammars import choice_grammar, json_grammar, regex_grammar, text_grammar
+
+DEMO = Path(__file__).parents[3] / "demo"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}}
+NUM_SCHEMAS = 200
+
+
+@pytest.fixture(scope="module", params=["off", "on"])
+def llm(request) -> Iterator[LLM]:
+    adapters = {"upper": str(DEMO / "adapters" / "upper")}
+    settings = {"eager": True, "num_threads": 1, "max_num_seqs": 32, "async_scheduling": request.param}
+    with LLM(str(DEMO / "model"), adapters=adapters, **settings) as engine:
+        yield engine
+
+
+def hot(grammar: str, **sampling: Any) -> SamplingParams:
+    return SamplingParams(**{"grammar": grammar, "temperature": 2.0, "max_tokens": 60, "seed": 1, **sampling})
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """Any of the common keywords, bounded so that most answers are short."""
+    kind = rng.choice(
+        ["integer", "boolean", "null", "enum", "string", "pattern", "number", *["tree"] * 3 * depth]
+    )
+    if kind == "tree":
+        inner = [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.4:
+            low = rng.randint(0, 2)
+            return {"type": "array", "items": inner[0], "minItems": low, "maxItems": low + rng.randint(0, 2)}
+        if rng.random() < 0.3:
+            return {"anyOf": inner}
+        names = [f"k{number}" for number in range(len(inner))]
+        required = [name for name in names if rng.random() < 0.7]
+        closed = {"properties": dict(zip(names, inner, strict=True)), "additionalProperties": False}
+        return {"type": "object", "required": required, **closed}
+    low = rng.randint(-20, 20)
+    return {
+        "integer": {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 200)},
+        "number": {"type": "number", "exclusiveMinimum": low, "maximum": low + 3},
+        "string": {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 5)},
+        "pattern": {"type": "string", "pattern": rng.choice(["^[a-f]{2}$", "^(x|yz)+q$", "^a?b*$"])},
+        "enum": {"enum": [rng.choice(["red", 7, None, True, 1.5]), "blue"]},
+    }.get(kind, {"type": kind})
+
+
+def test_answers_that_end_are_valid_under_random_schemas(llm):
+    rng = random.Random(7)
+    schemas = [random_schema(rng) for _ in range(NUM_SCHEMAS)]
+    sampling = [hot(json_grammar(one), seed=number, max_tokens=150) for number, one in enumerate(schemas)]
+    adapters = [rng.choice([None, "upper"]) for _ in schemas]
+    answers = llm.generate(["hello"] * NUM_SCHEMAS, adapters, sampling)
+    ended = 0
+    for schema, answer in zip(schemas, answers, strict=True):
+        if answer.finish_reason == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(answer.text), schema)
+    assert ended >= 0.8 * NUM_SCHEMAS
+
+
+def test_regex_choice_and_grammars_hold(llm):
+    lark, gbnf = 'start: "<" DIGIT+ ">"\nDIGIT: /[0-9]/', 'root ::= "<" [0-9]+ ">"'
+    made = [
+        regex_grammar("[a-c]{3}-[xy]"),
+        choice_grammar(["red", "green"]),
+        *map(text_grammar, (lark, gbnf)),
+    ]
+    patterns = ["[a-c]{3}-[xy]", "red|green", "<[0-9]+>", "<[0-9]+>"]
+    for answer, pattern in zip(
+        llm.generate(["hello"] * 4, None, list(map(hot, made))), patterns, strict=True
+    ):
+        assert answer.finish_reason == "length" or re.fullmatch(pattern, answer.text), answer.text
+
+
+def test_a_complete_answer_ends_and_repeats_its_end_below_min_tokens(llm):
+    fixed = regex_grammar("abc")
+    plain, long, endless = llm.generate(
+        ["hello"] * 3, None, [hot(fixed), hot(fixed, min_tokens=8), hot(fixed, ignore_eos=True, max_tokens=9)]
+    )
+    assert [one.text for one in (plain, long, endless)] == ["abc"] * 3
+    assert [one.finish_reason for one in (plain, long, endless)] == ["stop", "stop", "length"]
+    assert [len(one.token_ids) for one in (plain, long, endless)] == [4, 8, 9]
+
+
+def test_a_stop_token_ends_a_complete_answer(llm):
+    [z] = llm.tokenizer.encode("z", add_special_tokens=False)
+    [answer] = llm.generate("hello", None, hot(regex_grammar("abc"), stop_token_ids=(z,), ignore_eos=True))
+    assert (answer.text, answer.token_ids[-1], answer.finish_reason) == ("abc", z, "stop")
+
+
+def test_reports_are_of_the_model_and_others_are_left_alone(llm):
+    free = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
+    [alone] = llm.generate("hello", "upper", free)
+    beside, within = llm.generate(["hello"] * 2, "upper", [free, hot(json_grammar(SCHEMA), logprobs=2)])
+    assert beside == alone
+    assert within.logprobs[0].top == alone.logprobs[0].top
+    assert len(within.logprobs) == len(within.token_ids)
+
+
+def test_an_answer_goes_on_elsewhere_within_its_grammar(llm):
+    """The state comes from the tokens, as after the end of an instance."""
+    sampling = hot(json_grammar({**SCHEMA, "required": ["a", "b"]}), seed=5)
+    [whole] = llm.generate("hello", None, sampling)
+    prompt = whole.prompt_token_ids
+    for cut in range(1, len(whole.token_ids)):
+        request = GenerateRequest(
+            request_id=f"cut-{cut}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            generated=whole.token_ids[:cut],
+        )
+        outputs: list[Any] = []
+        llm.client.submit(request, outputs.append)
+        while not outputs or outputs[-1].finish_reason is None:
+            llm.stats()
+        rest = [token for output in outputs for token in output.token_ids]
+        assert (*whole.token_ids[:cut], *rest) == whole.token_ids
+
+
+def test_a_grammar_that_the_vocabulary_cannot_spell_ends_its_request_alone(llm):
+    sampling = [hot(regex_grammar("ab\u65e5")), hot(regex_grammar("abc"))]
+    with pytest.raises(GenerationError, match="the grammar can't be followed") as caught:
+        llm.generate(["hello"] * 2, None, sampling)
+    assert caught.value.completions[1].text == "abc"
+
+
+def test_a_grammar_that_does_not_compile_is_refused(llm):
+    with pytest.raises(ValueError, match="can't be compiled"):
+        llm.generate("hello", None, hot("start: nothing"))
+    request = GenerateRequest(request_id="bad", prompt_token_ids=(5,), sampling=hot("start: nothing"))
+    with pytest.raises(ValueError, match="can't be compiled"):
+        llm.client.core.grammars.sequence(request, None, 0.0, 50, None)
