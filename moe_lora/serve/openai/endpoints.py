@@ -54,6 +54,8 @@ class ChoiceFormat:
     continues_prompt = False
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
+        self.text: Any = tokenizer
+        """Decodes the answer; None without a tokenizer."""
         self._tokenizer = tokenizer
         self._with_token_ids = with_token_ids
         self._offsets: dict[int, int] = {}
@@ -316,6 +318,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
             answer_tokens=prepared.answer_tokens,
             num_choices=body.num_choices,
             sampling=prepared.sampling,
+            tokenizer=form.text,
             continues_prompt=form.continues_prompt,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
@@ -353,9 +356,13 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(
-            request, ChatFormat(frontend.tokenizer, with_token_ids=bool(body.return_token_ids))
-        )
+        tokenizer, with_token_ids = frontend.tokenizer, bool(body.return_token_ids)
+        parsers = request.state.prepared.parsers
+        if parsers is None or tokenizer is None:
+            return await answer(request, ChatFormat(tokenizer, with_token_ids=with_token_ids))
+        from .parsers.answers import ParsedChat
+
+        return await answer(request, ParsedChat(tokenizer, parsers, with_token_ids=with_token_ids))
 
     return router
 
