@@ -13,6 +13,7 @@ from moe_lora.engine.text.text import Tokenizer
 from tests.small_tokenizers import byte_level
 
 from .conftest import app_of
+from .demo_server import demo_server
 from .live_server import ServerThread
 from .scripted_engine import ScriptedEngine
 
@@ -290,12 +291,12 @@ def test_reasoning_is_apart_from_the_answer(setting):
     with saying(THOUGHT, QWEN + "{# </think> #}", reasoning_parser=setting) as (client, engine):
         for tools in ([], [TOOL]):
             message = ask(client, tools=tools).choices[0].message
-            assert message.reasoning_content == message.reasoning == "\nbecause\n"
-            assert message.content == "\n\nforty two"
-            assert streamed(client, tools=tools)[:2] == ("\n\nforty two", "\nbecause\n")
+            assert message.reasoning_content == message.reasoning == "because"
+            assert message.content == "forty two"
+            assert streamed(client, tools=tools)[:2] == ("forty two", "because")
         hidden = ask(client, extra_body={"include_reasoning": False}).choices[0].message
-        assert (hidden.content, hidden.reasoning_content) == ("\n\nforty two", None)
-        assert ask(client, reasoning_effort="low").choices[0].message.content == "\n\nforty two"
+        assert (hidden.content, hidden.reasoning_content) == ("forty two", None)
+        assert ask(client, reasoning_effort="low").choices[0].message.content == "forty two"
         assert "EFFORT low" in engine.prompts()[-1]
 
 
@@ -312,7 +313,7 @@ def test_a_continued_message_may_be_inside_the_reasoning():
     with saying(" on</think>so", reasoning_parser="qwen3") as (client, _):
         body = {"continue_final_message": True, "add_generation_prompt": False}
         message = ask(client, messages=[USER, begun], extra_body=body).choices[0].message
-    assert (message.reasoning_content, message.content) == (" on", "so")
+    assert (message.reasoning_content, message.content) == ("on", "so")
 
 
 def test_no_effort_turns_thinking_off():
@@ -351,3 +352,21 @@ def test_a_large_body_with_tools_is_prepared_apart():
         long = {**TOOL, "function": {**TOOL["function"], "description": "x" * 20000}}
         choice = ask(client, tools=[long]).choices[0]
     assert choice.message.tool_calls[0].function.name == "weather"
+
+
+def test_a_real_model_answers_with_tools_under_options_of_vllm(tmp_path):
+    options = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    with (
+        demo_server(tmp_path / "log", "--eager", *options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        body = {"model": "demo", "messages": [USER], "tools": [TOOL], "temperature": 0, "max_tokens": 12}
+        message = client.chat.completions.create(**body).choices[0].message
+        chunks = list(client.chat.completions.create(**body, stream=True))
+        plain = client.chat.completions.create(**{**body, "tools": []}).choices[0].message
+        with pytest.raises(openai.BadRequestError, match="not supported"):
+            client.chat.completions.create(**body, tool_choice="required")
+    assert message.content
+    assert message.content == plain.content
+    assert message.tool_calls is None
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content

@@ -45,15 +45,16 @@ class Call:
     from_char: int = 0
     arguments: str = ""
     source: str = ""
+    is_cut: bool = False
 
     def shown(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
     def is_valid(self) -> bool:
-        """True if the arguments are a JSON object."""
+        """True for a call with its end, and with a JSON object as arguments."""
         try:
-            return isinstance(json.loads(self.arguments), dict)
+            return not self.is_cut and isinstance(json.loads(self.arguments), dict)
         except (ValueError, RecursionError):
             return False
 
@@ -108,7 +109,7 @@ class ParsedChoice:
                 )
                 part["function"]["arguments"] += event.text
         else:
-            self.calls[-1].source = event.text
+            self.calls[-1].source, self.calls[-1].is_cut = event.text, event.kind == "cut"
 
     def _is_shown(self, index: int) -> bool:
         return index == 0 or self._parsers.parallel

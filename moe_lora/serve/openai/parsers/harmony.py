@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .machine import MAX_HEADER_CHARS, Kind, Parser, held_chars
+from .machine import MAX_HEADER_CHARS, JsonScan, Kind, Parser, held_chars
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -29,7 +29,8 @@ class Harmony(Parser):
         super().__init__(tools)
         self._state = self._between
         self._kind: Kind = "content"
-        self._has_text = self._has_reasoning = False
+        self._has_text = self._has_reasoning = self._has_message = False
+        self._scan = JsonScan()
 
     def _between(self) -> bool:
         """Before a message's header."""
@@ -47,6 +48,9 @@ class Harmony(Parser):
         if at < 0:
             if len(self._rest) < MAX_HEADER_CHARS and not self._ended:
                 return False
+            if self._ended and self._has_message:
+                self._rest = ""
+                return False
             self._consume(len(self._rest) if self._ended else MAX_HEADER_CHARS)
             self._reject()
             return True
@@ -54,10 +58,10 @@ class Harmony(Parser):
         header = self._source or ""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = "" if recipient is None else recipient[1]
-        self._has_text = False
+        self._has_text, self._has_message = False, True
         if name.startswith(FUNCTIONS) and len(name) > len(FUNCTIONS):
             self._start_call(name.removeprefix(FUNCTIONS))
-            self._kind = "arguments"
+            self._kind, self._scan = "arguments", JsonScan()
         else:
             is_reasoning = bool(name) or (channel is not None and channel[1] == "analysis")
             self._kind = "reasoning" if is_reasoning else "content"
@@ -66,6 +70,8 @@ class Harmony(Parser):
         return True
 
     def _body(self) -> bool:
+        if self._kind == "arguments" and not (self._scan.done or self._scan.broken):
+            self._emit_body(self._consume(self._scan.feed(self._rest)))
         marks = (*ENDS, START, CHANNEL)
         found = re.search("|".join(map(re.escape, marks)), self._rest)
         if found is None:

@@ -97,9 +97,12 @@ class JsonCalls(Parser):
     def _after(self) -> bool:
         """The rest of the object around the arguments."""
         self._consume(self._scan.feed(self._rest))
-        if not (self._scan.done or self._scan.broken or self._ended):
+        if self._scan.done or self._scan.broken:
+            self._state = self._close
+        elif self._ended:
+            self._end_call("cut")
+        else:
             return False
-        self._state = self._close
         return True
 
     def _close(self) -> bool:

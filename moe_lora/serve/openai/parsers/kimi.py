@@ -11,6 +11,7 @@ from .json_calls import JsonCalls
 class KimiCalls(JsonCalls):
     OPEN = ("<|tool_call_begin|>",)
     NOISE = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    GAP = ""
     CLOSE = "<|tool_call_end|>"
     MARKS = (CLOSE, "<|tool_call_argument_begin|>")
     HEADER = re.compile(

@@ -18,7 +18,8 @@ _KEYS = {"name", "type", "function", "id", "arguments", "parameters"}
 
 
 class Llama3Calls(JsonCalls):
-    MARKS = (TAG,)
+    OPEN = (TAG,)
+    GAP = ""
     HEADER = re.compile(OBJECT, re.DOTALL)
     OUTER = True
 
@@ -64,7 +65,3 @@ class Llama3Calls(JsonCalls):
         self._end_call()
         self._state = self._between
         return True
-
-    def _content(self) -> bool:
-        self._emit("content", self._consume(len(self._rest)))
-        return False

@@ -16,14 +16,15 @@ MAX_HEADER_CHARS = 4096
 """Longest text between a mark and a call's arguments."""
 _OUTSIDE_STRINGS = frozenset(" \t\r\n:,0123456789+-.eEtrufalsn")
 
-Kind = Literal["content", "reasoning", "call", "arguments", "end"]
+Kind = Literal["content", "reasoning", "call", "arguments", "end", "cut"]
 
 
 class Event(NamedTuple):
     """A piece of an answer.
 
     kind: "content" and "reasoning" have text; "call" starts a call and has its name; "arguments" has a piece
-    of JSON; "end" ends the call and has its source text.  call_id: given by the model, else "".
+    of JSON; "end" ends the call and has the source text; "cut" too, for a call without an end.  call_id: of
+    the model, or "".
     """
 
     kind: Kind
@@ -81,12 +82,13 @@ class Parser:
     """Splits one answer into content and calls.  tools: name -> JSON schema of the parameters.
 
     OPEN: marks before a call.  NOISE: marks around calls, dropped.  MARKS: further special tokens of the
-    format.
+    format.  GAP: characters dropped between content and a mark.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
     NOISE: ClassVar[tuple[str, ...]] = ()
     MARKS: ClassVar[tuple[str, ...]] = ()
+    GAP: ClassVar[str] = " \t\r\n"
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._tools = tools
@@ -119,7 +121,7 @@ class Parser:
         return self._events
 
     def _emit(self, kind: Kind, text: str, call_id: str = "") -> None:
-        if text or kind == "end":
+        if text or kind in ("end", "cut"):
             self._events.append(Event(kind, text, call_id))
 
     def _consume(self, num_chars: int) -> str:
@@ -129,19 +131,20 @@ class Parser:
         return text
 
     def _content(self) -> bool:
-        """Content up to the next mark.  White space before a mark is dropped."""
+        """Content up to the next mark."""
         marks = self.OPEN + self.NOISE
         found = re.search("|".join(map(re.escape, marks)), self._rest)
         if found is None:
             held = 0
             if not self._ended:
                 head = self._rest[: len(self._rest) - held_chars(self._rest, marks)]
-                held = len(self._rest) - len(head.rstrip())
+                held = len(self._rest) - len(head.rstrip(self.GAP) if self.GAP else head)
             text = self._consume(len(self._rest) - held)
             if text.strip() or not (self._ended and self._had_call):
                 self._emit("content", text)
             return False
-        self._emit("content", self._consume(found.start()).rstrip())
+        text = self._consume(found.start())
+        self._emit("content", text.rstrip(self.GAP) if self.GAP else text)
         self._source = ""
         if self._consume(len(found[0])) in self.OPEN:
             self._state = self._header
@@ -157,8 +160,8 @@ class Parser:
         self._emit("call", name, call_id)
         self._had_call = True
 
-    def _end_call(self) -> None:
-        self._emit("end", self._source or "")
+    def _end_call(self, kind: Kind = "end") -> None:
+        self._emit(kind, self._source or "")
         self._source, self._state = None, self._content
 
     def _reject(self) -> None:

@@ -17,3 +17,5 @@ class Qwen3CoderCalls(TaggedCalls):
     FINISH = ("</function>", "</tool_call>")
     CLOSE = "</tool_call>"
     TRIM = True
+    NEXT = ("<parameter=", "</function>", "</tool_call>")
+    EARLY = ("\n<parameter=", "\n</function>")

@@ -21,7 +21,8 @@ class TaggedCalls(Parser):
 
     KEY: opening mark of an argument.  ARGUMENT: from KEY to the value; its group is the argument's name.
     VALUE_END: mark after a value.  FINISH: marks after the last argument.  CLOSE: mark after a call.  TRIM: a
-    line end lies on both sides of a value.
+    line end lies on both sides of a value.  NEXT: the text after VALUE_END; elsewhere the mark is part of the
+    value.  EARLY: marks that end a value without VALUE_END.
     """
 
     HEADER: ClassVar[re.Pattern[str]]
@@ -31,6 +32,8 @@ class TaggedCalls(Parser):
     FINISH: ClassVar[tuple[str, ...]]
     CLOSE: ClassVar[str]
     TRIM: ClassVar[bool] = False
+    NEXT: ClassVar[tuple[str, ...]] = ("",)
+    EARLY: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
@@ -91,31 +94,46 @@ class TaggedCalls(Parser):
 
     def _string(self) -> bool:
         """A string, passed on as it comes."""
-        end = self._rest.find(self.VALUE_END)
-        if end < 0:
-            head = self._rest[: len(self._rest) - held_chars(self._rest, (self.VALUE_END,))]
-            if self.TRIM and head.endswith("\n"):
-                head = head[:-1]
-            self._emit("arguments", _escaped(self._consume(len(self._rest) if self._ended else len(head))))
-            if self._ended:
-                self._end_call()
-            return self._ended
-        self._emit("arguments", _escaped(self._read_value(end)) + '"')
-        return True
+        end, is_whole = self._value_end()
+        if is_whole:
+            self._emit("arguments", _escaped(self._read_value(end)) + '"')
+            return True
+        head = self._rest[:end]
+        if self.TRIM and head.endswith("\n"):
+            head = head[:-1]
+        self._emit("arguments", _escaped(self._consume(len(self._rest) if self._ended else len(head))))
+        if self._ended:
+            self._end_call()
+        return self._ended
 
     def _other(self) -> bool:
-        end = self._rest.find(self.VALUE_END)
-        if end < 0:
-            if self._ended:
-                self._consume(len(self._rest))
-                self._end_call()
-            return self._ended
-        self._emit("arguments", as_json(self._read_value(end), self._types))
-        return True
+        end, is_whole = self._value_end()
+        if is_whole:
+            self._emit("arguments", as_json(self._read_value(end), self._types))
+            return True
+        if self._ended:
+            self._consume(len(self._rest))
+            self._end_call()
+        return self._ended
+
+    def _value_end(self) -> tuple[int, bool]:
+        """The value's end and True, or the end of its certain part and False."""
+        rest = self._rest
+        marks = (self.VALUE_END, *self.EARLY)
+        for found in re.finditer("|".join(map(re.escape, marks)), rest):
+            if found[0] != self.VALUE_END:
+                return found.start(), True
+            after = rest[found.end() :].lstrip()
+            if after.startswith(self.NEXT):
+                return found.start(), True
+            if any(one.startswith(after) for one in self.NEXT):
+                return found.start(), False
+        return len(rest) - held_chars(rest, marks), False
 
     def _read_value(self, end: int) -> str:
         text = self._consume(end)
-        self._consume(len(self.VALUE_END))
+        if self._rest.startswith(self.VALUE_END):
+            self._consume(len(self.VALUE_END))
         self._state = self._argument
         return text.removesuffix("\n") if self.TRIM else text
 

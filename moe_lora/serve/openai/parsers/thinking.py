@@ -37,12 +37,15 @@ class Plain(Parser):
 
 
 class Thinking(Parser):
-    """Reasoning first, then the answer for another parser.  is_open: the prompt ends in the reasoning."""
+    """Reasoning first, then the answer for another parser.  is_open: the prompt ends in the reasoning.
+
+    White space around the reasoning is dropped.
+    """
 
     def __init__(self, marks: Marks, answer: Parser, *, is_open: bool) -> None:
         super().__init__({})
         self._marks, self._answer = marks, answer
-        self._is_open = is_open
+        self._is_open, self._has_begun = is_open, False
         self._state = self._start
 
     def _start(self) -> bool:
@@ -60,10 +63,26 @@ class Thinking(Parser):
         end = self._rest.find(closing)
         if end < 0:
             held = 0 if self._ended else held_chars(self._rest, (closing,))
-            self._emit("reasoning", self._consume(len(self._rest) - held))
+            self._emit_stripped(self._rest[: len(self._rest) - held])
             return False
-        self._emit("reasoning", self._consume(end))
-        self._consume(len(closing))
+        self._emit_stripped(self._rest[:end])
+        self._consume(self._rest.find(closing) + len(closing))
+        self._state = self._gap
+        return True
+
+    def _emit_stripped(self, text: str) -> None:
+        """The text without white space at the start of all, and at its end, which stays in the buffer."""
+        if not self._has_begun:
+            self._consume(len(text) - len(text.lstrip()))
+            text = text.lstrip()
+            self._has_begun = bool(text)
+        self._emit("reasoning", self._consume(len(text.rstrip())))
+
+    def _gap(self) -> bool:
+        """White space between reasoning and answer."""
+        self._rest = self._rest.lstrip()
+        if not self._rest:
+            return False
         self._state = self._content
         return True
 
