@@ -3,6 +3,7 @@
 
 from .engine import CACHE_POLICIES, DEVICES, DTYPES, LORA_KERNELS, QUEUES, EngineConfig
 from .front_end import (
+    AUTO,
     CONTROLLER,
     ONE_FRONT_END,
     PERFORMANCE_FORMS,
@@ -21,6 +22,7 @@ from .optional_parts import TRANSPORTS, EmulationConfig, LoraServerConfig, PoolC
 from .settings import MAX_COUNT
 
 __all__ = [
+    "AUTO",
     "CACHE_POLICIES",
     "CONTROLLER",
     "DEVICES",

@@ -39,6 +39,33 @@ RANK_AWARE_COSTS = ("others", "all")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIGRATION_SOLVERS = ("fast", "relaxed", "exact")
 UNKNOWN_FIELDS = ("warn", "error")
+AUTO = "auto"
+TOOL_PARSERS = (
+    AUTO,
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "harmony",
+    "glm4",
+    "deepseek_v3",
+    "kimi",
+)
+"""Names of `serve.openai.parsers.TOOL_FORMATS`."""
+REASONING_PARSERS = (
+    AUTO,
+    "none",
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm4",
+    "kimi",
+    "mistral",
+    "seed_oss",
+    "harmony",
+)
+"""Names of `serve.openai.parsers.thinking.REASONING_FORMATS`, and harmony."""
 
 
 def _check_digests(place: str, digests: tuple[str, ...]) -> None:
@@ -147,6 +174,11 @@ class LimitsConfig(Settings):
     unknown_fields: str = setting("warn", choices=UNKNOWN_FIELDS)
     """Unknown fields of a request. warn: the server ignores them, logs each name once, and lists them in the
     header X-Ignored-Fields. error: 400. Fields that would change the answer are a 400 in both cases."""
+    tool_call_parser: str = setting(AUTO, choices=TOOL_PARSERS)
+    """Format of tool calls in answers.  auto: by the chat template, else by the family; only requests with
+    tools are parsed.  none: requests with tools are a 400."""
+    reasoning_parser: str = setting("none", choices=REASONING_PARSERS)
+    """Format of reasoning in answers of chats, for reasoning_content.  auto: by the chat template."""
     max_queued_tokens: int = setting(1 << 23, least=1)
     """Tokens of all choices before their first token, at least 1,024 each; then 503."""
     max_queued_tokens_per_client: int = setting(1 << 21, least=1)

@@ -15,7 +15,19 @@ _COMPILED = "the step's graphs are chosen here; --eager turns compilation off"
 _LOGS = "requests are not logged; /metrics counts requests"
 _LOGS_WITH = "requests are not logged; log them at a proxy, or count them by /metrics"
 _TRACES = "no traces are sent; /metrics has the times of requests"
-_TOOLS = "omit the option; answers are plain text, and requests with tools are refused"
+_TOOLS = "omit the option; formats of calls are built in, and the client runs the tools"
+_TOOL_PARSERS = {
+    **dict.fromkeys(("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3"), ""),
+    **{"openai": "harmony", "glm45": "glm4", "glm47": "glm4", "deepseek_v31": "deepseek_v3"},
+    **{"kimi_k2": "kimi", "qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json"},
+    **dict.fromkeys(("auto", "none", "harmony", "glm4", "kimi"), ""),
+}
+"""vLLM's name -> ours; "": the same."""
+_REASONING_PARSERS = {
+    **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "mistral", "seed_oss"), ""),
+    **{"openai_gptoss": "harmony", "glm45": "glm4", "kimi_k2": "kimi", "deepseek_v31": "deepseek_v3"},
+    **dict.fromkeys(("auto", "none", "harmony", "glm4", "kimi"), ""),
+}
 _CODE = "no code of others runs in the server; omit the option"
 _CORS = "every method and header is allowed to front_end.cors_origins; give '[\"*\"]' or omit the option"
 _PEERS = "omit the option; processes of an instance compute prompts and answers alike"
@@ -329,12 +341,30 @@ HTTP = (
     off("--return-tokens-as-token-ids", "send return_token_ids with each request"),
     off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
     off("--grpc", "omit the option; the server speaks HTTP"),
-    off("--enable-auto-tool-choice", _TOOLS),
-    refused("--tool-call-parser", _TOOLS),
+    flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none"),
+    VllmOption(
+        ("--tool-call-parser",),
+        "value",
+        {name: f"--set front_end.tool_call_parser={ours or name}" for name, ours in _TOOL_PARSERS.items()},
+        "no plugin is read; choose one of these, or auto",
+        own=True,
+    ),
     refused("--tool-parser-plugin", _TOOLS),
     refused("--tool-server", _TOOLS),
-    off("--exclude-tools-when-tool-choice-none", _TOOLS),
-    refused("--reasoning-parser", "omit the option; an answer's text is given whole"),
+    off(
+        "--exclude-tools-when-tool-choice-none",
+        "the template sees the tools; leave tools out of the request, and omit the option",
+    ),
+    VllmOption(
+        ("--reasoning-parser",),
+        "value",
+        {
+            name: f"--set front_end.reasoning_parser={ours or name}"
+            for name, ours in _REASONING_PARSERS.items()
+        },
+        "no plugin is read; choose one of these, or auto",
+        own=True,
+    ),
     refused("--chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
     only("--chat-template-content-format", ("auto",), "the template's own form is used; omit the option"),
     off("--trust-request-chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),

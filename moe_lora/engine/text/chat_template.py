@@ -187,6 +187,10 @@ class ChatTemplates:
             **extra,
         )
 
+    def source(self, name: str | None, tools: Any = None) -> str:
+        """The template's source, chosen as in `render`."""
+        return self.sources[self._chosen(name, tools)]
+
     def _chosen(self, name: str | None, tools: Any) -> str:
         names = ", ".join(sorted(self.sources))
         if name is not None:

@@ -54,6 +54,8 @@ class ChoiceFormat:
     continues_prompt = False
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
+        self.text: Any = tokenizer
+        """Decodes the answer; None without a tokenizer."""
         self._tokenizer = tokenizer
         self._with_token_ids = with_token_ids
         self._offsets: dict[int, int] = {}
@@ -316,6 +318,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
             answer_tokens=prepared.answer_tokens,
             num_choices=body.num_choices,
             sampling=prepared.sampling,
+            tokenizer=form.text,
             continues_prompt=form.continues_prompt,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
@@ -355,7 +358,12 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
-        return await answer(request, ChatFormat(tokenizer, with_token_ids=bool(body.return_token_ids)))
+        parsers, with_token_ids = request.state.prepared.parsers, bool(body.return_token_ids)
+        if parsers is None:
+            return await answer(request, ChatFormat(tokenizer, with_token_ids=with_token_ids))
+        from .parsers.answers import ParsedChat
+
+        return await answer(request, ParsedChat(tokenizer, parsers, with_token_ids=with_token_ids))
 
     return router
 

@@ -132,7 +132,8 @@ class Watchers:
 class Generation:
     """`num_choices` answers to each prompt, in order.  `deltas` or `whole` runs a generation once.
 
-    client: for the limits.  answer_tokens: longest answer per prompt.  continues_prompt: the answer keeps a
+    client: for the limits.  answer_tokens: longest answer per prompt.  tokenizer: decodes the
+    answer; None: ids only.  continues_prompt: the answer keeps a
     leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     """
 
@@ -144,6 +145,7 @@ class Generation:
     answer_tokens: Sequence[int]
     num_choices: int
     sampling: SamplingParams
+    tokenizer: Any
     continues_prompt: bool
     priority: int = 0
     cache_salt: str | None = None
@@ -224,9 +226,9 @@ class Generation:
         """The deltas of one choice; a stop string ends it with "stop".  Raises ApiError."""
         client, request = self.frontend.client, self._request(index, engine_id)
         text, is_cut = None, False
-        if self.frontend.tokenizer is not None:
+        if self.tokenizer is not None:
             text = TextStream(
-                self.frontend.tokenizer,
+                self.tokenizer,
                 stop=self.sampling.stop,
                 min_tokens=self.sampling.min_tokens,
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
     from moe_lora.serve.frontend import AdapterTexts
 
+    from .parsers.choice import AnswerParsers
+
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """Estimated answer without max_tokens, at most: few answers fill the model's context."""
 INLINE_BYTES = 1 << 14
@@ -62,7 +64,7 @@ class Prepared:
     """A request for the engine.
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
-    answer, for the limits.  ignored: unknown fields, as in headers.
+    answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
     """
 
     body: SamplingFields
@@ -70,6 +72,7 @@ class Prepared:
     prompts: list[tuple[int, ...]]
     answer_tokens: list[int]
     ignored: tuple[str, ...] = ()
+    parsers: AnswerParsers | None = None
 
 
 class Preparer:
@@ -275,9 +278,14 @@ def _too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError
 
 
 def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    messages = [message.for_template() for message in body.messages]
+    if any("tool_calls" in message for message in messages):
+        from .parsers.requests import with_fit_arguments
+
+        messages = with_fit_arguments(messages, tokenizer, body.chat_template or None)
     try:
         text = tokenizer.render_chat(
-            [message.for_template() for message in body.messages],
+            messages,
             name=body.chat_template or None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
@@ -331,7 +339,20 @@ def prepared(
         prompts=[tuple(one) for one in prompts],
         answer_tokens=answer_tokens,
         ignored=ignored,
+        parsers=_parsers(body, prompts, tokenizer, bounds) if isinstance(body, ChatRequest) else None,
     )
+
+
+def _parsers(
+    body: ChatRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer | None, bounds: Bounds
+) -> AnswerParsers | None:
+    config = bounds.limits
+    is_plain = config.reasoning_parser == "none" and body.include_reasoning is not False
+    if tokenizer is None or (is_plain and (not body.tools or body.tool_choice == "none")):
+        return None
+    from .parsers.choice import parsers_for
+
+    return parsers_for(body, tuple(prompts[0]), tokenizer, config, bounds.info.family)
 
 
 def for_engine(

@@ -117,6 +117,8 @@ MAX_TIMEOUT_S = 86400.0
 MAX_SALT_CHARS = 1024
 NO_SEED = -1
 """Value for "no seed" in clients of several servers."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_TEMPLATE_FIELDS = ("documents", "reasoning_effort", "tools")
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
 
@@ -317,21 +319,35 @@ class ChatRequest(SamplingFields):
     chat_template: Text | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """chat_template_kwargs, with the documents."""
-        variables = dict(self.chat_template_kwargs or {})
-        return variables if self.documents is None else {**variables, "documents": self.documents}
+        """chat_template_kwargs, with the fields of the request for the template.
+
+        No effort is no thinking too, the switch of other templates.
+        """
+        fields = ("documents", "reasoning_effort") if not self.tools else _TEMPLATE_FIELDS
+        given = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {**thinks, **(self.chat_template_kwargs or {}), **given}
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.tools or self.tool_choice is not None:
+            from .parsers.requests import check_tools
+
+            check_tools(self)
         return self
 
     def without_prompt(self) -> Self:
-        return self.model_copy(update={"messages": [], "documents": None})
+        return self.model_copy(update={"messages": [], "documents": None, "tools": None})
 
 
 class LoadAdapterRequest(PeerModel):

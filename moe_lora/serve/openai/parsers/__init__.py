@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsers of a model's answer: tool calls and reasoning, one file a format."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from .machine import Parser
+
+TOOL_FORMATS = {
+    "hermes": ("hermes", "HermesCalls"),
+    "qwen3_coder": ("qwen3_coder", "Qwen3CoderCalls"),
+    "llama3_json": ("llama3_json", "Llama3Calls"),
+    "mistral": ("mistral", "MistralCalls"),
+    "harmony": ("harmony", "Harmony"),
+    "glm4": ("glm4", "Glm4Calls"),
+    "deepseek_v3": ("deepseek_v3", "DeepSeekCalls"),
+    "kimi": ("kimi", "KimiCalls"),
+}
+"""Name in `front_end.tool_call_parser` -> module and class."""
+
+
+def parser_class(name: str) -> type[Parser]:
+    """Imports the format's module."""
+    module, attribute = TOOL_FORMATS[name]
+    return cast("type[Parser]", getattr(import_module(f".{module}", __name__), attribute))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices of a chat with tool calls and reasoning, whole and as chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from moe_lora.engine.text.text import Tokenizer
+from moe_lora.serve.openai.endpoints import ChatFormat
+from moe_lora.serve.openai.generation import Delta
+
+from .choice import AnswerParsers
+from .machine import Event
+
+
+class MarkedText:
+    """A tokenizer for `TextStream` with some special tokens as text."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
+        self._decode = tokenizer.decode
+        self.special_ids = _hidden_ids(tokenizer, marks)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, skip_special_tokens=False)
+
+
+@lru_cache(maxsize=16)
+def _hidden_ids(tokenizer: Tokenizer, marks: frozenset[str]) -> frozenset[int]:
+    """Special tokens that are not text."""
+    ids = tokenizer.special_ids
+    return frozenset(one for one in ids if tokenizer.decode([one], skip_special_tokens=False) not in marks)
+
+
+@dataclass
+class Call:
+    """A call of one choice.  source: its text, after its end.  from_char: place in the content."""
+
+    index: int
+    call_id: str
+    name: str
+    from_char: int = 0
+    arguments: str = ""
+    source: str = ""
+    is_cut: bool = False
+
+    def shown(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+    def is_valid(self) -> bool:
+        """True for a call with its end, and with a JSON object as arguments."""
+        try:
+            return not self.is_cut and isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            return False
+
+
+@dataclass
+class Pieces:
+    """New pieces of an answer.  calls: index in the answer -> the new part of a call."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class ParsedChoice:
+    """The parser of one choice, and the calls so far."""
+
+    def __init__(self, parsers: AnswerParsers) -> None:
+        self._parsers = parsers
+        self._parser, self._new_id = parsers.new(), parsers.new_id
+        self.calls: list[Call] = []
+        self._num_chars = 0
+
+    def read(self, text: str, *, ended: bool) -> Pieces:
+        pieces = Pieces()
+        for event in self._parser.push(text):
+            self._add(event, pieces)
+        if ended:
+            for event in self._parser.end():
+                self._add(event, pieces)
+        return pieces
+
+    def _add(self, event: Event, pieces: Pieces) -> None:
+        if event.kind == "content":
+            pieces.content += event.text
+            self._num_chars += len(event.text)
+        elif event.kind == "reasoning":
+            if self._parsers.shows_reasoning:
+                pieces.reasoning += event.text
+        elif event.kind == "call":
+            index = len(self.calls)
+            name = event.text
+            call_id = event.call_id or self._new_id(name, index)
+            self.calls.append(Call(index, call_id, name, self._num_chars))
+            if self._is_shown(index):
+                pieces.calls[index] = {"index": index, **self.calls[-1].shown()}
+        elif event.kind == "arguments":
+            call = self.calls[-1]
+            call.arguments += event.text
+            if self._is_shown(call.index):
+                part = pieces.calls.setdefault(
+                    call.index, {"index": call.index, "function": {"arguments": ""}}
+                )
+                part["function"]["arguments"] += event.text
+        else:
+            self.calls[-1].source, self.calls[-1].is_cut = event.text, event.kind == "cut"
+
+    def _is_shown(self, index: int) -> bool:
+        return index == 0 or self._parsers.parallel
+
+    def whole(self, text: str) -> tuple[Pieces, list[Call]]:
+        """The answer in one piece.  A call without a JSON object as arguments becomes content."""
+        pieces = self.read(text, ended=True)
+        kept: list[Call] = []
+        content = pieces.content
+        for call in reversed(self.calls):
+            if call.is_valid():
+                kept.insert(0, call)
+            else:
+                content = content[: call.from_char] + call.source + content[call.from_char :]
+        pieces.content = content
+        return pieces, kept if self._parsers.parallel else kept[:1]
+
+
+class ParsedChat(ChatFormat):
+    """Choices of /v1/chat/completions through parsers."""
+
+    def __init__(self, tokenizer: Tokenizer, parsers: AnswerParsers, *, with_token_ids: bool) -> None:
+        super().__init__(tokenizer, with_token_ids=with_token_ids)
+        self.text = MarkedText(tokenizer, parsers.marks())
+        self._parsers = parsers
+        self._choices: dict[int, ParsedChoice] = {}
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            choice = self._choices[delta.index] = ParsedChoice(self._parsers)
+        pieces = choice.read(delta.text, ended=delta.finish_reason is not None)
+        shown: dict[str, Any] = {}
+        if pieces.reasoning:
+            shown["reasoning_content"] = shown["reasoning"] = pieces.reasoning
+        if pieces.content:
+            shown["content"] = pieces.content
+        if pieces.calls:
+            shown["tool_calls"] = list(pieces.calls.values())
+        return _finished(self.entry(delta, "delta", shown), bool(choice.calls))
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        pieces, calls = ParsedChoice(self._parsers).whole(delta.text)
+        is_empty = not pieces.content and bool(calls or pieces.reasoning)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if is_empty else pieces.content,
+            "refusal": None,
+        }
+        if self._parsers.reasoning:
+            message["reasoning_content"] = message["reasoning"] = pieces.reasoning or None
+        if calls:
+            message["tool_calls"] = [call.shown() for call in calls]
+        return _finished(self.entry(delta, "message", message), bool(calls))
+
+
+def _finished(entry: dict[str, Any], has_calls: bool) -> dict[str, Any]:
+    if has_calls and entry["finish_reason"] == "stop":
+        entry["finish_reason"] = "tool_calls"
+    return entry

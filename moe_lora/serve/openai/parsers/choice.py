@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parsers of one chat: by setting, else by the chat template, else by the family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from moe_lora.config import AUTO, LimitsConfig
+from moe_lora.serve.http_errors import bad_request
+
+from . import TOOL_FORMATS, parser_class
+from .thinking import REASONING_FORMATS, Plain, Thinking
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.openai.protocol import ChatRequest
+
+    from .machine import Parser
+
+HARMONY = "harmony"
+TAIL_TOKENS = 8
+"""Tokens of a prompt's end with an opening mark of reasoning."""
+_TOOL_SIGNS = {
+    "<|channel|>": HARMONY,
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm4",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "tool▁call▁begin": "deepseek_v3",
+    "<|tool_call_begin|>": "kimi",
+    "<|python_tag|>": "llama3_json",
+}
+"""Text of a chat template -> format; the first counts."""
+_TOOL_FAMILIES = {
+    "gpt_oss": HARMONY,
+    "glm4_moe": "glm4",
+    "llama": "llama3_json",
+    "mistral": "mistral",
+    "mixtral": "mistral",
+    "qwen2": "hermes",
+    "qwen2_moe": "hermes",
+    "qwen3": "hermes",
+    "qwen3_moe": "hermes",
+}
+"""Family -> format, for a template with tools but without a format's marks."""
+_REASONING_SIGNS = {
+    "<|channel|>": HARMONY,
+    "<seed:think>": "seed_oss",
+    "[THINK]": "mistral",
+    "<think>": "qwen3",
+    "</think>": "qwen3",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerParsers:
+    """The parsers of each choice of a chat.
+
+    tool_format: "" without calls.  reasoning: "" without reasoning.  is_open: the prompt ends in the
+    reasoning.  tools: name -> JSON schema.  shows_reasoning: False: reasoning is left out.  parallel: False:
+    only the first call is in the answer.
+    """
+
+    tool_format: str = ""
+    reasoning: str = ""
+    is_open: bool = False
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    shows_reasoning: bool = True
+    parallel: bool = True
+
+    def new(self) -> Parser:
+        answer = parser_class(self.tool_format)(self.tools) if self.tool_format else Plain({})
+        if not self.reasoning or HARMONY in (self.reasoning, self.tool_format):
+            return answer
+        marks = REASONING_FORMATS[self.reasoning]
+        return Thinking(marks, answer, is_open=self.is_open)
+
+    def new_id(self, name: str, index: int) -> str:
+        return parser_class(self.tool_format).new_id(name, index)
+
+    def marks(self) -> frozenset[str]:
+        """Special tokens that the parsers read."""
+        found: list[str] = []
+        if self.tool_format:
+            kind = parser_class(self.tool_format)
+            found += (*kind.OPEN, *kind.NOISE, *kind.MARKS)
+        if self.reasoning and self.reasoning != HARMONY:
+            found += REASONING_FORMATS[self.reasoning][:2]
+        return frozenset(found)
+
+
+def parsers_for(
+    body: ChatRequest, prompt: tuple[int, ...], tokenizer: Tokenizer, config: LimitsConfig, family: str
+) -> AnswerParsers | None:
+    """The parsers of a chat's answer; None: the answer is plain.  Raises ApiError."""
+    template = _template_of(body, tokenizer)
+    reasoning = _reasoning_format(config.reasoning_parser, template)
+    shows = body.include_reasoning is not False
+    tool_format = ""
+    if body.tools and body.tool_choice != "none":
+        tool_format = _tool_format(config.tool_call_parser, template, family)
+    if HARMONY in (reasoning, tool_format):
+        reasoning = tool_format = HARMONY
+    if not shows and not reasoning:
+        raise bad_request(
+            "include_reasoning=false needs a server with a reasoning parser; leave it out, or start the "
+            "server with --set front_end.reasoning_parser=auto",
+            "include_reasoning",
+        )
+    if not reasoning and not tool_format:
+        return None
+    return AnswerParsers(
+        tool_format=tool_format,
+        reasoning=reasoning,
+        is_open=bool(reasoning)
+        and reasoning != HARMONY
+        and _is_open(reasoning, prompt if body.continue_final_message else prompt[-TAIL_TOKENS:], tokenizer),
+        tools={tool["function"]["name"]: tool["function"].get("parameters") for tool in body.tools or ()},
+        shows_reasoning=shows,
+        parallel=body.parallel_tool_calls is not False,
+    )
+
+
+def _template_of(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    templates = tokenizer.chat_templates
+    return "" if templates is None else templates.source(body.chat_template or None, body.tools)
+
+
+def _tool_format(setting: str, template: str, family: str) -> str:
+    if setting in TOOL_FORMATS:
+        return setting
+    if setting == AUTO and "tools" in template:
+        for sign, name in _TOOL_SIGNS.items():
+            if sign in template:
+                return name
+        if family in _TOOL_FAMILIES:
+            return _TOOL_FAMILIES[family]
+    why = "the server has tool_call_parser=none"
+    if setting == AUTO:
+        why = "the chat template of this model has no known format of tool calls"
+    raise bad_request(
+        f"tools is not supported: {why}; leave tools out or send [] or null, or start the server with "
+        f"--set front_end.tool_call_parser=NAME ({', '.join(TOOL_FORMATS)})",
+        "tools",
+    )
+
+
+def _reasoning_format(setting: str, template: str) -> str:
+    if setting != AUTO:
+        return "" if setting == "none" else setting
+    return next((name for sign, name in _REASONING_SIGNS.items() if sign in template), "")
+
+
+def _is_open(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer) -> bool:
+    marks = REASONING_FORMATS[reasoning]
+    tail = tokenizer.decode(list(prompt), skip_special_tokens=False)
+    opened, closed = tail.rfind(marks.opening), tail.rfind(marks.closing)
+    return opened > closed or (marks.is_open and closed < 0)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.5 and later: <tool_call>NAME with <arg_key> and <arg_value> for each argument."""
+
+from __future__ import annotations
+
+import re
+
+from .tagged_calls import TaggedCalls
+
+
+class Glm4Calls(TaggedCalls):
+    OPEN = ("<tool_call>",)
+    HEADER = re.compile(r"\s*([^<>\s{}]+)\s*(?=<arg_key>|</tool_call>)")
+    KEY = "<arg_key>"
+    ARGUMENT = re.compile(r"\s*<arg_key>\s*([^<>\n]+?)\s*</arg_key>\s*<arg_value>")
+    VALUE_END = "</arg_value>"
+    FINISH = ("</tool_call>",)
+    CLOSE = "</tool_call>"

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls with arguments as a JSON object, between marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .machine import MAX_HEADER_CHARS, JsonScan, Parser
+
+OBJECT = (
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""The start of an object with the name first."""
+
+
+class JsonCalls(Parser):
+    """HEADER: from the opening mark to the arguments, with group `name` or `quoted`, and perhaps `id`.
+
+    The header ends before a brace.  CLOSE: mark after a call; "": none.  OUTER: an object holds the
+    arguments.  FILLER: characters without meaning before CLOSE.
+    """
+
+    HEADER: ClassVar[re.Pattern[str]]
+    CLOSE: ClassVar[str] = ""
+    OUTER: ClassVar[bool] = False
+    FILLER: ClassVar[str] = " \t\r\n"
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._scan = JsonScan()
+        self._is_outer = self.OUTER
+        self._close_from = 0
+
+    def _header(self) -> bool:
+        close = self._rest.find(self.CLOSE, self._close_from) if self.CLOSE else -1
+        self._close_from = max(0, len(self._rest) - len(self.CLOSE))
+        most = MAX_HEADER_CHARS if close < 0 else min(MAX_HEADER_CHARS, close + len(self.CLOSE) - 1)
+        found = self.HEADER.match(self._rest, 0, most)
+        name = None if found is None else self._name(found)
+        if found is not None and name is not None:
+            self._close_from = 0
+            self._is_outer = self.OUTER or ("quoted" in found.groupdict() and bool(found["quoted"]))
+            self._consume(found.end())
+            self._start_call(name, found.groupdict().get("id") or "")
+            self._scan, self._state = JsonScan(), self._arguments
+            return True
+        if found is None and close < 0 and not self._ended:
+            return False
+        self._close_from = 0
+        text = self._rest if close < 0 else self._rest[:close]
+        if not self._complete(text, len(text) + (len(self.CLOSE) if close >= 0 else 0)):
+            self._reject()
+        return True
+
+    def _name(self, found: re.Match[str]) -> str | None:
+        """The call's name; None for a name outside of JSON."""
+        groups = found.groupdict()
+        if not groups.get("quoted"):
+            return groups["name"].strip() or None
+        try:
+            return json.loads(groups["quoted"]) or None
+        except ValueError:
+            return None
+
+    def _complete(self, text: str, num_chars: int) -> bool:
+        """Read whole objects, with keys in any order.  False: no calls."""
+        calls = _calls_in(text)
+        if not calls or not all(self._is_known(name) for name, _ in calls):
+            return False
+        self._consume(num_chars)
+        source = self._source or ""
+        for name, arguments in calls:
+            self._start_call(name)
+            self._emit("arguments", arguments)
+            self._source, source = source, ""
+            self._end_call()
+        return True
+
+    def _is_known(self, name: str) -> bool:
+        return True
+
+    def _arguments(self) -> bool:
+        self._emit("arguments", self._consume(self._scan.feed(self._rest)))
+        if self._scan.broken or (self._ended and not self._scan.done):
+            self._state = self._close
+        elif self._scan.done:
+            self._scan = JsonScan(depth=1)
+            self._state = self._after if self._is_outer else self._close
+        else:
+            return False
+        return True
+
+    def _after(self) -> bool:
+        """The rest of the object around the arguments."""
+        self._consume(self._scan.feed(self._rest))
+        if self._scan.done or self._scan.broken:
+            self._state = self._close
+        elif self._ended:
+            self._end_call("cut")
+        else:
+            return False
+        return True
+
+    def _close(self) -> bool:
+        rest = self._rest.lstrip(self.FILLER)
+        if rest.startswith(self.CLOSE):
+            self._consume(len(self._rest) - len(rest) + len(self.CLOSE))
+        elif self.CLOSE.startswith(rest) and not self._ended:
+            return False
+        self._end_call()
+        return True
+
+
+def _calls_in(text: str) -> list[tuple[str, str]]:
+    """Names and arguments of an object or a list of objects; empty for other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for one in found if isinstance(found, list) else [found]:
+        if not isinstance(one, dict) or not isinstance(name := one.get("name"), str) or not name:
+            return []
+        arguments = one.get("arguments", one.get("parameters", {}))
+        if isinstance(arguments, str):
+            calls.append((name, arguments))
+        elif isinstance(arguments, dict):
+            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+        else:
+            return []
+    return calls

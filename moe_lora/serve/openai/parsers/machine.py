@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine below all formats: text in, events out.
+
+The events of a text do not depend on the cuts between its pieces: a state reads its buffer only as far as
+later text cannot change the result.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+MAX_HEADER_CHARS = 4096
+"""Longest text between a mark and a call's arguments."""
+_OUTSIDE_STRINGS = frozenset(" \t\r\n:,0123456789+-.eEtrufalsn")
+
+Kind = Literal["content", "reasoning", "call", "arguments", "end", "cut"]
+
+
+class Event(NamedTuple):
+    """A piece of an answer.
+
+    kind: "content" and "reasoning" have text; "call" starts a call and has its name; "arguments" has a piece
+    of JSON; "end" ends the call and has the source text; "cut" too, for a call without an end.  call_id: of
+    the model, or "".
+    """
+
+    kind: Kind
+    text: str
+    call_id: str = ""
+
+
+def held_chars(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of `text` that may start a mark."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(mark.startswith(end) for mark in marks):
+            return length
+    return 0
+
+
+class JsonScan:
+    """Finds the end of a JSON value.  depth: brackets already open.
+
+    done: the value is complete.  broken: the next character is not JSON.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._quoted = self._escaped = False
+        self.done = self.broken = False
+
+    def feed(self, text: str) -> int:
+        """The number of characters that belong to the value."""
+        for at, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.done = True
+                    return at + 1
+            elif char not in _OUTSIDE_STRINGS:
+                self.broken = True
+                return at
+        return len(text)
+
+
+class Parser:
+    """Splits one answer into content and calls.  tools: name -> JSON schema of the parameters.
+
+    OPEN: marks before a call.  NOISE: marks around calls, dropped.  MARKS: further special tokens of the
+    format.  GAP: characters dropped between content and a mark.
+    """
+
+    OPEN: ClassVar[tuple[str, ...]] = ()
+    NOISE: ClassVar[tuple[str, ...]] = ()
+    MARKS: ClassVar[tuple[str, ...]] = ()
+    GAP: ClassVar[str] = " \t\r\n"
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._tools = tools
+        self._rest = ""
+        self._source: str | None = None
+        """Text of the current call; None outside of calls."""
+        self._ended = self._had_call = False
+        self._events: list[Event] = []
+        self._state = self._content
+
+    @staticmethod
+    def new_id(name: str, index: int) -> str:
+        """The id of a call without an id of the model."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def push(self, text: str) -> list[Event]:
+        """Events made certain by further text."""
+        self._rest += text
+        return self._run()
+
+    def end(self) -> list[Event]:
+        """The remaining events."""
+        self._ended = True
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        self._events = []
+        while self._state():
+            pass
+        return self._events
+
+    def _emit(self, kind: Kind, text: str, call_id: str = "") -> None:
+        if text or kind in ("end", "cut"):
+            self._events.append(Event(kind, text, call_id))
+
+    def _consume(self, num_chars: int) -> str:
+        text, self._rest = self._rest[:num_chars], self._rest[num_chars:]
+        if self._source is not None:
+            self._source += text
+        return text
+
+    def _content(self) -> bool:
+        """Content up to the next mark."""
+        marks = self.OPEN + self.NOISE
+        found = re.search("|".join(map(re.escape, marks)), self._rest)
+        if found is None:
+            held = 0
+            if not self._ended:
+                head = self._rest[: len(self._rest) - held_chars(self._rest, marks)]
+                held = len(self._rest) - len(head.rstrip(self.GAP) if self.GAP else head)
+            text = self._consume(len(self._rest) - held)
+            if text.strip() or not (self._ended and self._had_call):
+                self._emit("content", text)
+            return False
+        text = self._consume(found.start())
+        self._emit("content", text.rstrip(self.GAP) if self.GAP else text)
+        self._source = ""
+        if self._consume(len(found[0])) in self.OPEN:
+            self._state = self._header
+        else:
+            self._source = None
+        return True
+
+    def _header(self) -> bool:
+        """From an opening mark to the call's name."""
+        raise NotImplementedError
+
+    def _start_call(self, name: str, call_id: str = "") -> None:
+        self._emit("call", name, call_id)
+        self._had_call = True
+
+    def _end_call(self, kind: Kind = "end") -> None:
+        self._emit(kind, self._source or "")
+        self._source, self._state = None, self._content
+
+    def _reject(self) -> None:
+        """No call: the mark is content."""
+        self._emit("content", self._source or "")
+        self._source, self._state = None, self._content

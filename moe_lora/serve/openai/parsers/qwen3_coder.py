@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Coder: <function=NAME> with a <parameter=KEY> for each argument."""
+
+from __future__ import annotations
+
+import re
+
+from .tagged_calls import TaggedCalls
+
+
+class Qwen3CoderCalls(TaggedCalls):
+    OPEN = ("<tool_call>", "<function=")
+    HEADER = re.compile(r"\s*(?:<function=)?\s*([^<>\s]+)\s*>")
+    KEY = "<parameter="
+    ARGUMENT = re.compile(r"\s*<parameter=\s*([^<>\n]+?)\s*>")
+    VALUE_END = "</parameter>"
+    FINISH = ("</function>", "</tool_call>")
+    CLOSE = "</tool_call>"
+    TRIM = True
+    NEXT = ("<parameter=", "</function>", "</tool_call>")
+    EARLY = ("\n<parameter=", "\n</function>")

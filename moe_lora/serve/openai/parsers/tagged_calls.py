@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls with a tag around each argument; the tool's schema gives the arguments' types."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .machine import MAX_HEADER_CHARS, Parser, held_chars
+
+STRING = frozenset({"string"})
+ANY: frozenset[str] = frozenset()
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words for JSON's."""
+
+
+class TaggedCalls(Parser):
+    """HEADER: from the opening mark to the first argument; its group is the name.
+
+    KEY: opening mark of an argument.  ARGUMENT: from KEY to the value; its group is the argument's name.
+    VALUE_END: mark after a value.  FINISH: marks after the last argument.  CLOSE: mark after a call.  TRIM: a
+    line end lies on both sides of a value.  NEXT: the text after VALUE_END; elsewhere the mark is part of the
+    value.  EARLY: marks that end a value without VALUE_END.
+    """
+
+    HEADER: ClassVar[re.Pattern[str]]
+    KEY: ClassVar[str]
+    ARGUMENT: ClassVar[re.Pattern[str]]
+    VALUE_END: ClassVar[str]
+    FINISH: ClassVar[tuple[str, ...]]
+    CLOSE: ClassVar[str]
+    TRIM: ClassVar[bool] = False
+    NEXT: ClassVar[tuple[str, ...]] = ("",)
+    EARLY: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._schema: Any = None
+        self._separator = ""
+        self._types = STRING
+
+    def _header(self) -> bool:
+        close = self._rest.find(self.CLOSE)
+        most = MAX_HEADER_CHARS if close < 0 else min(MAX_HEADER_CHARS, close + len(self.CLOSE))
+        found = self.HEADER.match(self._rest, 0, most)
+        if found is None:
+            if close < 0 and len(self._rest) <= MAX_HEADER_CHARS and not self._ended:
+                return False
+            self._reject()
+            return True
+        self._consume(found.end())
+        self._schema, self._separator = self._tools.get(found[1]), ""
+        self._start_call(found[1])
+        self._emit("arguments", "{")
+        self._state = self._argument
+        return True
+
+    def _argument(self) -> bool:
+        """Between two arguments."""
+        found = self.ARGUMENT.match(self._rest, 0, MAX_HEADER_CHARS)
+        if found is not None:
+            self._consume(found.end())
+            self._types = types_of(self._schema, found[1])
+            self._emit("arguments", f"{self._separator}{json.dumps(found[1], ensure_ascii=False)}: ")
+            self._separator, self._state = ", ", self._value
+            return True
+        rest = self._rest.lstrip()
+        finish = next((mark for mark in self.FINISH if rest.startswith(mark)), None)
+        if finish is not None:
+            self._emit("arguments", "}")
+            self._consume(len(self._rest) - len(rest) + (len(finish) if finish != self.CLOSE else 0))
+            self._state = self._close
+            return True
+        may_follow = rest.startswith(self.KEY) and len(self._rest) <= MAX_HEADER_CHARS
+        if not self._ended and (may_follow or any(one.startswith(rest) for one in (self.KEY, *self.FINISH))):
+            return False
+        self._end_call()
+        return True
+
+    def _value(self) -> bool:
+        """The start of a value."""
+        if not self._rest and not self._ended:
+            return False
+        if self.TRIM and self._rest.startswith("\n"):
+            self._consume(1)
+        if self._types == STRING:
+            self._emit("arguments", '"')
+            self._state = self._string
+        else:
+            self._state = self._other
+        return True
+
+    def _string(self) -> bool:
+        """A string, passed on as it comes."""
+        end, is_whole = self._value_end()
+        if is_whole:
+            self._emit("arguments", _escaped(self._read_value(end)) + '"')
+            return True
+        head = self._rest[:end]
+        if self.TRIM and head.endswith("\n"):
+            head = head[:-1]
+        self._emit("arguments", _escaped(self._consume(len(self._rest) if self._ended else len(head))))
+        if self._ended:
+            self._end_call()
+        return self._ended
+
+    def _other(self) -> bool:
+        end, is_whole = self._value_end()
+        if is_whole:
+            self._emit("arguments", as_json(self._read_value(end), self._types))
+            return True
+        if self._ended:
+            self._consume(len(self._rest))
+            self._end_call()
+        return self._ended
+
+    def _value_end(self) -> tuple[int, bool]:
+        """The value's end and True, or the end of its certain part and False."""
+        rest = self._rest
+        marks = (self.VALUE_END, *self.EARLY)
+        for found in re.finditer("|".join(map(re.escape, marks)), rest):
+            if found[0] != self.VALUE_END:
+                return found.start(), True
+            after = rest[found.end() :].lstrip()
+            if after.startswith(self.NEXT):
+                return found.start(), True
+            if any(one.startswith(after) for one in self.NEXT):
+                return found.start(), False
+        return len(rest) - held_chars(rest, marks), False
+
+    def _read_value(self, end: int) -> str:
+        text = self._consume(end)
+        if self._rest.startswith(self.VALUE_END):
+            self._consume(len(self.VALUE_END))
+        self._state = self._argument
+        return text.removesuffix("\n") if self.TRIM else text
+
+    def _close(self) -> bool:
+        rest = self._rest.lstrip()
+        if rest.startswith(self.CLOSE):
+            self._consume(len(self._rest) - len(rest) + len(self.CLOSE))
+        elif self.CLOSE.startswith(rest) and not self._ended:
+            return False
+        self._end_call()
+        return True
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def types_of(schema: Any, name: str) -> frozenset[str]:
+    """JSON types of an argument; `ANY` without a statement.  An argument outside the schema is a string."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict) or name not in properties:
+        return STRING
+    return _types(properties[name])
+
+
+def _types(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, dict):
+        return ANY
+    stated = schema.get("type")
+    if isinstance(stated, str):
+        return frozenset({stated})
+    if isinstance(stated, list):
+        return frozenset(one for one in stated if isinstance(one, str))
+    if isinstance(values := schema.get("enum"), list) and values:
+        return frozenset(map(_type_of, values))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(name), list) and options:
+            found = [_types(option) for option in options]
+            return frozenset().union(*found) if all(found) else ANY
+    return ANY
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(word)
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """The value as JSON: its own JSON if a type allows that, else a string."""
+    value = text.strip()
+    value = _WORDS.get(value, value)
+    try:
+        found = _type_of(json.loads(value, parse_constant=_no_constant))
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    fits = not types or found in types or (found == "integer" and "number" in types)
+    if not fits and "string" in types:
+        return json.dumps(text, ensure_ascii=False)
+    return value

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning between two marks at the start of an answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .machine import Event, Parser, held_chars
+
+
+class Marks(NamedTuple):
+    """opening, closing: around the reasoning.  is_open: an answer without the opening mark is reasoning."""
+
+    opening: str
+    closing: str
+    is_open: bool = False
+
+
+THINK = Marks("<think>", "</think>")
+REASONING_FORMATS = {
+    "qwen3": THINK,
+    "deepseek_r1": Marks("<think>", "</think>", is_open=True),
+    "deepseek_v3": THINK,
+    "glm4": THINK,
+    "kimi": THINK,
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+}
+
+
+class Plain(Parser):
+    """All text is content."""
+
+    def _content(self) -> bool:
+        self._emit("content", self._consume(len(self._rest)))
+        return False
+
+
+class Thinking(Parser):
+    """Reasoning first, then the answer for another parser.  is_open: the prompt ends in the reasoning.
+
+    White space around the reasoning is dropped.
+    """
+
+    def __init__(self, marks: Marks, answer: Parser, *, is_open: bool) -> None:
+        super().__init__({})
+        self._marks, self._answer = marks, answer
+        self._is_open, self._has_begun = is_open, False
+        self._state = self._start
+
+    def _start(self) -> bool:
+        rest, opening = self._rest.lstrip(), self._marks.opening
+        if opening.startswith(rest) and rest != opening and not self._ended:
+            return False
+        if rest.startswith(opening):
+            self._consume(len(self._rest) - len(rest) + len(opening))
+            self._is_open = True
+        self._state = self._reasoning if self._is_open else self._content
+        return True
+
+    def _reasoning(self) -> bool:
+        closing = self._marks.closing
+        end = self._rest.find(closing)
+        if end < 0:
+            held = 0 if self._ended else held_chars(self._rest, (closing,))
+            self._emit_stripped(self._rest[: len(self._rest) - held])
+            return False
+        self._emit_stripped(self._rest[:end])
+        self._consume(self._rest.find(closing) + len(closing))
+        self._state = self._gap
+        return True
+
+    def _emit_stripped(self, text: str) -> None:
+        """The text without white space at the start of all, and at its end, which stays in the buffer."""
+        if not self._has_begun:
+            self._consume(len(text) - len(text.lstrip()))
+            text = text.lstrip()
+            self._has_begun = bool(text)
+        self._emit("reasoning", self._consume(len(text.rstrip())))
+
+    def _gap(self) -> bool:
+        """White space between reasoning and answer."""
+        self._rest = self._rest.lstrip()
+        if not self._rest:
+            return False
+        self._state = self._content
+        return True
+
+    def _content(self) -> bool:
+        self._events += self._answer.push(self._consume(len(self._rest)))
+        return False
+
+    def end(self) -> list[Event]:
+        return [*super().end(), *self._answer.end()]

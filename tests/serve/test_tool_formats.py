@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each format of calls and reasoning through its parser: whole, and cut at every place."""
+
+from __future__ import annotations
+
+import json
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lora.config.front_end import REASONING_PARSERS, TOOL_PARSERS
+from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
+from moe_lora.serve.openai.parsers.answers import ParsedChoice
+from moe_lora.serve.openai.parsers.choice import AnswerParsers
+from moe_lora.serve.openai.parsers.machine import Kind
+from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
+
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "wind": {"type": "boolean"},
+            "at": {"type": "object"},
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+}
+FIRST = {"city": 'S\u00e3o "Paulo"\n{x}', "days": 3, "at": {"a": [1, {"b": "}]"}]}}
+ARGUMENTS = json.dumps(FIRST, ensure_ascii=False)
+CALLS = [("weather", FIRST), ("now", {})]
+CITY = 'S\u00e3o "Paulo"\n{x}'
+AT = '{"a": [1, {"b": "}]"}]}'
+HERMES = '<tool_call>\n{{"name": "weather", "arguments": {0}}}\n</tool_call>\n<tool_call>\n{1}\n</tool_call>'
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+HARMONY = (
+    f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}"
+    "<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+)
+CODER = (
+    f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n3\n"
+    f"</parameter>\n<parameter=at>\n{AT}\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+    "<function=now>\n</function>\n</tool_call>"
+)
+GLM = (
+    f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n<arg_key>days</arg_key>\n"
+    f"<arg_value>3</arg_value>\n<arg_key>at</arg_key>\n<arg_value>{AT}</arg_value>\n</tool_call>\n"
+    "<tool_call>now\n</tool_call>"
+)
+LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
+LLAMA_NOW = '{"name":"now","parameters":{}}'
+OBJECT = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+NOW = '{"name": "now", "arguments": {}}'
+FORMATS = [
+    ("hermes", HERMES.format(ARGUMENTS, NOW)),
+    ("hermes", HERMES.format(ARGUMENTS, '{"arguments": {}, "name": "now"}')),
+    ("hermes", HERMES.format(ARGUMENTS, '{"name": "now"}')),
+    ("qwen3_coder", CODER),
+    ("llama3_json", f"{LLAMA}; {LLAMA_NOW}"),
+    ("llama3_json", f'<|python_tag|>{{"type": "function", {LLAMA[1:]};{LLAMA_NOW}'),
+    ("mistral", f"[TOOL_CALLS] [{OBJECT}, {NOW}]"),
+    ("mistral", f'[TOOL_CALLS][{{"arguments": {ARGUMENTS}, "name": "weather"}}, {NOW}]'),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{{}}"),
+    ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]now{{}}"),
+    ("harmony", HARMONY),
+    ("glm4", GLM),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v3", DEEPSEEK_V31),
+    ("kimi", KIMI),
+]
+IDS = [f"{name}-{number}" for number, (name, _) in enumerate(FORMATS)]
+MALFORMED = {
+    "hermes": '<tool_call>{"name": "weather", "arguments": {"a": oops}}</tool_call> end',
+    "qwen3_coder": "<tool_call><function=weather><parameter=city>x</parameter>junk</tool_call>",
+    "llama3_json": '{"name": "weather", "parameters": {"a": <}}',
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"a": <',
+    "harmony": "<|channel|>commentary to=functions.weather<|message|>{oops<|call|>",
+    "glm4": "<tool_call>weather\n<arg_key>city</arg_key>junk</tool_call>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{oops}<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{oops}<|tool_call_end|>",
+}
+
+
+def parsers(name, **options):
+    return AnswerParsers(tool_format=name, tools=TOOLS, **options)
+
+
+def streamed(found, pieces):
+    """Content, reasoning, calls; the client's view after all deltas."""
+    choice, content, reasoning, calls = ParsedChoice(found), "", "", {}
+    for place, piece in enumerate(pieces):
+        new = choice.read(piece, ended=place == len(pieces) - 1)
+        content, reasoning = content + new.content, reasoning + new.reasoning
+        for index, part in new.calls.items():
+            call = calls.setdefault(index, ["", ""])
+            call[0] += part["function"].get("name", "")
+            call[1] += part["function"]["arguments"]
+    return content, reasoning, [tuple(call) for _, call in sorted(calls.items())]
+
+
+def whole(found, text):
+    pieces, calls = ParsedChoice(found).whole(text)
+    return pieces.content, pieces.reasoning, [(call.name, call.arguments) for call in calls]
+
+
+def assert_same_for_all_cuts(found, text):
+    expected = streamed(found, [text])
+    assert streamed(found, [*text]) == expected
+    for at in range(len(text)):
+        assert streamed(found, [text[:at], text[at:]]) == expected
+    return expected
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
+def test_a_format_gives_its_calls_however_it_is_cut(name, text):
+    content, reasoning, calls = assert_same_for_all_cuts(parsers(name), text)
+    assert (content, reasoning) == ("", "")
+    assert [(called, json.loads(arguments)) for called, arguments in calls] == CALLS
+    assert whole(parsers(name), text) == (content, reasoning, calls)
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
+def test_text_before_calls_is_content(name, text):
+    if name == "llama3_json":
+        return
+    before = "Let me look.\n\n"
+    if name == "harmony":
+        before = "<|channel|>final<|message|>Let me look.<|end|>"
+    content, _, calls = assert_same_for_all_cuts(parsers(name), before + text)
+    assert content == (before if name == "kimi" else "Let me look.")
+    assert [called for called, _ in calls] == ["weather", "now"]
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
+def test_one_call_alone_where_calls_may_not_be_parallel(name, text):
+    content, _, calls = assert_same_for_all_cuts(parsers(name, parallel=False), text)
+    assert content == ""
+    assert [called for called, _ in calls] == ["weather"]
+    assert whole(parsers(name, parallel=False), text)[2] == calls
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("text", ["", " ", "Hello.\n", '{"a": 1}', "<tool", "1 < 2", "[TOOL", "```json\n{}"])
+def test_other_text_is_content(name, text):
+    assert assert_same_for_all_cuts(parsers(name), text) == (text, "", [])
+    assert whole(parsers(name), text) == (text, "", [])
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED.items())
+def test_a_malformed_call_is_content(name, text):
+    assert_same_for_all_cuts(parsers(name), text)
+    content, _, calls = whole(parsers(name), text)
+    assert calls == []
+    assert content == text
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
+def test_a_call_cut_short_is_content_of_a_whole_answer(name, text):
+    for end in range(len(text)):
+        cut = text[:end]
+        _, _, calls = whole(parsers(name), cut)
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+        assert_same = streamed(parsers(name), [cut])
+        assert streamed(parsers(name), [*cut]) == assert_same
+
+
+PIECES = st.sampled_from(
+    sorted(
+        {
+            *(
+                '{"name": "weather", "arguments": {',
+                '{"name": "weather", "parameters": {',
+                "}",
+                "}}",
+                '"',
+                "\\",
+            ),
+            *("{", "[", "]", ",", ";", "\n", " ", "a", "weather", "now", "<", "</", "functions.now:0", "```"),
+            *(
+                "<function=",
+                "</function>",
+                "<parameter=city>",
+                "<parameter=days>",
+                "</parameter>",
+                "</tool_call>",
+            ),
+            *(
+                "<arg_key>",
+                "</arg_key>",
+                "<arg_value>",
+                "</arg_value>",
+                "to=functions.now",
+                "final",
+                "analysis",
+            ),
+            *("function", ">", "```json\n", "<think>", "</think>"),
+            *(mark for name in TOOL_FORMATS for mark in parser_class(name).OPEN),
+            *(mark for name in TOOL_FORMATS for mark in parser_class(name).NOISE),
+            *(mark for name in TOOL_FORMATS for mark in parser_class(name).MARKS),
+        }
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(PIECES, max_size=14), st.sampled_from(["", "qwen3"]))
+def test_any_text_gives_the_same_however_it_is_cut(name, pieces, reasoning):
+    text = "".join(pieces)
+    found = parsers(name, reasoning=reasoning)
+    expected = streamed(found, [text])
+    assert streamed(found, [*text, ""]) == expected
+    assert streamed(found, [*pieces, ""]) == expected
+    for _, arguments in whole(found, text)[2]:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("value", "city", "days", "units", "wind"),
+    [
+        ("5", "5", 5, "5", 5),
+        ("null", "null", None, None, None),
+        ("True", "True", True, "True", True),
+        ("a\nb", *["a\nb"] * 4),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4"])
+def test_values_in_tags_have_the_types_of_the_schema(name, value, city, days, units, wind):
+    expected = {"city": city, "days": days, "units": units, "wind": wind, "other": value}
+    if name == "glm4":
+        tags = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key in expected)
+        text = f"<tool_call>weather{tags}</tool_call>"
+    else:
+        tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key in expected)
+        text = f"<tool_call>\n<function=weather>\n{tags}</function>\n</tool_call>"
+    [(_, arguments)] = assert_same_for_all_cuts(parsers(name), text)[2]
+    assert json.loads(arguments) == expected
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_reasoning_comes_before_the_answer(name):
+    marks = REASONING_FORMATS[name]
+    found = AnswerParsers(reasoning=name)
+    text = f"{marks.opening}why {marks.closing[:-1]} so{marks.closing}\n\nbecause {marks.opening}"
+    expected = (f"because {marks.opening}", f"why {marks.closing[:-1]} so", [])
+    assert assert_same_for_all_cuts(found, text) == expected
+    assert assert_same_for_all_cuts(found, "because") == ("because", "", [])
+    is_open = AnswerParsers(reasoning=name, is_open=True)
+    assert assert_same_for_all_cuts(is_open, text.removeprefix(marks.opening)) == expected
+    assert assert_same_for_all_cuts(is_open, "endless") == ("", "endless", [])
+    hidden = AnswerParsers(reasoning=name, shows_reasoning=False)
+    assert assert_same_for_all_cuts(hidden, text) == (expected[0], "", [])
+
+
+def test_calls_follow_reasoning():
+    found = parsers("hermes", reasoning="qwen3")
+    text = f"<think>\nuse <tool_call>?</think>\n\n{FORMATS[0][1]}"
+    content, reasoning, calls = assert_same_for_all_cuts(found, text)
+    assert (content, reasoning) == ("", "use <tool_call>?")
+    assert [name for name, _ in calls] == ["weather", "now"]
+
+
+def test_channels_of_harmony():
+    text = (
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>Look. "
+        "<|end|><|start|>assistant<|channel|>analysis<|message|>More.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Done"
+    )
+    found = AnswerParsers(reasoning="harmony", tool_format="harmony")
+    assert assert_same_for_all_cuts(found, text) == ("Look. Done", "Think.\nMore.", [])
+
+
+def test_arguments_are_streamed_before_the_call_ends():
+    for name, text in FORMATS:
+        if '[{"arguments"' in text:
+            continue
+        choice, seen = ParsedChoice(parsers(name)), 0
+        for char in text[: text.index("Paulo") + 5]:
+            seen += bool(choice.read(char, ended=False).calls)
+        assert seen > 5, name
+
+
+def test_the_settings_name_the_formats():
+    assert {"auto", "none", *TOOL_FORMATS} == set(TOOL_PARSERS)
+    assert {"auto", "none", "harmony", *REASONING_FORMATS} == set(REASONING_PARSERS)
+    assert {"call", "arguments", "end"} <= set(get_args(Kind))
