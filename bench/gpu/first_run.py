@@ -109,6 +109,7 @@ QUICK_PARTS = {
 GPU_TESTS = (
     "tests/kernels/triton",
     "tests/engine/test_cuda.py",
+    "tests/engine/step/test_logit_edits.py",
     "tests/engine/adapters/test_pool_adapters.py",
     "tests/dist/deltas/test_cuda_stream.py",
     "tests/dist/transport/test_nvshmem.py",

@@ -70,6 +70,8 @@ FORMS = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text or a list of texts",
     "messages": "role and content, the content a text or a list of parts {type: text, text: ...}",
+    **dict.fromkeys(("guided_json", "json_schema"), "a JSON schema as an object, or as text"),
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
 }
 """Accepted forms of fields with several forms."""
 

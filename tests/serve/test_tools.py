@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from moe_lora.engine.text.text import Tokenizer
+from moe_lora.serve.openai.parsers.forced import ForcedCalls
 from tests.small_tokenizers import byte_level
 
 from .conftest import app_of
@@ -32,7 +33,35 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+WRONG_SCHEMA = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"type": "?"}}}},
+}
 USER = {"role": "user", "content": "hello"}
+CITY = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"enum": ["Oslo", "Rome"]}},
+        },
+    },
+}
+FLAG = {
+    "type": "function",
+    "function": {
+        "name": "flag",
+        "parameters": {
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}},
+            "required": ["on"],
+            "additionalProperties": False,
+        },
+    },
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -205,11 +234,15 @@ def test_past_arguments_of_any_text_are_no_error(arguments):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            {"tool_choice": "required", "extra_body": {"guided_regex": "a"}},
             "tool_choice",
-            "not supported",
+            "both give a grammar",
+        ),
+        (
+            {"tool_choice": "required", "tools": [WRONG_SCHEMA]},
+            "tool_choice",
+            "tool_choice: ",
         ),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not in tools"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "must be"),
@@ -364,9 +397,37 @@ def test_a_real_model_answers_with_tools_under_options_of_vllm(tmp_path):
         message = client.chat.completions.create(**body).choices[0].message
         chunks = list(client.chat.completions.create(**body, stream=True))
         plain = client.chat.completions.create(**{**body, "tools": []}).choices[0].message
-        with pytest.raises(openai.BadRequestError, match="not supported"):
-            client.chat.completions.create(**body, tool_choice="required")
+        forced = {**body, "max_tokens": 200, "temperature": 1, "seed": 1, "tools": [CITY, FLAG]}
+        named = {"type": "function", "function": {"name": "flag"}}
+        required = [
+            client.chat.completions.create(**forced, tool_choice=choice).choices[0]
+            for choice in ("required", named)
+        ]
+        streamed = list(client.chat.completions.create(**forced, tool_choice=named, stream=True))
     assert message.content
     assert message.content == plain.content
     assert message.tool_calls is None
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    for choice in required:
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        for call in choice.message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            assert arguments in ({"on": True}, {"on": False}, {"city": "Oslo"}, {"city": "Rome"})
+            assert ("on" in arguments) == (call.function.name == "flag")
+    [call] = required[1].message.tool_calls
+    assert call.function.name == "flag"
+    deltas = [one for chunk in streamed for one in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(one.function.arguments or "" for one in deltas) == call.function.arguments
+
+
+FORCED = '[{"name": "a", "arguments": {"x": [1, "]"]}}, {"name":"b","arguments":{}} ]'
+
+
+@pytest.mark.parametrize("cut", range(len(FORCED)))
+def test_forced_calls_are_read_at_every_cut(cut):
+    parser = ForcedCalls({})
+    events = [*parser.push(FORCED[:cut]), *parser.push(FORCED[cut:]), *parser.end()]
+    texts = {kind: [one.text for one in events if one.kind == kind] for kind in ("call", "content")}
+    assert texts == {"call": ["a", "b"], "content": []}
+    assert "".join(one.text for one in events if one.kind == "arguments") == '{"x": [1, "]"]}{}'

@@ -359,11 +359,12 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         """Answer a conversation."""
         tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
         parsers, with_token_ids = request.state.prepared.parsers, bool(body.return_token_ids)
-        if parsers is None:
+        if parsers is None or frontend.tokenizer is None:
             return await answer(request, ChatFormat(tokenizer, with_token_ids=with_token_ids))
         from .parsers.answers import ParsedChat
 
-        return await answer(request, ParsedChat(tokenizer, parsers, with_token_ids=with_token_ids))
+        form = ParsedChat(tokenizer, frontend.tokenizer, parsers, with_token_ids=with_token_ids)
+        return await answer(request, form)
 
     return router
 

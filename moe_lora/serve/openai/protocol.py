@@ -143,7 +143,7 @@ class StructuredFields(ApiRequest):
     ebnf: Text | None = None
 
 
-STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields)
+STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields) | {"tool_choice"}
 
 
 class SamplingFields(StructuredFields):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars that request bodies ask for: response_format, structured_outputs, and names of other servers."""
+"""Grammars of request bodies: response_format, structured_outputs, names of other servers, forced calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.request import SamplingParams
 from moe_lora.serve.http_errors import ApiError, bad_request
+
+from .protocol import ChatRequest
 
 if TYPE_CHECKING:
     from .protocol import SamplingFields
@@ -52,6 +54,11 @@ def _asked(body: SamplingFields) -> list[tuple[str, str, Any]]:
         found.append(("response_format", *_of_format(body.response_format)))
     if body.structured_outputs is not None:
         found += _of_outputs(body.structured_outputs)
+    if isinstance(body, ChatRequest) and body.tools:
+        from .parsers.forced import schema_of_calls
+
+        calls = schema_of_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
+        found.append(("tool_choice", "json", calls))
     return [one for one in found if one[2] not in (None, "", [], False)]
 
 

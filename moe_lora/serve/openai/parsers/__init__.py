@@ -22,7 +22,10 @@ TOOL_FORMATS = {
 """Name in `front_end.tool_call_parser` -> module and class."""
 
 
+FORCED = "forced"
+
+
 def parser_class(name: str) -> type[Parser]:
     """Imports the format's module."""
-    module, attribute = TOOL_FORMATS[name]
+    module, attribute = ("forced", "ForcedCalls") if name == FORCED else TOOL_FORMATS[name]
     return cast("type[Parser]", getattr(import_module(f".{module}", __name__), attribute))

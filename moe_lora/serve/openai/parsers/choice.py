@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lora.config import AUTO, LimitsConfig
 from moe_lora.serve.http_errors import bad_request
 
-from . import TOOL_FORMATS, parser_class
+from . import FORCED, TOOL_FORMATS, parser_class
 from .thinking import REASONING_FORMATS, Plain, Thinking
 
 if TYPE_CHECKING:
@@ -99,11 +99,13 @@ def parsers_for(
     reasoning = _reasoning_format(config.reasoning_parser, template)
     shows = body.include_reasoning is not False
     tool_format = ""
-    if body.tools and body.tool_choice != "none":
+    if body.tools and body.tool_choice not in (None, "none", "auto"):
+        reasoning, tool_format = "", FORCED  # the call is the whole answer
+    elif body.tools and body.tool_choice != "none":
         tool_format = _tool_format(config.tool_call_parser, template, family)
     if HARMONY in (reasoning, tool_format):
         reasoning = tool_format = HARMONY
-    if not shows and not reasoning:
+    if not shows and not reasoning and tool_format != FORCED:
         raise bad_request(
             "include_reasoning=false needs a server with a reasoning parser; leave it out, or start the "
             "server with --set front_end.reasoning_parser=auto",

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 import uuid
+from typing import ClassVar
 
 from .json_calls import OBJECT, JsonCalls
 
 
 class MistralCalls(JsonCalls):
-    OPEN = ("[TOOL_CALLS]",)
-    MARKS = ("[ARGS]", "[CALL_ID]")
+    OPEN: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+    MARKS: ClassVar[tuple[str, ...]] = ("[ARGS]", "[CALL_ID]")
     HEADER = re.compile(
         rf"\s*\[?{OBJECT}|\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{{)",
         re.DOTALL,

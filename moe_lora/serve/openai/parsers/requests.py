@@ -47,7 +47,7 @@ def _name_of(tool: Mapping[str, Any], place: int) -> str:
 
 
 def _check_forced(choice: Any, names: Sequence[str]) -> None:
-    """Refuses a forced call.  A grammar of the tools' schemas would be set here."""
+    """Raises FieldError for a forced call of no tool."""
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
@@ -60,11 +60,6 @@ def _check_forced(choice: Any, names: Sequence[str]) -> None:
             raise FieldError(
                 "tool_choice", f"tool_choice names {name[:100]!r}, which is not in tools ({listed})"
             )
-    raise FieldError(
-        "tool_choice",
-        f"tool_choice={json.dumps(choice)[:200]} is not supported; leave it out, or send "
-        'null or "none" or "auto"',
-    )
 
 
 def with_fit_arguments(

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that the request forces: a grammar makes the answer a list of {"name": …, "arguments": {…}}."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .json_calls import OBJECT
+from .machine import Parser
+from .mistral import MistralCalls
+
+
+class ForcedCalls(MistralCalls):
+    OPEN = ()
+    MARKS = ()
+    HEADER = re.compile(rf"\s*\[?{OBJECT}", re.DOTALL)
+    new_id = staticmethod(Parser.new_id)
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._source, self._state = "", self._header
+
+    def _content(self) -> bool:
+        """After the list, or after a cut header: no mark ends it."""
+        text = self._consume(len(self._rest))
+        if text.strip():
+            self._emit("content", text)
+        return False
+
+
+def schema_of_calls(
+    tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, *, parallel: bool
+) -> dict[str, Any] | None:
+    """JSON schema of the calls; None: the choice forces no call."""
+    if choice in (None, "none", "auto"):
+        return None
+    wanted = choice["function"]["name"] if isinstance(choice, dict) else None
+    functions = [tool["function"] for tool in tools if wanted in (None, tool["function"]["name"])]
+    most = {} if parallel and wanted is None else {"maxItems": 1}
+    calls = [_schema_of_call(function, place) for place, function in enumerate(functions)]
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def _schema_of_call(function: Mapping[str, Any], place: int) -> dict[str, Any]:
+    given = {"type": "object", **(function.get("parameters") or {})}
+    # References begin at the root of the schema.
+    text = json.dumps(given).replace('"$ref": "#', f'"$ref": "#/items/anyOf/{place}/properties/arguments')
+    properties = {"name": {"const": function["name"]}, "arguments": json.loads(text)}
+    closed = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed}
