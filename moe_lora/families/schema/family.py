@@ -256,9 +256,8 @@ class Family:
     supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
     attention window of each layer.  beside_experts: fields of `ModelShape` for shared experts and dense
     layers.  theta, theta_keys, rope: of a config without rope_parameters.  rotary_factor: rotated share of
-    head_dim, of a config without partial_rotary_factor, or its function of config and head_dim; None: the
-    family rotates all.
-    norm_eps: of a config without rms_norm_eps.
+    head_dim, of a config without partial_rotary_factor, or a function (config, head_dim); None: the family
+    rotates all.  norm_eps: of a config without rms_norm_eps.
 
     stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
     older_tensors: their names in older files.
