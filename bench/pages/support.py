@@ -77,7 +77,7 @@ def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> t
     return made(families=quick), made(families=rest, slow=True)
 
 
-FURTHER_MOE = ("olmoe", "granitemoe", "phimoe")
+FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(

@@ -34,6 +34,7 @@ _NAMES = {
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "phimoe": ("phimoe", "PhimoeForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
+    "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

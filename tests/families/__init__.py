@@ -27,14 +27,14 @@ FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe")
 """Families that cover the pieces beside experts: shared experts, dense layers, corrected gates."""
 LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe")
-FURTHER_MOE = ("olmoe", "granitemoe", "phimoe")
+FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
 LATER_FAMILIES = (*FURTHER, *LATER_MOE)
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
 DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
-PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe")
+PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 BESIDE_TARGETS = ("shared_gate",)
@@ -56,6 +56,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "olmoe": _ATTENTION,
     "phimoe": _ATTENTION,
     "granitemoe": _ATTENTION,
+    "minimax_m2": _ATTENTION,
     "gpt_oss": _ATTENTION,
     "glm4_moe": _DENSE,
     "ernie4_5_moe": _DENSE,
@@ -71,6 +72,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "minimax_m2": {**_FUSED, "router": ("mlp.gate.weight",)},
     "phimoe": {**_FUSED, "router": ("mlp.router.weight",)},
     "granitemoe": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
@@ -78,8 +80,10 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # Per-expert form: container below the layer, and the leaf of gate, up, down, in the old module names.
 _QWEN_LEAVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}
+_MIXTRAL_LEAVES = {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)}
 _PER_EXPERT = {
-    "mixtral": ("block_sparse_moe", {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)}),
+    "mixtral": ("block_sparse_moe", _MIXTRAL_LEAVES),
+    "minimax_m2": ("block_sparse_moe", _MIXTRAL_LEAVES),
     "qwen3_moe": ("mlp", _QWEN_LEAVES),
     "glm4_moe": ("mlp", _QWEN_LEAVES),
     "qwen2_moe": ("mlp", _QWEN_LEAVES),
@@ -166,6 +170,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     if family == "olmoe":
         moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         return transformers.OlmoeConfig(**{**_without_head_dim(common), **moe, **changes})
+    if family == "minimax_m2":
+        return transformers.MiniMaxM2Config(**{**common, **moe, "rotary_dim": 8, **changes})
     if family == "gpt_oss":
         return transformers.GptOssConfig(
             **{**common, **moe, "sliding_window": 16, "rope_parameters": dict(_YARN), **changes}

@@ -210,6 +210,24 @@ VARIANTS = {
         },
     ),
     "ernie-interval": ("ernie4_5_moe", {"num_hidden_layers": 4, "moe_layer_interval": 2}),
+    "minimax-quarter-rotation-odd-widths": (
+        "minimax_m2",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "rotary_dim": 6,
+            "intermediate_size": 7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minimax-whole-rotation-one-expert": ("minimax_m2", {"rotary_dim": None, "num_experts_per_tok": 1}),
+    "minimax-yarn-of-half-the-head": (
+        "minimax_m2",
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}, "rotary_dim": None},
+    ),
     "dbrx-tight-clip": ("dbrx", {"attn_config": {**DBRX_ATTENTION, "clip_qkv": 0.5}}),
     "dbrx-2-norm": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": 2.0}}),
     "dbrx-gate-not-normalised": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": None}}),
@@ -277,6 +295,16 @@ REFUSED = [
     ("phi3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     ("phi3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling.type='yarn'"),
     ("olmoe", {"norm_topk_prob": 2}, "norm_topk_prob=2"),
+    ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list=(1, 0)"),
+    ("minimax_m2", {"rotary_dim": 5, "rope_parameters": PLAIN_ROPE}, "5 of 16 dims are rotated"),
+    ("minimax_m2", {"rotary_dim": "8"}, "rotary_dim='8'"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+    ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+    ("minimax_m2", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5"),
+    ("minimax_m2", {"sliding_window": 8}, "sliding_window=8"),
+    ("minimax_m2", {"num_mtp_modules": -1}, "num_mtp_modules=-1"),
     ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
@@ -331,6 +359,15 @@ def test_rope_in_the_old_spelling_is_read_alike():
     }
     del old["rope_parameters"]
     assert model_spec(old).rope == model_spec(new).rope
+
+
+def test_rotary_dim_of_released_minimax_files_is_read_as_the_share_of_transformers_5():
+    new = config_of("minimax_m2")
+    assert new["rope_parameters"]["partial_rotary_factor"] == 0.5
+    old = {**new, "rope_theta": 5e6, "rotary_dim": 8}
+    del old["rope_parameters"]
+    assert model_spec(old).rope == model_spec(new).rope
+    assert len(model_spec(old).rope.inverse_frequencies) == 4
 
 
 def test_dbrx_base_is_read_from_its_attention_section():

@@ -31,6 +31,7 @@ SEEDS = {
     "olmoe": 0,
     "granite": 0,
     "granitemoe": 0,
+    "minimax_m2": 0,
     "phimoe": 0,
     "phi3": 0,
 }

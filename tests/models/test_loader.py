@@ -119,20 +119,23 @@ def test_tensor_of_another_shape_is_named(family, tmp_path):
         load(path)
 
 
-def test_layers_of_multi_token_prediction_are_skipped_with_a_word(tmp_path, caplog):
-    path = make_checkpoint("glm4_moe", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "layer", "changes"), [("glm4_moe", 3, {}), ("minimax_m2", 2, {"num_mtp_modules": 1})]
+)
+def test_layers_of_multi_token_prediction_are_skipped_with_a_word(family, layer, changes, tmp_path, caplog):
+    path = make_checkpoint(family, tmp_path, **changes)
     before = load(path)
     extra = {
-        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
-        "model.layers.3.enorm.weight": torch.ones(32),
+        f"model.layers.{layer}.eh_proj.weight": torch.ones(32, 64),
+        f"model.layers.{layer}.enorm.weight": torch.ones(32),
     }
     edit(path, lambda tensors: tensors.update(extra))
     caplog.clear()
     with caplog.at_level("INFO"):
         assert_same_parameters(load(path), before)
     assert "2 tensors of the checkpoint are not read: multi-token prediction" in caplog.text
-    edit(path, lambda tensors: tensors.update({"model.layers.4.enorm.weight": torch.ones(32)}))
-    with pytest.raises(ConfigError, match=r"1 tensors .* does not use: model\.layers\.4\.enorm"):
+    edit(path, lambda tensors: tensors.update({f"model.layers.{layer + 1}.enorm.weight": torch.ones(32)}))
+    with pytest.raises(ConfigError, match=rf"1 tensors .* does not use: model\.layers\.{layer + 1}\.enorm"):
         load(path)
 
 
@@ -147,6 +150,15 @@ def test_gates_and_their_corrections_stay_in_fp32(family, correction, tmp_path):
         assert held.dtype == torch.float32
         assert torch.equal(held, stored[f"model.layers.1.mlp.{key}"].view(held.shape))
     assert mlp.down.weight.dtype == torch.bfloat16
+
+
+def test_a_gate_with_a_correction_has_the_dtype_of_its_family(tmp_path):
+    path = make_checkpoint("minimax_m2", tmp_path)
+    mlp, stored = load(path, torch.bfloat16).layers[1].mlp, load_file(path / SINGLE_NAME)
+    assert mlp.gate.weight.dtype == torch.bfloat16
+    assert mlp.correction.weight.dtype == torch.float32
+    key = "model.layers.1.block_sparse_moe.e_score_correction_bias"
+    assert torch.equal(mlp.correction.weight, stored[key])
 
 
 def test_damaged_file_is_an_error_that_names_it(llama):

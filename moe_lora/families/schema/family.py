@@ -256,8 +256,8 @@ class Family:
     supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
     attention window of each layer.  beside_experts: fields of `ModelShape` for shared experts and dense
     layers.  theta, theta_keys, rope: of a config without rope_parameters.  rotary_factor: rotated share of
-    head_dim, of a config without partial_rotary_factor; None: the family rotates all.
-    norm_eps: of a config without rms_norm_eps.
+    head_dim, of a config without partial_rotary_factor, or a function (config, head_dim); None: the family
+    rotates all.  norm_eps: of a config without rms_norm_eps.
 
     stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
     older_tensors: their names in older files.
@@ -280,7 +280,7 @@ class Family:
     theta: float = 1e4
     theta_keys: tuple[str, ...] = ("rope_theta",)
     rope: Mapping[str, Any] = field(default_factory=dict)
-    rotary_factor: float | None = None
+    rotary_factor: float | Callable[[ConfigJson, int], float] | None = None
     norm_eps: float = 1e-6
 
     embedding: str = "model.embed_tokens.weight"
@@ -333,8 +333,10 @@ class Family:
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
-        defaults = (self.theta_keys, self.theta, self.rope, self.rotary_factor)
-        rope = rope_spec(found, shape.head_dim, *defaults)
+        factor = self.rotary_factor
+        if callable(factor):
+            factor = factor(found, shape.head_dim)
+        rope = rope_spec(found, shape.head_dim, self.theta_keys, self.theta, self.rope, factor)
         return ModelSpec(shape=shape, rope=rope, **fields)
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_pefts_own_form_stays(family, checkpoint, shape_of, tmp_path):
 
 @pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
 def test_modules_of_single_experts_become_parameters(family, checkpoint, shape_of, tmp_path):
-    leaf = "w3" if family == "mixtral" else "up_proj"
+    leaf = "w3" if family in ("mixtral", "minimax_m2") else "up_proj"
     patterns = {"rank_pattern": {f"experts.1.{leaf}": 2}, "alpha_pattern": {f"experts.2.{leaf}": 3}}
     targets = ("router", *ALL_TARGETS)
     whole = make_adapter(family, checkpoint(family), tmp_path / "a", form="per_expert", targets=targets)

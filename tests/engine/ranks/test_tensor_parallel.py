@@ -46,6 +46,7 @@ CASES = [
     pytest.param("olmoe", 4, 1, marks=SLOW),
     pytest.param("olmoe", 2, 2, marks=SLOW),
     pytest.param("phimoe", 2, 2, marks=SLOW),
+    pytest.param("minimax_m2", 2, 2, marks=SLOW),
     pytest.param("phi3", 4, 1, marks=SLOW),
 ]
 

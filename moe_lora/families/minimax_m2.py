@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MiniMax-M2: sigmoid gates with a correction, RMS norms over all heads of q and of k, partial rotation.
+
+Released files have Mixtral's names; transformers 5 renames modules.  Layers after the last predict further
+tokens and are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import (
+    EXPERT_SIZES,
+    FULL_QK_NORMS,
+    SIZES,
+    TENSORS,
+    Family,
+    Place,
+    fused_experts,
+    linear_mlp,
+)
+
+LEAVES = ("w1", "w3", "w2")
+GATE = Place(path="mlp.gate", site="router", optional_linear=True)
+OLDER_GATE = Place(path="block_sparse_moe.gate", site="router")
+FUSED = fused_experts("mlp.experts")
+CORRECTION, NAME = "mlp.correction.weight", "e_score_correction_bias"
+ONE = (1, 1.0)
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    if set(kinds := config.numbers("attn_type_list")) - {1}:
+        raise config.refusal("attn_type_list", kinds, "must be 1 in each layer: full attention")
+    num_layers, num_unused = config.size("num_hidden_layers"), config.size(*_UNUSED, default=0, least=0)
+    return {
+        "full_qk_norm": True,
+        "gate": "sigmoid_topk",
+        "gate_correction": True,
+        "unused": tuple(f"model.layers.{num_layers + i}." for i in range(num_unused)),
+    }
+
+
+def _rotary_factor(config: ConfigJson, head_dim: int) -> float:
+    return config.size("rotary_dim", default=head_dim) / head_dim
+
+
+_UNUSED = ("num_mtp_modules", "num_nextn_predict_layers")
+FAMILY = Family(
+    title="MiniMax-M2",
+    sizes={**SIZES, **EXPERT_SIZES},
+    supported={
+        "scoring_func": ("sigmoid",),
+        "use_routing_bias": (True,),
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "attention_bias": (False,),
+        "shared_intermediate_size": (0,),
+        "sliding_window": (),
+        **dict.fromkeys(("num_expert_group", "n_group", "topk_group", "routed_scaling_factor"), ONE),
+        **dict.fromkeys(("layernorm_full_attention_beta", "layernorm_mlp_beta"), ONE),
+    },
+    layers=_layers,
+    theta=5e6,
+    rotary_factor=_rotary_factor,
+    tensors={**TENSORS, **FULL_QK_NORMS, CORRECTION: f"mlp.{NAME}"},
+    older_tensors={CORRECTION: f"block_sparse_moe.{NAME}"},
+    mlp=((GATE, *FUSED), (OLDER_GATE, *linear_mlp("block_sparse_moe.experts.{}", LEAVES))),
+    adapted=(GATE, *FUSED, *linear_mlp("mlp.experts.{}", LEAVES)),
+    older_path=("mlp.", "block_sparse_moe."),
+)
