@@ -246,7 +246,8 @@ class ModelInfo:
     """Facts about an engine for its front end.
 
     block_size: tokens of a KV page.  num_kv_blocks: most KV pages of its device.  devices: of its ranks, by
-    torch's names. sampling_defaults: fields of `SamplingParams` for requests without values.
+    torch's names.  tool_format: of the family's calls, "" = unknown.
+    sampling_defaults: fields of `SamplingParams` for requests without values.
     """
 
     name: str
@@ -260,6 +261,7 @@ class ModelInfo:
     block_size: int = 0
     num_kv_blocks: int = 0
     devices: tuple[str, ...] = ()
+    tool_format: str = ""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
 

@@ -35,7 +35,7 @@ from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Sampler
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids, read_sampling_defaults
-from moe_lora.families import shape_of
+from moe_lora.families import family_named, shape_of
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler, StepLimits
@@ -430,6 +430,7 @@ def model_info(
         name=model_dir.resolve().name,
         model_dir=str(model_dir),
         family=shape.family,
+        tool_format=family_named(shape.family).tool_format,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=max_model_len(config, shape),
         vocab_size=shape.vocab_size,

@@ -50,6 +50,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
 _UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")
 FAMILY = Family(
     title="GLM-4.5 to 4.7",
+    tool_format="glm4",
     sizes={
         **SIZES,
         "intermediate_size": ("moe_intermediate_size",),

@@ -55,6 +55,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 
 FAMILY = Family(
     title="GPT-OSS",
+    tool_format="harmony",
     sizes={**SIZES, **EXPERT_SIZES},
     supported={"swiglu_alpha": (1.702,)},
     layers=_layers,

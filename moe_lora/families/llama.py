@@ -14,4 +14,4 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {"attention_bias": config.flag("attention_bias"), "mlp_bias": config.flag("mlp_bias")}
 
 
-FAMILY = Family(title="Llama", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)
+FAMILY = Family(title="Llama", tool_format="llama3_json", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)

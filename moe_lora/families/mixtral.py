@@ -13,6 +13,7 @@ FUSED = fused_experts("mlp.experts")
 
 FAMILY = Family(
     title="Mixtral",
+    tool_format="mistral",
     sizes={**SIZES, **EXPERT_SIZES},
     supported={"attention_bias": (False,)},
     windows=one_window,

@@ -14,4 +14,11 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {"qkv_bias": True}
 
 
-FAMILY = Family(title="Qwen2", layers=_layers, windows=late_windows, mlp=(DENSE_MLP,), adapted=DENSE_MLP)
+FAMILY = Family(
+    title="Qwen2",
+    tool_format="hermes",
+    layers=_layers,
+    windows=late_windows,
+    mlp=(DENSE_MLP,),
+    adapted=DENSE_MLP,
+)

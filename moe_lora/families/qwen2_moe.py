@@ -51,6 +51,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="Qwen2-MoE",
+    tool_format="hermes",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
     layers=_layers,
     windows=_windows,

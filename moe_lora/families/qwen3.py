@@ -16,6 +16,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="Qwen3",
+    tool_format="hermes",
     layers=_layers,
     windows=late_windows,
     tensors={**TENSORS, **QK_NORMS},

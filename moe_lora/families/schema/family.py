@@ -267,6 +267,7 @@ class Family:
     older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
     checkpoints with `mlp`'s tensors.
     experts_stay: quantisers of linear layers leave the experts.
+    tool_format: of calls in answers (`serve.openai.parsers`), for chat templates that show no format.
     """
 
     title: str
@@ -296,6 +297,7 @@ class Family:
     older_path: tuple[str, str] | None = None
     own_format: str | None = None
     experts_stay: bool = False
+    tool_format: str = ""
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model.  name: of the family."""

@@ -32,6 +32,8 @@ from .protocol import MAX_TIMEOUT_S, ChatRequest, CompletionRequest, SamplingFie
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
+    from .parsers.choice import AnswerParsers
+
 T = TypeVar("T")
 CLIENT_GONE = 499
 """Status without a receiver: proxies log a client's early close by this number."""
@@ -357,16 +359,21 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
-        parsers, with_token_ids = request.state.prepared.parsers, bool(body.return_token_ids)
-        if parsers is None or frontend.tokenizer is None:
-            return await answer(request, ChatFormat(tokenizer, with_token_ids=with_token_ids))
-        from .parsers.answers import ParsedChat
-
-        form = ParsedChat(tokenizer, frontend.tokenizer, parsers, with_token_ids=with_token_ids)
-        return await answer(request, form)
+        return await answer(request, _chat_format(body, frontend.tokenizer, request.state.prepared.parsers))
 
     return router
+
+
+def _chat_format(body: ChatRequest, tokenizer: Tokenizer | None, parsers: AnswerParsers | None) -> ChatFormat:
+    shown, with_token_ids = (
+        None if body.return_tokens_as_token_ids else tokenizer,
+        bool(body.return_token_ids),
+    )
+    if parsers is None or tokenizer is None:
+        return ChatFormat(shown, with_token_ids=with_token_ids)
+    from .parsers.answers import ParsedChat
+
+    return ParsedChat(shown, tokenizer, parsers, with_token_ids=with_token_ids)
 
 
 TIMEOUT = "X-Request-Timeout"

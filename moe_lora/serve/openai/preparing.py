@@ -352,7 +352,7 @@ def _parsers(
         return None
     from .parsers.choice import parsers_for
 
-    return parsers_for(body, tuple(prompts[0]), tokenizer, config, bounds.info.family)
+    return parsers_for(body, tuple(prompts[0]), tokenizer, config, bounds.info.tool_format)
 
 
 def for_engine(

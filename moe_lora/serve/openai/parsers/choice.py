@@ -33,18 +33,6 @@ _TOOL_SIGNS = {
     "<|python_tag|>": "llama3_json",
 }
 """Text of a chat template -> format; the first counts."""
-_TOOL_FAMILIES = {
-    "gpt_oss": HARMONY,
-    "glm4_moe": "glm4",
-    "llama": "llama3_json",
-    "mistral": "mistral",
-    "mixtral": "mistral",
-    "qwen2": "hermes",
-    "qwen2_moe": "hermes",
-    "qwen3": "hermes",
-    "qwen3_moe": "hermes",
-}
-"""Family -> format, for a template with tools but without a format's marks."""
 _REASONING_SIGNS = {
     "<|channel|>": HARMONY,
     "<seed:think>": "seed_oss",
@@ -92,9 +80,12 @@ class AnswerParsers:
 
 
 def parsers_for(
-    body: ChatRequest, prompt: tuple[int, ...], tokenizer: Tokenizer, config: LimitsConfig, family: str
+    body: ChatRequest, prompt: tuple[int, ...], tokenizer: Tokenizer, config: LimitsConfig, of_family: str
 ) -> AnswerParsers | None:
-    """The parsers of a chat's answer; None: the answer is plain.  Raises ApiError."""
+    """The parsers of a chat's answer; None: the answer is plain.  Raises ApiError.
+
+    of_family: the family's format of calls, or "".
+    """
     template = _template_of(body, tokenizer)
     reasoning = _reasoning_format(config.reasoning_parser, template)
     shows = body.include_reasoning is not False
@@ -102,7 +93,7 @@ def parsers_for(
     if body.tools and body.tool_choice not in (None, "none", "auto"):
         reasoning, tool_format = "", FORCED  # the call is the whole answer
     elif body.tools and body.tool_choice != "none":
-        tool_format = _tool_format(config.tool_call_parser, template, family)
+        tool_format = _tool_format(config.tool_call_parser, template, of_family)
     if HARMONY in (reasoning, tool_format):
         reasoning = tool_format = HARMONY
     if not shows and not reasoning and tool_format != FORCED:
@@ -130,15 +121,15 @@ def _template_of(body: ChatRequest, tokenizer: Tokenizer) -> str:
     return "" if templates is None else templates.source(body.chat_template or None, body.tools)
 
 
-def _tool_format(setting: str, template: str, family: str) -> str:
+def _tool_format(setting: str, template: str, of_family: str) -> str:
     if setting in TOOL_FORMATS:
         return setting
     if setting == AUTO and "tools" in template:
         for sign, name in _TOOL_SIGNS.items():
             if sign in template:
                 return name
-        if family in _TOOL_FAMILIES:
-            return _TOOL_FAMILIES[family]
+        if of_family:
+            return of_family
     why = "the server has tool_call_parser=none"
     if setting == AUTO:
         why = "the chat template of this model has no known format of tool calls"
