@@ -158,3 +158,10 @@ def test_others_go_on_while_bombs_are_refused(served):
     for one in attackers:
         one.join()
     assert all(answers)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_grammar_outside_of_the_vocabulary_is_the_clients_error(served, path):
+    answer = served.post(path, {**PATHS[path], "guided_choice": ["日本"]})
+    assert answer.status_code == 400, answer.text
+    assert "the grammar can't be followed" in answer.json()["error"]["message"]

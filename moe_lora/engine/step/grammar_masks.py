@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo
+from moe_lora.core.request import UNFOLLOWABLE, FinishReason, GenerateRequest, ModelInfo
 from moe_lora.engine.text.grammars import MAX_PROBLEM_CHARS, grammar_tokenizer, limits
 from moe_lora.engine.text.text import load_tokenizer
 
@@ -74,7 +74,7 @@ class Follower:
 
     def failed(self, why: str) -> Mask:
         words = np.full(-(-self._vocab_size // BITS), -1, dtype=np.int32)
-        return Mask(words, problem=f"the grammar can't be followed: {why[:MAX_PROBLEM_CHARS]}")
+        return Mask(words, problem=f"{UNFOLLOWABLE}: {why[:MAX_PROBLEM_CHARS]}")
 
 
 class GrammarSequence(EditedSequence):

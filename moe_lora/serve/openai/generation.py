@@ -16,7 +16,14 @@ from typing import Any, TypeAlias, TypeVar, cast
 import msgspec
 
 from moe_lora.core.errors import AdapterNotFoundError, UnreadError
-from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenLogprobs, TokenOutput
+from moe_lora.core.request import (
+    UNFOLLOWABLE,
+    GenerateRequest,
+    RequestTiming,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from moe_lora.engine.text.text import TextStream
 from moe_lora.serve.access import Allowance, Caller, Reservation, reserved
 from moe_lora.serve.frontend import CUT, Frontend
@@ -344,7 +351,8 @@ class Generation:
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
         if output.finish_reason == "error":
-            raise ApiError(503, f"the engine can't run this request: {output.error}")
+            status = 400 if (output.error or "").startswith(UNFOLLOWABLE) else 503
+            raise ApiError(status, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
         piece = ""
         if text is not None:
