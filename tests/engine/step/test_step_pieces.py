@@ -365,7 +365,7 @@ def test_pieces_are_captured_ahead_without_asking_the_host():
     with Cluster(shape) as cluster, stand_in_device():
         sites = Sites(shape, cluster.client())
 
-        def empty(rows: int) -> StepBatch:
+        def empty(rows: int, decode: bool) -> StepBatch:
             return sites.batch([0] * rows, leased_routing(shape, np.full(rows, -1, dtype=np.int32), [], []))
 
         sites.graphs.warm_up(empty, sites.compute, [4] * len(shape.sites))
