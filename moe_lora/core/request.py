@@ -248,8 +248,8 @@ class ModelInfo:
     """Facts about an engine for its front end.
 
     block_size: tokens of a KV page.  num_kv_blocks: most KV pages of its device.  devices: of its ranks, by
-    torch's names.  tool_format: of the family's calls, "" = unknown.
-    sampling_defaults: fields of `SamplingParams` for requests without values.
+    torch's names.  tool_format: of the family's calls, "" = unknown.  sampling_defaults: fields of
+    `SamplingParams` for requests without values.
     """
 
     name: str
