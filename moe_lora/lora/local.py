@@ -47,6 +47,8 @@ class LocalDeltas:
 
     def alone(self) -> Deltas | None:
         """The deltas for a fused base layer, in place of a call; None if not possible."""
+        if self._side is not None:
+            self._side.join()
         return None if self._subtract else deltas_of(self._shrunk)
 
 

@@ -165,3 +165,11 @@ def test_a_grammar_outside_of_the_vocabulary_is_the_clients_error(served, path):
     answer = served.post(path, {**PATHS[path], "guided_choice": ["日本"]})
     assert answer.status_code == 400, answer.text
     assert "the grammar can't be followed" in answer.json()["error"]["message"]
+
+
+def test_many_patterns_of_one_text_are_refused_before_they_are_compiled(served):
+    schema = {"type": "string", "allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(30)]}
+    for fields in ({"guided_json": schema}, {"guided_grammar": "start: A" + " & A" * 30}):
+        answer = served.post("/v1/completions", {**PATHS["/v1/completions"], **fields})
+        assert answer.status_code == 400, answer.text
+        assert "more than 8" in answer.json()["error"]["message"]

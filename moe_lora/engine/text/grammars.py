@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_CHARS = 1 << 17
 """A longer text may need seconds to compile."""
 MAX_PROBLEM_CHARS = 300
+MAX_JOINED = 8
+"""Patterns that one text must match together: each doubles the memory of a check."""
 JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
     "coerce_one_of": False,
@@ -42,6 +44,8 @@ def json_grammar(schema: Any) -> str:
         text = json.dumps(schema)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
+    if '"allOf"' in text and text.count('"pattern"') > MAX_JOINED:
+        raise ValueError(f"the schema has allOf and more than {MAX_JOINED} patterns; leave some out")
     return LLMatcher.grammar_from_json_schema(_bounded(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
 
 
@@ -59,6 +63,8 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def text_grammar(text: str) -> str:
     """Grammar in Lark's or GBNF's syntax.  Raises ValueError."""
+    if text.count("&") > MAX_JOINED:
+        raise ValueError(f"the grammar has more than {MAX_JOINED} intersections (&); leave some out")
     return grammar_from("grammar", _bounded(text))
 
 
