@@ -154,7 +154,7 @@ class ParsedChat(ChatFormat):
             shown["content"] = pieces.content
         if pieces.calls:
             shown["tool_calls"] = list(pieces.calls.values())
-        return _finished(self.entry(delta, "delta", shown), bool(choice.calls))
+        return _finished(self.entry(delta, "delta", shown), any(call.is_valid() for call in choice.calls))
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         pieces, calls = ParsedChoice(self._parsers).whole(delta.text)
