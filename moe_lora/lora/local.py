@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -84,18 +85,18 @@ class LocalBackend(LoraBackend):
         operands, batch_rank = self._operands(layer, site, x, ids)
         if not batch_rank:
             return None
-        about: dict[str, Any] = {
-            "kernel": self._kernel,
-            "decode": self._step.decode,
-            "batch_rank": batch_rank,
-        }
-        about["shared"] = self._once(SharedSegments)
-        side = self._side
-        if side is not None and self._step.decode and side.is_open and not _is_taken_before(operands.site):
-            with side.fork():
-                shrunk = lora_shrink(operands, **about)
-            return LocalDeltas(shrunk, self._source < 0, side)
-        return LocalDeltas(lora_shrink(operands, **about), subtract=self._source < 0)
+        side, decode = self._side, self._step.decode
+        if side is not None and not (decode and side.is_open and not _is_taken_before(operands.site)):
+            side = None
+        with nullcontext() if side is None else side.fork():
+            shrunk = lora_shrink(
+                operands,
+                kernel=self._kernel,
+                decode=decode,
+                shared=self._once(SharedSegments),
+                batch_rank=batch_rank,
+            )
+        return LocalDeltas(shrunk, self._source < 0, side)
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
         operands, batch_rank = self._operands(layer, site, x, ids)

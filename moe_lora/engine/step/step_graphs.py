@@ -55,6 +55,11 @@ class GraphShape(NamedTuple):
     tokens: int
     places: tuple[Place, ...]
 
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return self.prompt_sequences or self.rows
+
 
 class _Captured(NamedTuple):
     """pieces: graphs and calls of the host, in order.  memory: of the input buffer."""
@@ -118,27 +123,23 @@ class StepGraphs:
     def shape_of(self, batch: StepBatch) -> GraphShape | None:
         """The graph for this step, or None."""
         routing, tables = batch.routing, batch.tables
-        rows = self._decode_rows(batch) if tables.decode else self._prompt_rows_of(batch)
-        if rows is None:
+        rows = len(batch.tokens) if tables.decode else self._prompt_rows_of(batch)
+        if rows is None or (tables.decode and rows not in self._rows):
             return None
         places = self._places_of(routing)
         if places is None or self._changes_embedding(routing):
             return None
-        sequences, contexts = 0, self._contexts
-        if not tables.decode:
-            if any(source != Source.LOCAL for source, _ in places):
-                return None
-            sequences, contexts = self._prompt_sequences(rows), self._prompt_contexts
+        if not tables.decode and any(source != Source.LOCAL for source, _ in places):
+            return None
         longest = int(tables.seq_lens.max())
+        contexts = self._contexts if tables.decode else self._prompt_contexts
         context = next((bound for bound in contexts if bound >= longest), None)
         if context is None:
             return None
-        most = self._most_tokens(sequences or rows, context)
-        tokens = most if int(tables.seq_lens.sum()) <= most else (sequences or rows) * context
-        return GraphShape(rows, sequences, context, tokens, places)
-
-    def _decode_rows(self, batch: StepBatch) -> int | None:
-        return len(batch.tokens) if len(batch.tokens) in self._rows else None
+        shape = self._shape(rows, context, places, decode=tables.decode)
+        if int(tables.seq_lens.sum()) <= shape.tokens:
+            return shape
+        return shape._replace(tokens=shape.sequences * context)
 
     def _prompt_rows_of(self, batch: StepBatch) -> int | None:
         """The step's size after padding; None for deltas of the embedding or head, or of loading adapters."""
@@ -146,13 +147,12 @@ class StepGraphs:
             return None
         return next((size for size in self.prompt_rows if size >= len(batch.tokens)), None)
 
-    def _prompt_sequences(self, rows: int) -> int:
-        """And a sequence for the padding rows."""
-        return min(rows, self._max_sequences) + 1
-
-    def _most_tokens(self, sequences: int, context: int) -> int:
-        """Bound for sequences without shared pages."""
-        return min(sequences * context, self._kv_tokens)
+    def _shape(
+        self, rows: int, context: int, places: tuple[Place, ...], *, decode: bool = False
+    ) -> GraphShape:
+        """Of sequences without shared pages.  A step with prompts has a sequence for its padding rows."""
+        shape = GraphShape(rows, 0 if decode else min(rows, self._max_sequences) + 1, context, 0, places)
+        return shape._replace(tokens=min(shape.sequences * context, self._kv_tokens))
 
     def _places_of(self, routing: RowRouting) -> tuple[Place, ...] | None:
         """Sources of deltas; None if no graph has this combination."""
@@ -207,7 +207,7 @@ class StepGraphs:
         shapes.sort(key=lambda shape: (shape.rows, shape.context), reverse=True)
         # The largest input first, so that the buffer stays.
         for rows in self.prompt_rows[-1:]:
-            largest = self._prompt_shape(rows, self._prompt_contexts[-1], ())
+            largest = self._shape(rows, self._prompt_contexts[-1], ())
             self._padded(largest, empty(rows, False)).through(self._buffer, self._bounds(largest))
         for number, shape in enumerate(shapes):
             batch = empty(shape.rows, not shape.prompt_sequences)
@@ -220,20 +220,10 @@ class StepGraphs:
         logger.info("captured %d steps as graphs", len(shapes))
 
     def _shapes(self, places: tuple[Place, ...]) -> list[GraphShape]:
-        decode = [
-            GraphShape(rows, 0, context, self._most_tokens(rows, context), places)
-            for rows in self._rows
-            for context in self._contexts
-        ]
+        decode = [self._shape(r, c, places, decode=True) for r in self._rows for c in self._contexts]
         if any(source != Source.LOCAL for source, _ in places):
             return decode
-        return decode + [
-            self._prompt_shape(rows, self._prompt_contexts[0], places) for rows in self.prompt_rows
-        ]
-
-    def _prompt_shape(self, rows: int, context: int, places: tuple[Place, ...]) -> GraphShape:
-        sequences = self._prompt_sequences(rows)
-        return GraphShape(rows, sequences, context, self._most_tokens(sequences, context), places)
+        return decode + [self._shape(rows, self._prompt_contexts[0], places) for rows in self.prompt_rows]
 
     def _admit(self, ranks: Sequence[int]) -> None:
         bounds = [max(b, -(-r // RANK_STEP) * RANK_STEP) for b, r in zip(self._ranks, ranks, strict=True)]
@@ -255,8 +245,7 @@ class StepGraphs:
 
     def _padded(self, shape: GraphShape, batch: StepBatch) -> StepBatch:
         tables = batch.tables
-        sequences = shape.prompt_sequences or shape.rows
-        blocks = torch.zeros(sequences, -(-shape.context // self._block_size), dtype=torch.int32)
+        blocks = torch.zeros(shape.sequences, -(-shape.context // self._block_size), dtype=torch.int32)
         known = tables.block_tables[:, : blocks.shape[1]]
         blocks[: len(known), : known.shape[1]] = known
         routing = replace(batch.routing, site_ranks=self._ranks if shape.places else None)

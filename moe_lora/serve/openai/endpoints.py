@@ -365,10 +365,8 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
 
 
 def _chat_format(body: ChatRequest, tokenizer: Tokenizer | None, parsers: AnswerParsers | None) -> ChatFormat:
-    shown, with_token_ids = (
-        None if body.return_tokens_as_token_ids else tokenizer,
-        bool(body.return_token_ids),
-    )
+    shown = None if body.return_tokens_as_token_ids else tokenizer
+    with_token_ids = bool(body.return_token_ids)
     if parsers is None or tokenizer is None:
         return ChatFormat(shown, with_token_ids=with_token_ids)
     from .parsers.answers import ParsedChat

@@ -125,12 +125,13 @@ class Preparer:
 
     async def _structured(self, body: SamplingFields, sampling: SamplingParams) -> SamplingParams:
         """One grammar compiles at a time, in a thread: other requests go on."""
-        from .structured import with_grammar
+        from .structured import asked_grammar, with_grammar
 
+        asked = asked_grammar(body, has_tokenizer=self._tokenizer is not None)
+        if asked is None:
+            return sampling
         async with self._compiling:
-            return await asyncio.to_thread(
-                with_grammar, body, sampling, has_tokenizer=self._tokenizer is not None
-            )
+            return await asyncio.to_thread(with_grammar, asked, sampling)
 
     async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
         tokenizer = self._tokenizer
@@ -170,9 +171,10 @@ def prepare_now(
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
         if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
-            from .structured import with_grammar
+            from .structured import asked_grammar, with_grammar
 
-            sampling = with_grammar(body, sampling, has_tokenizer=tokenizer is not None)
+            asked = asked_grammar(body, has_tokenizer=tokenizer is not None)
+            sampling = sampling if asked is None else with_grammar(asked, sampling)
         add_special = cast("Any", body).add_special_tokens
         if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             raise no_tokenizer("a text prompt")

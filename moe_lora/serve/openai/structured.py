@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_lora.core.request import SamplingParams
 from moe_lora.serve.http_errors import ApiError, bad_request
@@ -26,19 +26,33 @@ FORMATS = ("text", "json_object", "json_schema")
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "structural_tag")
 
 
-def with_grammar(body: SamplingFields, sampling: SamplingParams, *, has_tokenizer: bool) -> SamplingParams:
-    """The parameters with the body's grammar, compiled once as a check.  Raises ApiError for the field."""
+class Asked(NamedTuple):
+    """A grammar that a body asks for."""
+
+    field: str
+    kind: str
+    value: Any
+
+
+def asked_grammar(body: SamplingFields, *, has_tokenizer: bool) -> Asked | None:
+    """Raises ApiError for two grammars, or for a grammar without a tokenizer."""
     asked = _asked(body)
     if not asked:
-        return sampling
+        return None
     if len(asked) > 1:
-        first, second = (field for field, _, _ in asked[:2])
+        first, second = (one.field for one in asked[:2])
         raise bad_request(f"{first} and {second} both give a grammar; send one of them", second)
-    field, kind, value = asked[0]
+    field = asked[0].field
     if not has_tokenizer:
         raise bad_request(f"{field} needs a tokenizer, but the model's directory has none", field)
+    return asked[0]
+
+
+def with_grammar(asked: Asked, sampling: SamplingParams) -> SamplingParams:
+    """The parameters with the grammar, compiled once as a check.  Raises ApiError for the field."""
     from moe_lora.engine.text import grammars
 
+    field, kind, value = asked
     try:
         grammar = _grammar(kind, value)
         grammars.check_grammar(grammar)
@@ -47,8 +61,7 @@ def with_grammar(body: SamplingFields, sampling: SamplingParams, *, has_tokenize
     return replace(sampling, grammar=grammar)
 
 
-def _asked(body: SamplingFields) -> list[tuple[str, str, Any]]:
-    """Field, kind and value of each grammar."""
+def _asked(body: SamplingFields) -> list[Asked]:
     found = [(name, kind, getattr(body, name, None)) for name, kind in ALIASES.items()]
     if body.response_format is not None:
         found.append(("response_format", *_of_format(body.response_format)))
@@ -59,7 +72,7 @@ def _asked(body: SamplingFields) -> list[tuple[str, str, Any]]:
 
         calls = schema_of_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
         found.append(("tool_choice", "json", calls))
-    return [one for one in found if one[2] not in (None, "", [], False)]
+    return [Asked(*one) for one in found if one[2] not in (None, "", [], False)]
 
 
 def _of_format(given: Mapping[str, Any]) -> tuple[str, Any]:

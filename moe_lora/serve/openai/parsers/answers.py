@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -36,7 +36,7 @@ def _hidden_ids(tokenizer: Tokenizer, marks: frozenset[str]) -> frozenset[int]:
 
 
 @dataclass
-class Call:
+class ToolCall:
     """A call of one choice.  source: its text, after its end.  from_char: place in the content."""
 
     index: int
@@ -74,7 +74,7 @@ class ParsedChoice:
     def __init__(self, parsers: AnswerParsers) -> None:
         self._parsers = parsers
         self._parser, self._new_id = parsers.new(), parsers.new_id
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
         self._num_chars = 0
 
     def read(self, text: str, *, ended: bool) -> Pieces:
@@ -97,7 +97,7 @@ class ParsedChoice:
             index = len(self.calls)
             name = event.text
             call_id = event.call_id or self._new_id(name, index)
-            self.calls.append(Call(index, call_id, name, self._num_chars))
+            self.calls.append(ToolCall(index, call_id, name, self._num_chars))
             if self._is_shown(index):
                 pieces.calls[index] = {"index": index, **self.calls[-1].shown()}
         elif event.kind == "arguments":
@@ -114,10 +114,10 @@ class ParsedChoice:
     def _is_shown(self, index: int) -> bool:
         return index == 0 or self._parsers.parallel
 
-    def whole(self, text: str) -> tuple[Pieces, list[Call]]:
+    def whole(self, text: str) -> tuple[Pieces, list[ToolCall]]:
         """The answer in one piece.  A call without a JSON object as arguments becomes content."""
         pieces = self.read(text, ended=True)
-        kept: list[Call] = []
+        kept: list[ToolCall] = []
         content = pieces.content
         for call in reversed(self.calls):
             if call.is_valid():
@@ -154,7 +154,7 @@ class ParsedChat(ChatFormat):
             shown["content"] = pieces.content
         if pieces.calls:
             shown["tool_calls"] = list(pieces.calls.values())
-        return _finished(self.entry(delta, "delta", shown), any(call.is_valid() for call in choice.calls))
+        return _finished(self.entry(delta, "delta", shown), choice.calls)
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         pieces, calls = ParsedChoice(self._parsers).whole(delta.text)
@@ -168,10 +168,10 @@ class ParsedChat(ChatFormat):
             message["reasoning_content"] = message["reasoning"] = pieces.reasoning or None
         if calls:
             message["tool_calls"] = [call.shown() for call in calls]
-        return _finished(self.entry(delta, "message", message), bool(calls))
+        return _finished(self.entry(delta, "message", message), calls)
 
 
-def _finished(entry: dict[str, Any], has_calls: bool) -> dict[str, Any]:
-    if has_calls and entry["finish_reason"] == "stop":
+def _finished(entry: dict[str, Any], calls: Iterable[ToolCall]) -> dict[str, Any]:
+    if entry["finish_reason"] == "stop" and any(call.is_valid() for call in calls):
         entry["finish_reason"] = "tool_calls"
     return entry

@@ -8,27 +8,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .json_calls import OBJECT
-from .machine import Parser
-from .mistral import MistralCalls
+from .json_calls import OBJECT, ListedCalls
 
 
-class ForcedCalls(MistralCalls):
-    OPEN = ()
-    MARKS = ()
+class ForcedCalls(ListedCalls):
     HEADER = re.compile(rf"\s*\[?{OBJECT}", re.DOTALL)
-    new_id = staticmethod(Parser.new_id)
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
         self._source, self._state = "", self._header
-
-    def _content(self) -> bool:
-        """After the list, or after a cut header: no mark ends it."""
-        text = self._consume(len(self._rest))
-        if text.strip():
-            self._emit("content", text)
-        return False
 
 
 def schema_of_calls(

@@ -20,14 +20,11 @@ OBJECT = (
 class JsonCalls(Parser):
     """HEADER: from the opening mark to the arguments, with group `name` or `quoted`, and perhaps `id`.
 
-    The header ends before a brace.  CLOSE: mark after a call; "": none.  OUTER: an object holds the
-    arguments.  FILLER: characters without meaning before CLOSE.
+    The header ends before a brace.  OUTER: an object holds the arguments.
     """
 
     HEADER: ClassVar[re.Pattern[str]]
-    CLOSE: ClassVar[str] = ""
     OUTER: ClassVar[bool] = False
-    FILLER: ClassVar[str] = " \t\r\n"
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
@@ -105,13 +102,28 @@ class JsonCalls(Parser):
             return False
         return True
 
+
+class ListedCalls(JsonCalls):
+    """Objects of a list between brackets: one mark opens all of them."""
+
     def _close(self) -> bool:
-        rest = self._rest.lstrip(self.FILLER)
-        if rest.startswith(self.CLOSE):
-            self._consume(len(self._rest) - len(rest) + len(self.CLOSE))
-        elif self.CLOSE.startswith(rest) and not self._ended:
-            return False
         self._end_call()
+        if self._is_outer:
+            self._state = self._between
+        return True
+
+    def _between(self) -> bool:
+        """After an object of a list: a comma, or the list's end."""
+        rest = self._rest.lstrip()
+        if not rest and not self._ended:
+            return False
+        self._state = self._content
+        if rest[:1] in {",", "]"}:
+            self._source = ""
+            if self._consume(len(self._rest) - len(rest) + 1)[-1] == ",":
+                self._state = self._header
+            else:
+                self._source = None
         return True
 
 

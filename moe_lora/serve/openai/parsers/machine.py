@@ -82,13 +82,16 @@ class Parser:
     """Splits one answer into content and calls.  tools: name -> JSON schema of the parameters.
 
     OPEN: marks before a call.  NOISE: marks around calls, dropped.  MARKS: further special tokens of the
-    format.  GAP: characters dropped between content and a mark.
+    format.  GAP: characters dropped between content and a mark.  CLOSE: mark after a call; "": none.  FILLER:
+    characters without meaning before CLOSE.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
     NOISE: ClassVar[tuple[str, ...]] = ()
     MARKS: ClassVar[tuple[str, ...]] = ()
     GAP: ClassVar[str] = " \t\r\n"
+    CLOSE: ClassVar[str] = ""
+    FILLER: ClassVar[str] = " \t\r\n"
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._tools = tools
@@ -133,7 +136,7 @@ class Parser:
     def _content(self) -> bool:
         """Content up to the next mark."""
         marks = self.OPEN + self.NOISE
-        found = re.search("|".join(map(re.escape, marks)), self._rest)
+        found = re.search("|".join(map(re.escape, marks)), self._rest) if marks else None
         if found is None:
             held = 0
             if not self._ended:
@@ -163,6 +166,16 @@ class Parser:
     def _end_call(self, kind: Kind = "end") -> None:
         self._emit(kind, self._source or "")
         self._source, self._state = None, self._content
+
+    def _close(self) -> bool:
+        """From the arguments to the call's end."""
+        rest = self._rest.lstrip(self.FILLER)
+        if rest.startswith(self.CLOSE):
+            self._consume(len(self._rest) - len(rest) + len(self.CLOSE))
+        elif self.CLOSE.startswith(rest) and not self._ended:
+            return False
+        self._end_call()
+        return True
 
     def _reject(self) -> None:
         """No call: the mark is content."""

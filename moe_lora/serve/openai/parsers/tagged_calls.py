@@ -20,7 +20,7 @@ class TaggedCalls(Parser):
     """HEADER: from the opening mark to the first argument; its group is the name.
 
     KEY: opening mark of an argument.  ARGUMENT: from KEY to the value; its group is the argument's name.
-    VALUE_END: mark after a value.  FINISH: marks after the last argument.  CLOSE: mark after a call.  TRIM: a
+    VALUE_END: mark after a value.  FINISH: marks after the last argument.  TRIM: a
     line end lies on both sides of a value.  NEXT: the text after VALUE_END; elsewhere the mark is part of the
     value.  EARLY: marks that end a value without VALUE_END.
     """
@@ -30,7 +30,6 @@ class TaggedCalls(Parser):
     ARGUMENT: ClassVar[re.Pattern[str]]
     VALUE_END: ClassVar[str]
     FINISH: ClassVar[tuple[str, ...]]
-    CLOSE: ClassVar[str]
     TRIM: ClassVar[bool] = False
     NEXT: ClassVar[tuple[str, ...]] = ("",)
     EARLY: ClassVar[tuple[str, ...]] = ()
@@ -136,15 +135,6 @@ class TaggedCalls(Parser):
             self._consume(len(self.VALUE_END))
         self._state = self._argument
         return text.removesuffix("\n") if self.TRIM else text
-
-    def _close(self) -> bool:
-        rest = self._rest.lstrip()
-        if rest.startswith(self.CLOSE):
-            self._consume(len(self._rest) - len(rest) + len(self.CLOSE))
-        elif self.CLOSE.startswith(rest) and not self._ended:
-            return False
-        self._end_call()
-        return True
 
 
 def _escaped(text: str) -> str:
