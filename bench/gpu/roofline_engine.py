@@ -244,6 +244,34 @@ def answers(
     return [found[request_id] for request_id in ids]
 
 
+def logits_of(
+    core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_tokens: int, **changes: Any
+) -> list[torch.Tensor]:
+    """Logits of each step of these requests.  changes: attributes of the runner meanwhile."""
+    runner = core._runner
+    kept: list[torch.Tensor] = []
+    run = runner.run
+
+    def noted(*given: Any) -> torch.Tensor:
+        found = run(*given)
+        kept.append(found.clone())
+        return found
+
+    with patch.multiple(runner, run=noted, **changes):
+        answers(core, prompts, names, num_tokens)
+    return kept
+
+
+@contextmanager
+def graphs_of(core: EngineCore, graphs: dict[Any, Any]) -> Iterator[None]:
+    """Within the context steps are captured to, and replayed from, these."""
+    if core._runner._graphs is None:
+        yield
+    else:
+        with patch.object(core._runner._graphs, "_graphs", graphs):
+            yield
+
+
 def decode(
     core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_steps: int
 ) -> tuple[list[float], StepBytes, Kernels]:

@@ -31,6 +31,7 @@ from .roofline_engine import (
     decode,
     drawn,
     kernels_noted,
+    logits_of,
     random_prompts,
     started,
 )
@@ -296,19 +297,7 @@ def _compare_bits(
     names = names or [None] * len(prompts)
 
     def logits(**changes: Any) -> list[torch.Tensor]:
-        kept: list[torch.Tensor] = []
-        run = runner.run
-
-        def noted(*given: Any) -> torch.Tensor:
-            found = run(*given)
-            kept.append(found.clone())
-            return found
-
-        with patch.multiple(runner, run=noted, **changes):
-            ask(core, prompts, names, work.same_steps)
-            while core.has_work:
-                core.step()
-        return kept
+        return logits_of(core, prompts, names, work.same_steps, **changes)
 
     before = 0 if runner._graphs is None else runner._graphs.num_replayed
     replayed = logits()

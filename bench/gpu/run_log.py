@@ -51,6 +51,18 @@ def untimed() -> Iterator[None]:
         _TIMED.reset(before)
 
 
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the context new memory holds NaN, or the largest integer."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def cuda_us(call: Callable[[], Any], repeat: int = 20, graph: bool = True) -> tuple[float, str]:
     """Median microseconds of call(), in a CUDA graph if possible; and whether it was."""
     import torch

@@ -14,14 +14,16 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.harness.random_model import ModelSize, write_adapter
 from bench.harness.records import ROOT
 from bench.harness.released_models import QWEN3_30B_A3B, tiny
-from bench.serve.served_tree import ServedTree
+from bench.serve.served_tree import ServedTree, event_times, posted
 
 from .run_log import Log
 
@@ -52,7 +54,10 @@ def serve(log: Log) -> None:
         folder = Path(name)
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(config))
-        adapters = [_written(folder / f"a{i}", config, layers, i) for i in range(NUM_ADAPTERS + 1)]
+        write = partial(
+            write_adapter, size=_size_of(config, layers), model_dir=folder / "model", experts=True
+        )
+        adapters = [write(folder / f"a{i}", lora_rank=LORA_RANK, seed=i) for i in range(NUM_ADAPTERS + 1)]
         words = [str(folder / "model"), "--load-format", "dummy", "--set", f"engine.num_layers={layers}"]
         words += ["--max-model-len", str(_MAX_LEN), "--max-num-seqs", "64", "--served-model-name", "base"]
         words += ["--lora-modules", *(f"{path.name}={path}" for path in adapters[:-1])]
@@ -68,37 +73,19 @@ def serve(log: Log) -> None:
                     _load(log, server, config["vocab_size"], rate, seconds, adapters[-1], about)
 
 
-def _written(folder: Path, config: dict[str, Any], layers: int, seed: int) -> Path:
-    """A PEFT adapter on attention and all experts."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    of_q, of_kv = heads * config["head_dim"], kv_heads * config["head_dim"]
-    rank = min(LORA_RANK, hidden)
-    widths = {"q": (hidden, of_q), "k": (hidden, of_kv), "v": (hidden, of_kv), "o": (of_q, hidden)}
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(rows: int, columns: int, std: float) -> torch.Tensor:
-        return torch.empty(rows, columns).normal_(0.0, std, generator=generator).bfloat16()
-
-    pairs = {f"self_attn.{name}_proj": (rank, *of) for name, of in widths.items()}
-    pairs["mlp.experts.base_layer"] = (rank * experts, hidden, 2 * inner)
-    pairs["mlp.experts"] = (rank * experts, inner, hidden)
-    tensors = {}
-    for name, (rows, width, out) in pairs.items():
-        a, b = noise(rows, width, width**-0.5), noise(out, rows, 0.1)
-        for layer in range(layers):
-            place = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = a.clone(), b.clone()
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "task_type": "CAUSAL_LM"}
-    about["target_modules"] = [f"{name}_proj" for name in widths]
-    about["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return folder
+def _size_of(config: dict[str, Any], layers: int) -> ModelSize:
+    """Sizes for `write_adapter`."""
+    return ModelSize(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["moe_intermediate_size"],
+        num_layers=layers,
+        num_experts=config["num_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab_size=config["vocab_size"],
+    )
 
 
 def _requests(rate: float, seconds: float, vocab_size: int) -> list[Request]:
@@ -154,8 +141,12 @@ async def _all_answered(
     if late is not None:
         await asyncio.sleep(requests[-1].at_s / 2)
         name = f"{late.name}-{os.urandom(4).hex()}"
-        status = await _post(port, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(late)})
-        assert b" 200 " in status, status
+        reader, writer = await posted(
+            port, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(late)}
+        )
+        answer = await reader.read()
+        writer.close()
+        assert b" 200 " in answer, answer
     return list(await asyncio.gather(*tasks))
 
 
@@ -164,28 +155,6 @@ async def _answered(port: int, request: Request, begin: float) -> tuple[float, l
     asked = {"model": request.model, "prompt": request.prompt, "max_tokens": request.max_tokens}
     asked |= {"temperature": 0, "ignore_eos": True, "stream": True}
     start = time.perf_counter()
-    reader, writer = await _sent(port, "/v1/completions", asked)
-    times_s, line = [], b""
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            times_s.append(time.perf_counter())
-    writer.close()
-    assert len(times_s) >= request.max_tokens, (len(times_s), line)
+    times_s, last = await event_times(port, "/v1/completions", asked)
+    assert len(times_s) >= request.max_tokens, (len(times_s), last)
     return start, times_s[: request.max_tokens]
-
-
-async def _post(port: int, path: str, asked: dict[str, Any]) -> bytes:
-    reader, writer = await _sent(port, path, asked)
-    answer = await reader.read()
-    writer.close()
-    return answer
-
-
-async def _sent(
-    port: int, path: str, asked: dict[str, Any]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    body = json.dumps(asked).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    return reader, writer

@@ -27,15 +27,15 @@ from .roofline_engine import (
     ask,
     decode,
     drawn,
+    graphs_of,
     kernels_noted,
+    logits_of,
     random_prompts,
     started,
 )
-from .run_log import Log
+from .run_log import Log, poisoned
 
 if TYPE_CHECKING:
-    import torch
-
     from moe_lora.engine.core import EngineCore
 
 PROMPT_ROWS: tuple[int, ...] = (16, 128, 512, 2048)
@@ -145,18 +145,6 @@ def _profile_host(log: Log, core: EngineCore, names: Sequence[str], prompt_rows:
     (log.folder / "prompt_steps_host.txt").write_text(text.getvalue())
 
 
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    """Within the context new memory holds NaN, or the largest integer."""
-    import torch
-
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def uninitialised(log: Log) -> None:
     """Logits of prompts and decode steps with poisoned memory against those without, bit for bit."""
     import torch
@@ -169,37 +157,13 @@ def uninitialised(log: Log) -> None:
         prompts = random_prompts(core, work.batches[0], work.context)
         for arm in ("base", "zipf"):
             who = _named(names if arm == "zipf" else None, len(prompts))
-            plain = _logits(core, prompts, who, work.same_steps)
-            with _poisoned():
-                found = _logits(core, prompts, who, work.same_steps)
-            _logits(core, prompts, who, 1)  # graphs without poison again
+            with graphs_of(core, {}):
+                plain = logits_of(core, prompts, who, work.same_steps)
+            with graphs_of(core, {}), poisoned():
+                found = logits_of(core, prompts, who, work.same_steps)
             same = [torch.equal(a, b) for a, b in zip(plain, found, strict=True)]
             finite = all(bool(torch.isfinite(one).all()) for one in found)
             log("uninitialised", arm=arm, device=work.device, steps=len(same), same=sum(same), finite=finite)
-
-
-def _logits(
-    core: EngineCore, prompts: Prompts, names: Sequence[str | None], num_tokens: int
-) -> list[torch.Tensor]:
-    """Logits of each step, with graphs captured anew."""
-    runner = core._runner
-    kept: list[torch.Tensor] = []
-    run = runner.run
-
-    def noted(*given: Any) -> torch.Tensor:
-        found = run(*given)
-        kept.append(found.clone())
-        return found
-
-    before = None if runner._graphs is None else runner._graphs._graphs  # keeps the pool of memory
-    if runner._graphs is not None:
-        runner._graphs._graphs = {}
-    with patch.object(runner, "run", noted):
-        ask(core, prompts, names, num_tokens)
-        while core.has_work:
-            core.step()
-    del before
-    return kept
 
 
 @contextmanager
@@ -239,7 +203,7 @@ def lora_launches(log: Log) -> None:
         found: dict[tuple[int, str, str], list[float]] = {}
         for _ in range(3):
             for way in WAYS:
-                with _lora_goes_by(way), _graphs_of(core, graphs.setdefault(way, {})):
+                with _lora_goes_by(way), graphs_of(core, graphs.setdefault(way, {})):
                     if way not in tokens:
                         few = prompts[: work.batches[-2]]
                         tokens[way] = answers(core, few, drawn(names[:8], len(few)), work.same_steps)
@@ -252,13 +216,3 @@ def lora_launches(log: Log) -> None:
         for (batch, arm, way), seconds in found.items():
             claims = {"step_ms": [round(one * 1e3, 4) for one in seconds]} if work.device == "cuda" else {}
             log("lora_launches", **about, batch=batch, arm=arm, way=way, **claims)
-
-
-@contextmanager
-def _graphs_of(core: EngineCore, graphs: dict[Any, Any]) -> Iterator[None]:
-    """Within the context steps are captured to, and replayed from, these."""
-    if core._runner._graphs is None:
-        yield
-    else:
-        with patch.object(core._runner._graphs, "_graphs", graphs):
-            yield

@@ -16,7 +16,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from bench.harness.records import ROOT, Recorder
 from bench.quantised.bench_quantised import LLAMA, PROMPT_LEN
 from moe_lora.report.results import git_state
 
-from .served_tree import ServedTree
+from .served_tree import ServedTree, event_times
 
 STREAMS = (1, 8, 16)
 
@@ -49,15 +48,7 @@ async def _stream(port: int, number: int, vocab_size: int, num_steps: int) -> fl
     prompt = [(number * 131 + i * 17 + 5) % vocab_size for i in range(PROMPT_LEN)]
     asked: dict[str, Any] = {"model": "model", "prompt": prompt, "max_tokens": num_steps + 2}
     asked |= {"temperature": 0, "ignore_eos": True, "stream": True}
-    body = json.dumps(asked).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    times_s, line = [], b""
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            times_s.append(time.perf_counter())
-    writer.close()
+    times_s, line = await event_times(port, "/v1/completions", asked)
     assert len(times_s) >= num_steps + 2, (len(times_s), line)
     return (times_s[-1] - times_s[1]) * num_steps / (len(times_s) - 2)
 

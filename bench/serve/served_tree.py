@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import socket
 import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.request import urlopen
 
 Served = TypeVar("Served", bound="ServedTree")
@@ -42,3 +44,25 @@ class ServedTree:
         self.process.terminate()
         self.process.wait(60)
         os.close(self._log)
+
+
+async def posted(
+    port: int, path: str, asked: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection with this body sent; the server closes it after the answer."""
+    body = json.dumps(asked).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+async def event_times(port: int, path: str, asked: dict[str, Any]) -> tuple[list[float], bytes]:
+    """When each event of a stream came, and the last line."""
+    reader, writer = await posted(port, path, asked)
+    times_s, line = [], b""
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            times_s.append(time.perf_counter())
+    writer.close()
+    return times_s, line

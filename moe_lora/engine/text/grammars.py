@@ -13,6 +13,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from .text import REPLACEMENT
 
 if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
     from .text import Tokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 17
@@ -20,7 +22,7 @@ MAX_GRAMMAR_CHARS = 1 << 17
 MAX_PROBLEM_CHARS = 300
 MAX_JOINED = 8
 """Patterns that one text must match together: each doubles the memory of a check."""
-JSON_OPTIONS: dict[str, Any] = {
+JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
@@ -46,7 +48,7 @@ def json_grammar(schema: Any) -> str:
         raise ValueError("the schema is nested too deeply") from None
     if '"allOf"' in text and text.count('"pattern"') > MAX_JOINED:
         raise ValueError(f"the schema has allOf and more than {MAX_JOINED} patterns; leave some out")
-    return LLMatcher.grammar_from_json_schema(_bounded(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(_bounded(text), overrides=JSON_OPTIONS)
 
 
 def regex_grammar(pattern: str) -> str:
