@@ -127,8 +127,8 @@ MODELS = (
     unused("--speculative-config", _NO_DRAFT),
     unused("--speculative-model", _NO_DRAFT),
     unused("--num-speculative-tokens", _NO_DRAFT),
-    unused("--guided-decoding-backend", "no request may ask for structured output"),
-    unused("--structured-outputs-config", "no request may ask for structured output"),
+    unused("--guided-decoding-backend", "llguidance compiles all grammars"),
+    unused("--structured-outputs-config", "llguidance compiles all grammars"),
     refused("--logits-processors", _CODE),
     refused("--logits-processor-pattern", _CODE),
 )

@@ -16,7 +16,7 @@ AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavaila
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION_PENALTY = 100.0
-UNFOLLOWABLE = "the grammar can't be followed"
+UNFOLLOWABLE = "no token can follow"
 """Start of the error of an answer without a next token: by the request, not by the engine."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: a division of logits would overflow."""

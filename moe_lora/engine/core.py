@@ -96,6 +96,7 @@ class EngineCore:
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
         """Adapters whose requests end with the next step."""
+        self._on_change: Callable[[], None] = lambda: None
         transfers.on_load = self._note_load
         adapters.store.on_failure = adapters.failures.report
         self._counters = dict.fromkeys(
@@ -138,7 +139,7 @@ class EngineCore:
         """Set callbacks for other threads: `on_loss` at the unexpected end of another process of this
         engine, `on_change` when a waiting request may start.
         """
-        self._transfers.on_change = on_change
+        self._transfers.on_change = self._on_change = on_change
         self._adapters.store.on_change = on_change
         self._transfers.followers.watch(on_loss)
 
@@ -403,7 +404,7 @@ class EngineCore:
         """Made for the first request with a grammar."""
         from moe_lora.engine.step.grammar_masks import Grammars
 
-        return Grammars(self.info)
+        return Grammars(self.info, self._on_change)
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request; returns the last output, or None for an unknown or ended request."""

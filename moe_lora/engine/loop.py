@@ -110,10 +110,9 @@ class EngineLoop(threading.Thread):
 
     def _handle(self, command: Generate | Abort | Call | Callable[[], None], arrival_s: float) -> None:
         if isinstance(command, Generate):
-            if command.request.sampling.grammar is not None and self._compiles(command, arrival_s):
-                return
             try:
-                self._core.add_request(command.request, arrival_s)
+                if command.request.sampling.grammar is None or not self._compiles(command, arrival_s):
+                    self._core.add_request(command.request, arrival_s)
             except Exception as error:
                 self._emit(Rejected(command.request.request_id, error))
         elif isinstance(command, Abort):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from moe_lora.cache.pages import BlockTable
@@ -73,6 +74,10 @@ class Sequence:
     def expect(self, number: int) -> None:
         """Add an unknown token: number `number` of the running step's draws."""
         self.tokens.append(-1 - number)
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Add tokens of the answer that another instance computed."""
+        self.tokens += tokens
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Add the sampled token; returns the finish reason, if any."""

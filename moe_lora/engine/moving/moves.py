@@ -111,7 +111,7 @@ class RequestMoves:
         KV without room is computed instead.  Raises ValueError likewise.
         """
         sequence = self._find(request_id)
-        sequence.tokens += tokens
+        sequence.extend(tokens)
         if sequence.awaits_kv:
             has_room = self._scheduler.reserve(sequence, kv_tokens)
             taken = has_room and self._kv.finish_taking(request_id, kv_tokens, first_page)

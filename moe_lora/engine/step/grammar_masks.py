@@ -3,35 +3,31 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from moe_lora.core.request import UNFOLLOWABLE, FinishReason, GenerateRequest, ModelInfo
-from moe_lora.engine.text.grammars import MAX_PROBLEM_CHARS, grammar_tokenizer, limits
+from moe_lora.engine.text.grammars import MAX_PROBLEM_CHARS, grammar_tokenizer, matcher_of
 from moe_lora.engine.text.text import load_tokenizer
 
-from .logit_edits import EditedSequence
+from .logit_edits import EditedSequence, Mask, bits_of
 
 NUM_COMPILED = 64
 """Compiled grammars that are kept."""
+MAX_COMPILED_CHARS = 1 << 20
+"""Of their texts: a large grammar takes tens of megabytes."""
 NUM_THREADS = 2
+SLOW_S = 0.005
+"""The step does not wait for a mask that takes longer."""
 BITS = 32
-
-
-class Mask(NamedTuple):
-    """words: [ceil(V / 32)] int32, bit i of word w allows token 32 w + i.  forced: tokens of a complete
-    answer, allowed even below min_tokens.
-    """
-
-    words: np.ndarray
-    forced: tuple[int, ...] = ()
-    problem: str | None = None
 
 
 class Follower:
@@ -68,45 +64,79 @@ class Follower:
             allowed = self._ends if matcher.is_accepting() else ()
         for token in allowed:
             words[token // BITS] |= np.uint32(1 << token % BITS)
+        problem = None
         if matcher.is_error() or not words.any():
-            return self.failed(matcher.get_error() or "no token of the vocabulary continues the answer")
-        return Mask(words.view(np.int32), forced)
-
-    def failed(self, why: str) -> Mask:
-        words = np.full(-(-self._vocab_size // BITS), -1, dtype=np.int32)
-        return Mask(words, problem=f"{UNFOLLOWABLE}: {why[:MAX_PROBLEM_CHARS]}")
+            why = matcher.get_error() or "no token of the vocabulary continues the answer"
+            problem = f"{UNFOLLOWABLE}: {why[:MAX_PROBLEM_CHARS]}"
+        return Mask(words, forced, problem)
 
 
 class GrammarSequence(EditedSequence):
-    """A sequence within a grammar."""
+    """A sequence within a grammar.  While a slow mask is computed the sequence is held."""
 
-    def follow(self, follower: Follower, threads: ThreadPoolExecutor) -> None:
-        """Start to compute the first mask."""
-        self._follower, self._threads = follower, threads
-        self._mask = threads.submit(follower.advance, self.request.generated)
+    _is_held = _is_slow = False
 
-    def mask(self) -> Mask:
-        """Of the next token; waits for the thread."""
-        error = self._mask.exception()
-        found = self._mask.result() if error is None else self._follower.failed(str(error))
-        self.problem = found.problem
-        return found
+    def follow(self, follower: Follower, threads: ThreadPoolExecutor, wake: Callable[[], None]) -> None:
+        """Start to compute the first mask.  wake: called after a slow mask, from a thread."""
+        self._follower, self._threads, self._wake = follower, threads, wake
+        self._is_slow = True  # as the first mask may be
+        self._submit(self.request.generated, None)
+
+    @property
+    def held(self) -> bool:
+        return self._is_held or (self._is_slow and not self._next.done())
+
+    @held.setter
+    def held(self, held: bool) -> None:
+        self._is_held = held
+
+    def extend(self, tokens: Seq[int]) -> None:
+        super().extend(tokens)
+        self._submit(tokens, self._next)
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         reason = super().append(token, now_s, eos_token_ids)
-        if self.problem is not None:
-            return "error"
         if reason is None:
-            self._mask = self._threads.submit(self._follower.advance, (token,))
+            self._submit((token,), None)
         return reason
+
+    def _submit(self, tokens: Seq[int], before: Future[Mask] | None) -> None:
+        asked_s = time.monotonic()
+
+        def advance() -> Mask:
+            if before is not None:
+                before.exception()  # began earlier: no wait for a thread
+            return self._follower.advance(tokens)
+
+        def note(done: Future[Mask]) -> None:
+            was_slow, self._is_slow = self._is_slow, time.monotonic() - asked_s > SLOW_S
+            if was_slow:
+                self._wake()
+
+        self._next = self._threads.submit(advance)
+        self._next.add_done_callback(note)
+
+    def _mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask:
+        """Waits for the thread."""
+        if error := self._next.exception():
+            words = np.zeros(-(-vocab_size // BITS), dtype=np.uint32)
+            return Mask(words, problem=f"{UNFOLLOWABLE}: {str(error)[:MAX_PROBLEM_CHARS]}")
+        found, other = self._next.result(), super()._mask(vocab_size, eos_token_ids)
+        if other is None or found.problem is not None:
+            return found
+        words = found.words & other.words
+        if found.forced:
+            words |= bits_of(found.forced, vocab_size)
+        return found._replace(words=words)
 
 
 class Grammars:
-    """Compiled grammars of one engine, the latest used."""
+    """Compiled grammars of one engine, the latest used.  wake: lets the engine look at its requests."""
 
-    def __init__(self, info: ModelInfo) -> None:
-        self._info = info
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar")
+    def __init__(self, info: ModelInfo, wake: Callable[[], None]) -> None:
+        self._info, self._wake = info, wake
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar-masks")
+        self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def compile(self, grammar: str, compiled: Future[LLMatcher] | None = None) -> Future[LLMatcher]:
@@ -114,10 +144,10 @@ class Grammars:
 
         compiled: of an earlier call, perhaps forgotten since.
         """
-        found = self._compiled.get(grammar, compiled) or self._threads.submit(self._compile, grammar)
+        found = self._compiled.get(grammar, compiled) or self._compiler.submit(self._compile, grammar)
         self._compiled[grammar] = found
         self._compiled.move_to_end(grammar)
-        while len(self._compiled) > NUM_COMPILED:
+        while len(self._compiled) > NUM_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_CHARS:
             self._compiled.popitem(last=False)
         return found
 
@@ -131,14 +161,12 @@ class Grammars:
         matcher = compiled.result().deep_copy()
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids)}
         made = GrammarSequence(request, *rest)
-        made.follow(Follower(matcher, sorted(ends), info.eos_token_ids, info.vocab_size), self._threads)
+        follower = Follower(matcher, sorted(ends), info.eos_token_ids, info.vocab_size)
+        made.follow(follower, self._threads, self._wake)
         return made
 
     def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, grammar, limits=limits(), log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"the grammar can't be compiled: {matcher.get_error()[:MAX_PROBLEM_CHARS]}")
-        return matcher
+        return matcher_of(grammar, self._tokenizer)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

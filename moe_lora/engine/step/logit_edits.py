@@ -10,20 +10,35 @@ Legend: S sequences that sample, V vocabulary, N edited logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from moe_lora.core.request import FinishReason
+from moe_lora.core.request import UNFOLLOWABLE, FinishReason
 from moe_lora.engine.sequence import Sequence
 
 from .sampler import forbid_ends, sent
 
-if TYPE_CHECKING:
-    from .grammar_masks import Mask
+
+class Mask(NamedTuple):
+    """words: [ceil(V / 32)] uint32, bit i of word w allows token 32 w + i.  forced: tokens of a complete
+    answer, allowed even below min_tokens.  problem: no token is allowed.
+    """
+
+    words: np.ndarray
+    forced: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """The tokens as words of a `Mask`."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    found = np.fromiter(tokens, np.int64)
+    bits[found[found < vocab_size]] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 class EditedSequence(Sequence):
@@ -33,6 +48,10 @@ class EditedSequence(Sequence):
         super().__post_init__()
         self._in_answer: dict[int, int] = {}
         self._num_counted = 0
+        self._allowed: np.ndarray | None = None
+        bias = self.request.sampling.logit_bias or {}
+        self.bias = np.array([[*bias], [*bias.values()]])
+        """[2, N] fp64: tokens, and what their logits gain."""
 
     def expect(self, number: int) -> None:
         super().expect(number)
@@ -40,13 +59,32 @@ class EditedSequence(Sequence):
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         self.held = False
-        return super().append(token, now_s, eos_token_ids)
+        reason = super().append(token, now_s, eos_token_ids)
+        return reason if self.problem is None else "error"
 
-    def mask(self) -> Mask | None:
-        """The allowed tokens of a grammar; None: any."""
-        return None
+    def mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask | None:
+        """The next token's mask; None: any token.  Without an allowed token the problem is set."""
+        found = self._mask(vocab_size, eos_token_ids)
+        if found is not None and found.problem is None and not found.words.any():
+            what = "allowed tokens, bad words, min_tokens and a grammar exclude every token"
+            found = found._replace(problem=f"{UNFOLLOWABLE}: {what}")
+        if found is not None:
+            self.problem = found.problem
+        return found
 
-    def forbidden(self) -> Iterator[int]:
+    def _mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask | None:
+        sampling = self.request.sampling
+        excluded = {*self._forbidden()}
+        if self.num_generated < sampling.min_tokens:
+            excluded.update(eos_token_ids, sampling.stop_token_ids)
+        if sampling.allowed_token_ids is None and not excluded:
+            return None
+        if self._allowed is None:
+            allowed = sampling.allowed_token_ids
+            self._allowed = bits_of(range(vocab_size) if allowed is None else allowed, vocab_size)
+        return Mask(self._allowed & ~bits_of(excluded, vocab_size) if excluded else self._allowed)
+
+    def _forbidden(self) -> Iterator[int]:
         """Last tokens of bad words whose earlier tokens end the answer so far."""
         num_prompt, tokens = len(self.request.prompt_token_ids), self.tokens
         for word in self.request.sampling.bad_word_ids:
@@ -84,24 +122,16 @@ def edit_logits(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids
     """Edit the rows of edited sequences; of all rows forbid ends below min_tokens."""
     vocab, flat = logits_SV.shape[1], logits_SV.view(-1)
     edited = [(row * vocab, one) for row, one in enumerate(sequences) if isinstance(one, EditedSequence)]
-    _keep_allowed(logits_SV, edited)
-    masks = [(start, mask) for start, one in edited if (mask := one.mask()) is not None]
+    forbid_ends(logits_SV, sequences, eos_token_ids)
+    masks = [(start, mask) for start, one in edited if (mask := one.mask(vocab, eos_token_ids)) is not None]
     if masks:
         _apply_masks(logits_SV, masks)
-    bad = [start + token for start, one in edited for token in one.forbidden()]
-    if bad:
-        flat.index_fill_(0, sent(bad, flat), -math.inf)
-    forbid_ends(logits_SV, sequences, eos_token_ids)
     forced = [start + token for start, mask in masks for token in mask.forced]
     if forced:
         flat.index_fill_(0, sent(forced, flat), 0.0)
-    biases = [
-        (start + token, bias)
-        for start, one in edited
-        for token, bias in (one.request.sampling.logit_bias or {}).items()
-    ]
-    if biases:
-        places, values = zip(*biases, strict=True)
+    if any(one.bias.size for _, one in edited):
+        places = np.concatenate([start + one.bias[0].astype(np.int64) for start, one in edited])
+        values = np.concatenate([one.bias[1] for _, one in edited])
         places_N = sent(places, flat)
         flat[places_N] = flat[places_N] + sent(values, flat, torch.float32)
     losses = [(start, one.penalties()) for start, one in edited]
@@ -115,22 +145,10 @@ def edit_logits(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids
         flat[places_N] = logits_N - frequency_N - presence_N
 
 
-def _keep_allowed(logits_SV: torch.Tensor, edited: Seq[tuple[int, EditedSequence]]) -> None:
-    allowed = [(start, one.request.sampling.allowed_token_ids) for start, one in edited]
-    places = [start + token for start, tokens in allowed for token in tokens or ()]
-    if places:
-        flat, vocab = logits_SV.view(-1), logits_SV.shape[1]
-        places_N = sent(places, flat)
-        kept_N = flat[places_N]
-        rows = [start // vocab for start, tokens in allowed if tokens is not None]
-        logits_SV.index_fill_(0, sent(rows, flat), -math.inf)
-        flat[places_N] = kept_N
-
-
 def _apply_masks(logits_SV: torch.Tensor, masks: Seq[tuple[int, Mask]]) -> None:
     vocab = logits_SV.shape[1]
     rows_N = sent([start // vocab for start, _ in masks], logits_SV)
-    words = sent(np.stack([mask.words for _, mask in masks]), logits_SV, torch.int32)
+    words = sent(np.stack([mask.words.view(np.int32) for _, mask in masks]), logits_SV, torch.int32)
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     allowed_NV = bits.reshape(len(masks), -1)[:, :vocab].bool()
     logits_SV[rows_N] = logits_SV[rows_N].masked_fill(~allowed_NV, -math.inf)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_CHARS = 1 << 17
 """A longer text may need seconds to compile."""
 MAX_PROBLEM_CHARS = 300
-MAX_JOINED = 8
-"""Patterns that one text must match together: each doubles the memory of a check."""
 JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
@@ -46,8 +44,6 @@ def json_grammar(schema: Any) -> str:
         text = json.dumps(schema)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
-    if '"allOf"' in text and text.count('"pattern"') > MAX_JOINED:
-        raise ValueError(f"the schema has allOf and more than {MAX_JOINED} patterns; leave some out")
     return LLMatcher.grammar_from_json_schema(_bounded(text), overrides=JSON_OPTIONS)
 
 
@@ -65,9 +61,18 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def text_grammar(text: str) -> str:
     """Grammar in Lark's or GBNF's syntax.  Raises ValueError."""
-    if text.count("&") > MAX_JOINED:
-        raise ValueError(f"the grammar has more than {MAX_JOINED} intersections (&); leave some out")
     return grammar_from("grammar", _bounded(text))
+
+
+def after(rules: str, grammar: str) -> str:
+    """The grammar behind other Lark rules, which name it @answer.  "": alone."""
+    if not rules:
+        return grammar
+    if not grammar.startswith("{"):
+        inner: list[dict[str, Any]] = [{"lark_grammar": grammar}]
+    else:
+        inner = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {**inner[0], "name": "answer"}, *inner[1:]]})
 
 
 def _bounded(text: str) -> str:
@@ -80,7 +85,20 @@ def check_grammar(grammar: str) -> None:
     """Raises ValueError, with the reason, for a grammar that does not compile within the limits."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_bounded(grammar), limits=limits())
     if is_wrong:
-        raise ValueError(f"the grammar can't be compiled: {'; '.join(messages)[:MAX_PROBLEM_CHARS].strip()}")
+        raise _uncompiled("; ".join(messages))
+    matcher_of(grammar, LLTokenizer(TokenizerWrapper(_Bytes())))
+
+
+def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """The grammar's matcher before the first token.  Raises ValueError."""
+    matcher = LLMatcher(tokenizer, grammar, limits=limits(), log_level=0)
+    if matcher.is_error():
+        raise _uncompiled(matcher.get_error())
+    return matcher
+
+
+def _uncompiled(problem: str) -> ValueError:
+    return ValueError(f"the grammar can't be compiled: {problem[:MAX_PROBLEM_CHARS].strip()}")
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
@@ -94,6 +112,28 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]
         return LLTokenizer(TokenizerWrapper(_DecodedTokens(tokenizer, size, found)), eos_token=found)
 
 
+def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text -> id of tokens that no text of a grammar spells: special ones, and <…> as llguidance has it."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or (token.content[:1], token.content[-1:]) == ("<", ">")
+    }
+
+
+class _Bytes:
+    """A vocabulary of single bytes, for `TokenizerWrapper`."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([one]) for one in range(256)), b"")
+
+    def __call__(self, text: str | bytes) -> Iterable[int]:
+        return text.encode() if isinstance(text, str) else text
+
+
 class _DecodedTokens:
     """A vocabulary's bytes by decoding each token, for `TokenizerWrapper`."""
 
@@ -101,7 +141,7 @@ class _DecodedTokens:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self.eos_token_id = ends[0]
-        special = tokenizer.special_ids | set(ends)
+        special = {*mark_ids(tokenizer).values(), *ends}
         self.special_token_ids = sorted(special)
         self._tokenizer = tokenizer
         anchor = tokenizer.encode("a", add_special_tokens=False)

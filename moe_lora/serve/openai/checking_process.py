@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process for checks of large bodies: starts with the front end, and again after its end."""
+"""The process for checks of large bodies and grammars: starts with the front end, and again after its end."""
 
 from __future__ import annotations
 

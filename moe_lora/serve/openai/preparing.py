@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from anyio import BrokenWorkerProcess, fail_after, to_process
@@ -40,9 +40,13 @@ if TYPE_CHECKING:
     from moe_lora.serve.frontend import AdapterTexts
 
     from .parsers.choice import AnswerParsers
+    from .structured import Asked
 
+T = TypeVar("T")
 _UNBOUNDED_ANSWER_TOKENS = 4096
 """Estimated answer without max_tokens, at most: few answers fill the model's context."""
+MAX_GRAMMARS = 64
+"""Checked grammars that a front end keeps."""
 INLINE_BYTES = 1 << 14
 """Smaller bodies are checked inline, in milliseconds; larger bodies in the other process."""
 
@@ -65,6 +69,7 @@ class Prepared:
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
+    asked: a grammar to check.
     """
 
     body: SamplingFields
@@ -73,6 +78,11 @@ class Prepared:
     answer_tokens: list[int]
     ignored: tuple[str, ...] = ()
     parsers: AnswerParsers | None = None
+    asked: Asked | None = None
+
+    def within(self, grammar: str) -> Prepared:
+        """The request with a checked grammar."""
+        return replace(self, sampling=replace(self.sampling, grammar=grammar), asked=None)
 
 
 class Preparer:
@@ -94,7 +104,7 @@ class Preparer:
         self._limits = limits
         self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
-        self._compiling = asyncio.Lock()
+        self._grammars: dict[str, str] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
@@ -105,33 +115,34 @@ class Preparer:
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
         try:
             if len(content) >= INLINE_BYTES:
-                return await self._elsewhere(kind, bytes(content), bounds, client)
+                args = kind, bytes(content), self._tokenizer, bounds
+                return await self._elsewhere(client, prepare_now, *args)
             body, tokenizer = parse(kind, content, bounds), self._tokenizer
             if texts is not None and body.model in texts.adapters:
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
-            if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
-                sampling = await self._structured(body, sampling)
             add_special = cast("Any", body).add_special_tokens
             encoded = [
                 await self._encode(prompt, add_special) if isinstance(prompt, str) else prompt
                 for prompt in prompts
             ]
-            return prepared(body, sampling, encoded, tokenizer, bounds)
+            request = prepared(body, sampling, encoded, tokenizer, bounds)
+            return await self._within_grammar(request, client) if request.asked else request
         except ApiError as error:
             if error.limit is not None:
                 self._limits.count(error.limit)
             raise
 
-    async def _structured(self, body: SamplingFields, sampling: SamplingParams) -> SamplingParams:
-        """One grammar compiles at a time, in a thread: other requests go on."""
-        from .structured import asked_grammar, with_grammar
+    async def _within_grammar(self, request: Prepared, client: str) -> Prepared:
+        """The request with its grammar; the other process checks a new grammar."""
+        from .structured import checked_grammar
 
-        asked = asked_grammar(body, has_tokenizer=self._tokenizer is not None)
-        if asked is None:
-            return sampling
-        async with self._compiling:
-            return await asyncio.to_thread(with_grammar, asked, sampling)
+        asked, key = request.asked, json.dumps(request.asked)
+        grammar = self._grammars.pop(key, "") or await self._elsewhere(client, checked_grammar, asked)
+        self._grammars[key] = grammar  # the latest used is last
+        if len(self._grammars) > MAX_GRAMMARS:
+            del self._grammars[next(iter(self._grammars))]
+        return request.within(grammar)
 
     async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
         tokenizer = self._tokenizer
@@ -141,24 +152,20 @@ class Preparer:
             return tokenizer.encode(prompt, add_special_tokens=add_special)
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special)
 
-    async def _elsewhere(
-        self, kind: type[SamplingFields], content: bytes, bounds: Bounds, client: str
-    ) -> Prepared:
-        """Prepare in the other process, in turn between clients: at most one queued body per client."""
+    async def _elsewhere(self, client: str, check: Callable[..., T], *args: Any) -> T:
+        """Call `check` in the other process, in turn between clients: at most one queued body per client."""
         limits = self._limits
         turn = self._turns.setdefault(client, asyncio.Lock())
         try:
             with fail_after(limits.config.check_timeout_s):
                 async with turn, self._alone:
                     await self._process.ready()
-                    return await to_process.run_sync(
-                        prepare_now, kind, content, self._tokenizer, bounds, cancellable=True
-                    )
+                    return await to_process.run_sync(check, *args, cancellable=True)
         except TimeoutError:
-            what = "large requests wait too long to be checked; send this one again later, or less at once"
+            what = "checks of large requests and grammars take too long; send this one again later"
             raise limits.refusal("check_time", ApiError(503, what, retry_s=RETRY_S)) from None
         except (BrokenWorkerProcess, OSError) as error:
-            what = "the process that checks large requests ended, or can't be started; send this one again"
+            what = "the process that checks requests ended, or can't be started; send this one again"
             raise limits.refusal("check_time", ApiError(503, what, retry_s=RETRY_S)) from error
 
 
@@ -170,11 +177,6 @@ def prepare_now(
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
-        if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
-            from .structured import asked_grammar, with_grammar
-
-            asked = asked_grammar(body, has_tokenizer=tokenizer is not None)
-            sampling = sampling if asked is None else with_grammar(asked, sampling)
         add_special = cast("Any", body).add_special_tokens
         if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             raise no_tokenizer("a text prompt")
@@ -185,7 +187,12 @@ def prepare_now(
             for prompt in prompts
         ]
         del prompts
-        return prepared(body, sampling, encoded, tokenizer, bounds)
+        request = prepared(body, sampling, encoded, tokenizer, bounds)
+        if request.asked is None:
+            return request
+        from .structured import checked_grammar
+
+        return request.within(checked_grammar(request.asked))
     finally:
         return_memory()
 
@@ -335,13 +342,20 @@ def prepared(
     if body.model_extra or body.stream_options is not None:
         ignored = tuple(map(shown_name, body.unknown_fields()))
         body.drop_unknown()
+    parsers = _parsers(body, prompts, tokenizer, bounds) if isinstance(body, ChatRequest) else None
+    asked = None
+    if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
+        from .structured import asked_grammar
+
+        asked = asked_grammar(body, tokenizer, parsers)
     return Prepared(
         body=body.without_prompt(),
         sampling=sampling,
         prompts=[tuple(one) for one in prompts],
         answer_tokens=answer_tokens,
         ignored=ignored,
-        parsers=_parsers(body, prompts, tokenizer, bounds) if isinstance(body, ChatRequest) else None,
+        parsers=parsers,
+        asked=asked,
     )
 
 

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from moe_lora.core.request import SamplingParams
 from moe_lora.serve.http_errors import ApiError, bad_request
 
 from .protocol import ChatRequest
 
 if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+
+    from .parsers.choice import AnswerParsers
     from .protocol import SamplingFields
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -24,17 +29,29 @@ ALIASES = {
 """Field -> kind: vLLM's older names, then SGLang's."""
 FORMATS = ("text", "json_object", "json_schema")
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "structural_tag")
+_END = "<|end|>"
+_GAP = "\ngap: /\\n{1,2}/"
+MAX_CPU_S = 0.8
+MAX_BYTES = 1 << 28
+"""Memory that the child may add."""
+_TOO_LARGE = (
+    f"the grammar takes more than {MAX_CPU_S} s of processor time or {MAX_BYTES >> 20} MB to compile; "
+    "use fewer alternatives and lower bounds of repetition"
+)
 
 
 class Asked(NamedTuple):
-    """A grammar that a body asks for."""
+    """A grammar that a body asks for.  rules: Lark's, of the reasoning before it."""
 
     field: str
     kind: str
     value: Any
+    rules: str = ""
 
 
-def asked_grammar(body: SamplingFields, *, has_tokenizer: bool) -> Asked | None:
+def asked_grammar(
+    body: SamplingFields, tokenizer: Tokenizer | None, parsers: AnswerParsers | None
+) -> Asked | None:
     """Raises ApiError for two grammars, or for a grammar without a tokenizer."""
     asked = _asked(body)
     if not asked:
@@ -43,22 +60,77 @@ def asked_grammar(body: SamplingFields, *, has_tokenizer: bool) -> Asked | None:
         first, second = (one.field for one in asked[:2])
         raise bad_request(f"{first} and {second} both give a grammar; send one of them", second)
     field = asked[0].field
-    if not has_tokenizer:
+    if tokenizer is None:
         raise bad_request(f"{field} needs a tokenizer, but the model's directory has none", field)
-    return asked[0]
+    if parsers is None or not parsers.reasoning:
+        return asked[0]
+    return asked[0]._replace(rules=reasoning_rules(parsers, tokenizer))
 
 
-def with_grammar(asked: Asked, sampling: SamplingParams) -> SamplingParams:
-    """The parameters with the grammar, compiled once as a check.  Raises ApiError for the field."""
+def checked_grammar(asked: Asked) -> str:
+    """The grammar's text, compiled once as a check.  Raises ApiError for the field.
+
+    For a process of one thread only (`in_child`).
+    """
     from moe_lora.engine.text import grammars
 
-    field, kind, value = asked
-    try:
-        grammar = _grammar(kind, value)
+    def make() -> str:
+        grammar = _grammar(asked.kind, asked.value)
         grammars.check_grammar(grammar)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"{field}: {error}", field) from error
-    return replace(sampling, grammar=grammar)
+        return grammars.after(asked.rules, grammar)
+
+    try:
+        return in_child(make)
+    except ValueError as error:
+        raise bad_request(f"{asked.field}: {error}", asked.field) from error
+
+
+def in_child(make: Callable[[], str]) -> str:
+    """The grammar that `make` returns.
+
+    Forks: for a process of one thread only.  Raises ValueError: of `make`, and beyond the limits.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        _make_and_exit(make, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        found = answer.read()
+    _, status = os.waitpid(child, 0)
+    if status or not found:
+        raise ValueError(_TOO_LARGE)
+    grammar, problem = json.loads(found)
+    if problem is not None:
+        raise ValueError(problem)
+    return str(grammar)
+
+
+def _make_and_exit(make: Callable[[], str], writer: int) -> NoReturn:
+    try:
+        _limit()
+        found: tuple[str | None, str | None]
+        try:
+            found = make(), None
+        except MemoryError:
+            found = None, _TOO_LARGE
+        except (ValueError, RecursionError) as error:
+            found = None, str(error)
+        with os.fdopen(writer, "wb") as answer:
+            answer.write(json.dumps(found).encode())
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _limit() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the allocator's last words
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # then its signal ends the process
+    with suppress(OSError):  # no /proc
+        with open("/proc/self/statm") as sizes:
+            used = int(sizes.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
 
 
 def _asked(body: SamplingFields) -> list[Asked]:
@@ -125,3 +197,39 @@ def _grammar(kind: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{kind} must be a text, not {json.dumps(value)[:64]}")
     return grammars.regex_grammar(value) if kind == "regex" else grammars.text_grammar(value)
+
+
+def reasoning_rules(parsers: AnswerParsers, tokenizer: Tokenizer) -> str:
+    """Lark rules: `start` is the reasoning, then @answer.  "": the answer begins at once."""
+    from .parsers.choice import HARMONY
+    from .parsers.harmony import CHANNEL, MESSAGE, START
+    from .parsers.thinking import REASONING_FORMATS
+
+    if parsers.is_closed:
+        return ""
+    if parsers.reasoning == HARMONY:
+        channel, message, start = (_mark(one, tokenizer) for one in (CHANNEL, MESSAGE, START))
+        until, rule = _until(_END, tokenizer)
+        analysis = f'analysis: {channel} "analysis" {message} {until} {start} "assistant"'
+        return f'start: analysis* {channel} "final" {message} @answer\n{analysis}\n{rule}'
+    marks = REASONING_FORMATS[parsers.reasoning]
+    until, rule = _until(marks.closing, tokenizer)
+    if parsers.is_open:
+        return f"start: {until} gap? @answer\n{rule}{_GAP}"
+    return f"start: ({_mark(marks.opening, tokenizer)} {until} gap?)? @answer\n{rule}{_GAP}"
+
+
+def _mark(text: str, tokenizer: Tokenizer) -> str:
+    """The mark as a special token, or as text."""
+    from moe_lora.engine.text.grammars import mark_ids
+
+    token = mark_ids(tokenizer).get(text)
+    return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _until(closing: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Any text up to a mark: how to use it, and its rule."""
+    mark, text = _mark(closing, tokenizer), "/(.|\\n)*/"
+    if mark.startswith("<["):
+        return f"thought {mark}", f"thought: {text}"
+    return "thought", f"thought[stop={mark}]: {text}"

@@ -46,14 +46,15 @@ _REASONING_SIGNS = {
 class AnswerParsers:
     """The parsers of each choice of a chat.
 
-    tool_format: "" without calls.  reasoning: "" without reasoning.  is_open: the prompt ends in the
-    reasoning.  tools: name -> JSON schema.  shows_reasoning: False: reasoning is left out.  parallel: False:
-    only the first call is in the answer.
+    tool_format: "" without calls.  reasoning: "" without reasoning.  is_open, is_closed: the prompt ends in
+    the reasoning, or after its end.  tools: name -> JSON schema.
+    shows_reasoning: False: reasoning is left out.  parallel: False: only the first call is in the answer.
     """
 
     tool_format: str = ""
     reasoning: str = ""
     is_open: bool = False
+    is_closed: bool = False
     tools: Mapping[str, Any] = field(default_factory=dict)
     shows_reasoning: bool = True
     parallel: bool = True
@@ -91,7 +92,7 @@ def parsers_for(
     shows = body.include_reasoning is not False
     tool_format = ""
     if body.tools and body.tool_choice not in (None, "none", "auto"):
-        reasoning, tool_format = "", FORCED  # the call is the whole answer
+        reasoning, tool_format = reasoning.replace(HARMONY, ""), FORCED  # without channels
     elif body.tools and body.tool_choice != "none":
         tool_format = _tool_format(config.tool_call_parser, template, of_family)
     if HARMONY in (reasoning, tool_format):
@@ -107,9 +108,7 @@ def parsers_for(
     return AnswerParsers(
         tool_format=tool_format,
         reasoning=reasoning,
-        is_open=bool(reasoning)
-        and reasoning != HARMONY
-        and _is_open(reasoning, prompt if body.continue_final_message else prompt[-TAIL_TOKENS:], tokenizer),
+        **_begun(reasoning, prompt if body.continue_final_message else prompt[-TAIL_TOKENS:], tokenizer),
         tools={tool["function"]["name"]: tool["function"].get("parameters") for tool in body.tools or ()},
         shows_reasoning=shows,
         parallel=body.parallel_tool_calls is not False,
@@ -146,8 +145,12 @@ def _reasoning_format(setting: str, template: str) -> str:
     return next((name for sign, name in _REASONING_SIGNS.items() if sign in template), "")
 
 
-def _is_open(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer) -> bool:
+def _begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer) -> dict[str, bool]:
+    """Is the reasoning open, or closed, at the prompt's end?"""
+    if reasoning in ("", HARMONY):
+        return {}
     marks = REASONING_FORMATS[reasoning]
     tail = tokenizer.decode(list(prompt), skip_special_tokens=False)
     opened, closed = tail.rfind(marks.opening), tail.rfind(marks.closing)
-    return opened > closed or (marks.is_open and closed < 0)
+    is_open = opened > closed or (marks.is_open and closed < 0)
+    return {"is_open": is_open, "is_closed": closed >= 0 and not is_open}

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows within a grammar beside others: slow masks, slow grammars, moves; rows without an allowed token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lora.config import EngineConfig
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Rejected, Stop
+from moe_lora.engine.core import EngineCore
+from moe_lora.engine.loop import EngineLoop
+from moe_lora.engine.step import grammar_masks
+from moe_lora.engine.text.grammars import regex_grammar
+from tests.patience import PATIENCE_S
+
+DEMO = Path(__file__).parents[3] / "demo"
+CONFIG = EngineConfig(model_dir=str(DEMO / "model"), eager=True, max_num_seqs=4, num_threads=1)
+PROMPT = (1, 40, 41)
+MANY_STEPS = 200
+
+
+@pytest.fixture(params=["off", "on"])
+def core(request) -> Iterator[EngineCore]:
+    engine = build_engine(EngineConfig(**{**vars(CONFIG), "async_scheduling": request.param}))
+    yield engine
+    engine.close()
+
+
+def ask(name: str, **sampling: Any) -> GenerateRequest:
+    given = {"max_tokens": 12, "temperature": 1.5, "seed": 3, **sampling}
+    return GenerateRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SamplingParams(**given))
+
+
+def step(core: EngineCore, answers: dict[str, list[int]], num: int = MANY_STEPS) -> None:
+    """Up to `num` steps.  answers: gains the tokens."""
+    for _ in range(num):
+        if not core.has_work:
+            return
+        for output in core.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+
+
+class Gate(grammar_masks.Follower):
+    """Masks wait for `opened`."""
+
+    opened = threading.Event()
+
+    def advance(self, tokens):
+        assert self.opened.wait(PATIENCE_S)
+        return super().advance(tokens)
+
+
+def test_others_go_on_while_a_mask_is_computed(core, monkeypatch):
+    grammar = regex_grammar("[a-d]{9}")
+    expected: dict[str, list[int]] = {}
+    core.add_request(ask("within", grammar=grammar))
+    step(core, expected)
+    monkeypatch.setattr(grammar_masks, "Follower", Gate)
+    Gate.opened.clear()
+    answers: dict[str, list[int]] = {}
+    core.grammars.compile(grammar).result(PATIENCE_S)
+    core.add_request(ask("within", grammar=grammar))
+    core.add_request(ask("plain", ignore_eos=True))
+    step(core, answers, 40)
+    assert len(answers["plain"]) == 12
+    assert not answers.get("within")
+    assert core.stalled, "the loop waits for an event"
+    Gate.opened.set()
+    while core.has_work:
+        step(core, answers, 1)
+    assert answers["within"] == expected["within"]
+
+
+def test_the_loop_wakes_after_a_slow_mask(monkeypatch):
+    monkeypatch.setattr(grammar_masks, "Follower", Gate)
+    Gate.opened.clear()
+    inbox, tokens, ended = Inbox(), [], threading.Event()
+
+    def emit(event: Event) -> None:
+        assert isinstance(event, Outputs), event
+        for output in event.outputs:
+            tokens.extend(output.token_ids)
+            if output.finish_reason is not None:
+                ended.set()
+
+    loop = EngineLoop(build_engine(CONFIG), emit, inbox)
+    loop.start()
+    inbox.put(Generate(ask("within", grammar=regex_grammar("abc"))))
+    threading.Timer(0.3, Gate.opened.set).start()
+    assert ended.wait(PATIENCE_S)
+    inbox.put(Stop())
+    loop.join(PATIENCE_S)
+    assert len(tokens) == 4
+
+
+def test_a_grammar_that_compiles_for_long_stops_no_mask(core):
+    answers: dict[str, list[int]] = {}
+    held, going = threading.Event(), threading.Event()
+
+    def compile_for_long() -> None:
+        going.set()
+        held.wait(PATIENCE_S)
+
+    core.grammars.compile(regex_grammar("[a-d]{9}")).result(PATIENCE_S)
+    core.grammars._compiler.submit(compile_for_long)
+    assert going.wait(PATIENCE_S)
+    core.add_request(ask("within", grammar=regex_grammar("[a-d]{9}")))
+    while core.has_work:
+        step(core, answers, 1)
+    held.set()
+    assert len(answers["within"]) == 10
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4])
+def test_a_request_that_moves_goes_on_within_its_grammar(core, cut):
+    request = ask("within", grammar=regex_grammar("([a-d][0-9]){5}"))
+    whole: dict[str, list[int]] = {}
+    core.add_request(request)
+    while core.has_work:
+        step(core, whole, 1)
+    tokens = tuple(whole["within"])
+    moved = GenerateRequest(
+        request_id="moved",
+        prompt_token_ids=PROMPT,
+        sampling=request.sampling,
+        generated=tokens[:cut],
+        held=True,
+    )
+    answers: dict[str, list[int]] = {}
+    core.add_request(moved)
+    while "moved" not in answers:  # the sign of a ready request
+        step(core, answers, 1)
+    core.moves.resume("moved", tokens[cut : cut + 3], 0, 0, False)
+    while core.has_work:
+        step(core, answers, 1)
+    assert (*tokens[: cut + 3], *answers["moved"]) == tokens
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"allowed_token_ids": (50,), "bad_word_ids": ((50,),)},
+        {"allowed_token_ids": (2,), "min_tokens": 3},
+        {"allowed_token_ids": (60,), "grammar": regex_grammar("abc")},
+    ],
+    ids=["bad", "ends", "grammar"],
+)
+def test_edits_that_leave_no_token_end_their_request_alone(core, edits):
+    plain = ask("plain", ignore_eos=True)
+    core.add_request(plain)
+    alone: dict[str, list[int]] = {}
+    step(core, alone)
+    core.add_request(ask("none", **edits))
+    core.add_request(plain)
+    answers, ends = {}, {}
+    while core.has_work:
+        for output in core.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                ends[output.request_id] = (output.finish_reason, output.error)
+    assert ends["none"][0] == "error"
+    assert ends["none"][1].startswith("no token can follow: ")
+    assert (answers["plain"], ends["plain"]) == (alone["plain"], ("length", None))
+
+
+def test_a_failing_compiler_rejects_its_request_alone(monkeypatch):
+    def broken(*_: object) -> Future:
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(grammar_masks.Grammars, "compile", broken)
+    inbox, events = Inbox(), []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Outputs) and event.outputs[-1].finish_reason is not None:
+            inbox.put(Stop())
+
+    loop = EngineLoop(build_engine(CONFIG), emit, inbox)
+    inbox.put(Generate(ask("within", grammar="start: x")))
+    inbox.put(Generate(ask("plain", max_tokens=2)))
+    loop.run()
+    rejected = [one for one in events if isinstance(one, Rejected)]
+    assert [one.request_id for one in rejected] == ["within"]
+    assert events[-1].outputs[-1].request_id == "plain"
