@@ -20,6 +20,7 @@ TABLES = {
     "performance-mixing": "performance:mixing",
     "performance-points": "performance:points",
     "performance-quality": "performance:quality",
+    "plan-check": "plans:checked",
     "plans": "plans:plans",
     "plans-qwen": "plans:qwen",
     "server-overlap": "server:overlap",

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans beside InfiniLoRA's own numbers, from provision_plans.jsonl: docs/results/plans.md."""
+"""Plans beside InfiniLoRA's own numbers and beside a search by simulation: docs/results/plans.md."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import fields
+from statistics import median
+from typing import Any
 
 from bench.provision.plan_cases import Case
 from bench.provision.plan_table import row
@@ -11,7 +14,7 @@ from bench.provision.plan_table import row
 from .evidence import records
 from .markdown import table
 
-FILE = "provision_plans.jsonl"
+FILE, CHECK_FILE = "provision_plans.jsonl", "plan_check.jsonl"
 
 
 def plans() -> str:
@@ -36,3 +39,37 @@ def qwen() -> str:
         for model in ("paper", "corrected"):
             rows.append((inputs, model, *(f"{rates[capacity][model]:.1%}" for capacity in paper)))
     return table(("inputs", "model", *paper), rows)
+
+
+def checked() -> str:
+    """A row a model: plans that hold under other draws, and the GPUs beside the least found."""
+    by_model = defaultdict(list)
+    for one in records(CHECK_FILE, lambda config, result: result["plan"] is not None):
+        by_model[one["config"]["model"]].append(one["result"])
+    head = (
+        "model",
+        "plans",
+        "held",
+        "without a tolerance",
+        "least GPUs found",
+        "one more",
+        "two to four more",
+    )
+    rows = [_checked_row(model, found) for model, found in sorted(by_model.items())]
+    rows.append(_checked_row("all", [one for found in by_model.values() for one in found]))
+    return table((*head, "GPUs / bound, median", "coupled"), rows)
+
+
+def _checked_row(model: str, found: list[dict[str, Any]]) -> tuple[str, ...]:
+    more = [one["excess_gpus"] for one in found]
+    ratios = [one["plan"]["total_gpus"] / one["plan"]["lower_bound"] for one in found]
+    counts = (
+        len(found),
+        sum(one["held"] for one in found),
+        sum(one["held_strictly"] for one in found),
+        sum(one <= 0 for one in more),
+        more.count(1),
+        sum(one > 1 for one in more),
+    )
+    num_coupled = sum(one["plan"]["kind"] == "coupled" for one in found)
+    return (model, *map(str, counts), f"{median(ratios):.2f}", str(num_coupled))
