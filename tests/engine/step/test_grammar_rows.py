@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_lora import LLM
 from moe_lora.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
@@ -190,3 +191,25 @@ def test_a_failing_compiler_rejects_its_request_alone(monkeypatch):
     rejected = [one for one in events if isinstance(one, Rejected)]
     assert [one.request_id for one in rejected] == ["within"]
     assert events[-1].outputs[-1].request_id == "plain"
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel": 2}, {"expert_parallel": 2}], ids=str)
+def test_edits_and_grammars_of_several_ranks_are_those_of_one(ranks):
+    edits = [
+        {"grammar": regex_grammar("([a-d][0-9]){5}")},
+        {"grammar": regex_grammar("[^a-x]+"), "bad_word_ids": ((60,),)},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {40: 5.0}},
+        {"allowed_token_ids": (50, 51, 52)},
+        {},
+    ]
+    sampling = [ask("", **one).sampling for one in edits]
+    adapters = [None, "upper", "upper", None, "upper"]
+    found = []
+    for settings in ({}, ranks):
+        with LLM(
+            str(DEMO / "model"),
+            adapters={"upper": str(DEMO / "adapters" / "upper")},
+            **{"eager": True, "num_threads": 1, "dtype": "float32", **settings},
+        ) as llm:
+            found.append([one.token_ids for one in llm.generate(["hello"] * 5, adapters, sampling)])
+    assert found[0] == found[1]
