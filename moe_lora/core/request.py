@@ -267,6 +267,10 @@ class ModelInfo:
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
 
+STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens that a step computes, as in vLLM."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Gauges (now) and counters (since start) of an engine (docs/reference/prometheus.md).
@@ -279,7 +283,8 @@ class EngineStats:
     lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ.
     host_fallback_rows: computed by the engine instead of a host worker. pool_failed_sources: peers and
     directories. steps_merged: for the adapter's requests alone; steps_mixed: for other requests too.
-    merges, unmerges: complete ones. merge_kept_bytes: original weights on the host.
+    merges, unmerges: complete ones. merge_kept_bytes: original weights on the host. step_counts: steps of up
+    to each of STEP_BUCKETS tokens, and of more; step_tokens: of all steps.
     """
 
     num_running: int = 0
@@ -336,6 +341,8 @@ class EngineStats:
     merge_s: float = 0.0
     unmerge_s: float = 0.0
     merge_kept_bytes: int = 0
+    step_counts: tuple[int, ...] = (0,) * (len(STEP_BUCKETS) + 1)
+    step_tokens: int = 0
 
     @property
     def steps_unmerged(self) -> int:

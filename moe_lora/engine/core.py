@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Readiness
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
+    STEP_BUCKETS,
     AdapterInfo,
     EngineStats,
     FinishReason,
@@ -58,6 +60,10 @@ logger = logging.getLogger(__name__)
 
 NUM_TRIES = 3
 """Consecutive empty plans without running work before the oldest request counts as impossible."""
+COUNTED = (
+    *("num_steps", "step_tokens", "prompt_tokens", "generation_tokens"),
+    *("prefix_query_tokens", "prefix_hit_tokens"),
+)
 
 
 class EngineCore:
@@ -99,9 +105,8 @@ class EngineCore:
         self._on_change: Callable[[], None] = lambda: None
         transfers.on_load = self._note_load
         adapters.store.on_failure = adapters.failures.report
-        self._counters = dict.fromkeys(
-            ("num_steps", "prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefix_hit_tokens"), 0
-        )
+        self._counters = dict.fromkeys(COUNTED, 0)
+        self._step_counts = [0] * (len(STEP_BUCKETS) + 1)
 
     @property
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
@@ -206,6 +211,9 @@ class EngineCore:
 
     def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
         self._counters["num_steps"] += 1
+        num_tokens = sum(item.num_tokens for item in plan)
+        self._counters["step_tokens"] += num_tokens
+        self._step_counts[bisect_left(STEP_BUCKETS, num_tokens)] += 1
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
                 sequence.counted = True
@@ -483,6 +491,7 @@ class EngineCore:
             **self._runner.lora_rows(),
             **self._adapters.store.counters(),
             **self._transfers.figures(self._adapters.page_bytes, self.info.num_kv_blocks),
+            step_counts=tuple(self._step_counts),
             **self._counters,
             **({} if self._merging is None else self._merging.figures()),
         )

@@ -97,3 +97,15 @@ def test_beats_tell_while_an_adapter_finds_no_place(clock):
     loop.run()
     assert True in told["first"]
     assert told["second"] == {False}, "nobody waits any more"
+
+
+def test_steps_are_counted_by_their_tokens():
+    core = build_engine(CONFIG)
+    core.add_request(ask("one", max_tokens=6).request)
+    while core.has_work:
+        core.step()
+    stats = core.stats()
+    core.close()
+    assert stats.step_tokens == 3 + 5, "the last token is not computed"
+    assert sum(stats.step_counts) == stats.num_steps == 6
+    assert stats.step_counts[:2] == (5, 1)

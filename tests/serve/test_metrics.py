@@ -47,6 +47,26 @@ def test_requests_are_counted_and_timed(server):
     assert abs(value(found, "moe_lora:decode_ttft_seconds_sum") - 2 * 0.012) < 1e-9
 
 
+def test_sizes_of_requests_and_steps_are_shown_as_vllms_board_asks(server):
+    for max_tokens in (4, 50):
+        server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": max_tokens, "n": 2})
+    found = samples(server)
+    generated = 2 * (4 + len("hello world") + 1)
+    for name, total in {
+        "request_prompt_tokens": 12,
+        "request_generation_tokens": generated,
+        "request_max_num_generation_tokens": generated,
+        "request_params_max_tokens": 2 * 54,
+        "request_params_n": 8,
+    }.items():
+        assert value(found, f"vllm:{name}_sum") == total, name
+        assert value(found, f"vllm:{name}_count") == 4
+    assert value(found, "vllm:request_params_n_bucket", le="1.0") == 0
+    assert value(found, "vllm:request_decode_time_seconds_count") == 4
+    assert value(found, "vllm:request_inference_time_seconds_count") == 4
+    assert value(found, "vllm:iteration_tokens_total_bucket", le="+Inf") == 0, "this engine has no steps"
+
+
 def test_refused_requests_are_not_counted_as_finished(server):
     assert server.post("/v1/completions", {"prompt": "hello", "model": "nobody"}).status_code == 404
     assert not any(key[0] == "vllm:request_success_total" for key in samples(server))

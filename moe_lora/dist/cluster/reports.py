@@ -25,14 +25,15 @@ SUMMED_GAUGES = (
     "merge_kept_bytes",
 )
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
-COUNTERS = tuple({one.name for one in fields(EngineStats)} - {*SUMMED_GAUGES, *NAMES, "kv_usage"})
+OTHERS = ("kv_usage", "step_counts")
+COUNTERS = tuple({one.name for one in fields(EngineStats)} - {*SUMMED_GAUGES, *NAMES, *OTHERS})
 BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk", "unavailable")
 
 
 def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
     """Counters added up; no gauges."""
     stats = list(parts)
-    return EngineStats(**_sums(stats, COUNTERS))
+    return EngineStats(**_counters(stats))
 
 
 def merge_stats(
@@ -47,7 +48,7 @@ def merge_stats(
         instances=tuple(instances),
         kv_usage=sum(stats.kv_usage for stats in live) / len(live) if live else 0.0,
         **_sums(live, SUMMED_GAUGES),
-        **_sums([*live, *past], COUNTERS),
+        **_counters([*live, *past]),
         **names,
     )
 
@@ -77,3 +78,8 @@ def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
 
 def _sums(stats: Sequence[EngineStats], fields: Iterable[str]) -> dict[str, Any]:
     return {field: sum(getattr(one, field) for one in stats) for field in fields}
+
+
+def _counters(stats: Sequence[EngineStats]) -> dict[str, Any]:
+    counts = zip(EngineStats().step_counts, *(one.step_counts for one in stats), strict=True)
+    return {**_sums(stats, COUNTERS), "step_counts": tuple(map(sum, counts))}

@@ -14,6 +14,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.records import ServerState
 from moe_lora.core.request import (
     PAUSE_BUCKETS_S,
+    STEP_BUCKETS,
     AdapterInfo,
     AdapterResidency,
     EngineStats,
@@ -230,6 +231,10 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         return
     yield from table(GaugeMetricFamily, GAUGES, model_name, stats)
     yield from table(CounterMetricFamily, COUNTERS, model_name, stats)
+    counted = stats.step_counts, stats.step_tokens
+    yield histogram(
+        "vllm:iteration_tokens_total", "Tokens that a step computes.", model_name, STEP_BUCKETS, *counted
+    )
     for name, text, label, fields in LABELLED:
         counts = {(model_name, value): getattr(stats, field) for value, field in fields}
         yield family(CounterMetricFamily, name, text, ("model_name", label), counts)
@@ -353,12 +358,25 @@ def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:
         getattr(moves, "num_failed", None),
     )
     text = "From the source's hold to the target's first token."
-    pauses = HistogramMetricFamily("moe_lora:migration_pause_seconds", text, labels=["model_name"])
-    if moves is not None:
-        bounds = [*(str(bound) for bound in PAUSE_BUCKETS_S), "+Inf"]
-        buckets = list(zip(bounds, accumulate(moves.pause_counts), strict=True))
-        pauses.add_metric([model_name], buckets, moves.pause_s)
-    yield pauses
+    counts, total_s = (None, 0.0) if moves is None else (moves.pause_counts, moves.pause_s)
+    name = "moe_lora:migration_pause_seconds"
+    yield histogram(name, text, model_name, PAUSE_BUCKETS_S, counts, total_s)
+
+
+def histogram(
+    name: str,
+    text: str,
+    model_name: str,
+    bounds: Sequence[float],
+    counts: Sequence[int] | None,
+    total: float,
+) -> Metric:
+    """A family of counted values: up to each bound, and above.  counts: None: no sample."""
+    found = HistogramMetricFamily(name, text, labels=["model_name"])
+    if counts is not None:
+        names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        found.add_metric([model_name], list(zip(names, accumulate(counts), strict=True)), total)
+    return found
 
 
 def server_families(model_name: str, server: ServerState | None) -> Iterator[Metric]:

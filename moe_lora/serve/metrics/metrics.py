@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from .collectors import (
     OUTLOOK_GAUGES,
     cache_config_family,
     engine_families,
+    histogram,
     link_families,
     loaded_family,
     placement_families,
@@ -41,6 +42,8 @@ HISTOGRAMS = {
     "tpot": ("vllm:request_time_per_output_token_seconds", "TPOT: mean of a request.", TOKEN_BUCKETS_S),
     "queue_s": ("vllm:request_queue_time_seconds", "Arrival in the engine until admitted.", WAIT_BUCKETS_S),
     "prefill_s": ("vllm:request_prefill_time_seconds", "Admitted until the first token.", WAIT_BUCKETS_S),
+    "decode_s": ("vllm:request_decode_time_seconds", "First token to the last.", REQUEST_BUCKETS_S),
+    "inference_s": ("vllm:request_inference_time_seconds", "Admitted to last token.", REQUEST_BUCKETS_S),
     "adapter_load_s": (
         "moe_lora:adapter_load_time_seconds",
         "Wait for the adapter to come in.",
@@ -57,6 +60,14 @@ HISTOGRAMS = {
         WAIT_BUCKETS_S,
     ),
 }
+SIZES = {
+    "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens of a request."),
+    "generation_tokens": ("vllm:request_generation_tokens", "Tokens of an answer."),
+    "most_tokens": ("vllm:request_max_num_generation_tokens", "As request_generation_tokens."),
+    "max_tokens": ("vllm:request_params_max_tokens", "max_tokens of a request that has it."),
+    "num_choices": ("vllm:request_params_n", "n of the request, for each of its answers."),
+}
+SIZE_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s")
 """The fields of `RequestTiming` with a histogram."""
 GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
@@ -103,6 +114,12 @@ class Metrics:
             )
             for key, (name, text, buckets) in HISTOGRAMS.items()
         }
+        self.sizes = {
+            key: Histogram(name, text, labels[:1], buckets=SIZE_BUCKETS, registry=self._registry).labels(
+                model_name
+            )
+            for key, (name, text) in SIZES.items()
+        }
         if limit := cluster.front_end.metrics_by_name:
             self.by_adapter = CountsByName("adapter", limit, WAIT_BUCKETS_S, fixed=[model_name])
             self.by_tenant = CountsByName("tenant", limit, WAIT_BUCKETS_S)
@@ -147,13 +164,9 @@ class Metrics:
             yield from placement_families(name, figures, has_points)
         if self._controller.link is not None:
             yield from link_families(name, self._controller.link)
-        bounds = [*(str(float(bound)) for bound in TOKEN_BUCKETS_S), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._gap_counts), strict=True))
+        text = "Time from one token to the next."
         for gap_name in GAP_NAMES:
-            text = "Time from one token to the next."
-            family = HistogramMetricFamily(gap_name, text, labels=["model_name"])
-            family.add_metric([name], buckets, self._gaps_s)
-            yield family
+            yield histogram(gap_name, text, name, TOKEN_BUCKETS_S, self._gap_counts, self._gaps_s)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -171,7 +184,9 @@ class RequestWatch:
         "_arrival_s",
         "_first_s",
         "_last_s",
+        "_max_tokens",
         "_metrics",
+        "_num_choices",
         "_num_tokens",
         "_prompt_tokens",
         "_tenant",
@@ -186,7 +201,10 @@ class RequestWatch:
         adapter: str | None = None,
         tenant: str = "",
         prompt_tokens: int = 0,
+        max_tokens: int | None = None,
+        num_choices: int = 1,
     ) -> None:
+        self._max_tokens, self._num_choices = max_tokens, num_choices
         self._metrics = metrics
         self._visit = visit
         self._adapter = adapter
@@ -224,11 +242,23 @@ class RequestWatch:
         histograms = self._metrics.histograms
         if reason in ("stop", "length"):
             histograms["e2e"].observe(self._last_s - self._arrival_s)
+            histograms["decode_s"].observe(self._last_s - self._first_s)
             if self._num_tokens > 1:
                 histograms["tpot"].observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+            if timing is not None:
+                histograms["inference_s"].observe(self._last_s - self._arrival_s - timing.queue_s)
+            self._observe_sizes(self._metrics.sizes)
         if timing is not None:
             for name in TIMINGS:
                 histograms[name].observe(getattr(timing, name))
+
+    def _observe_sizes(self, sizes: Mapping[str, Histogram]) -> None:
+        sizes["prompt_tokens"].observe(self._prompt_tokens)
+        sizes["generation_tokens"].observe(self._num_tokens)
+        sizes["most_tokens"].observe(self._num_tokens)
+        sizes["num_choices"].observe(self._num_choices)
+        if self._max_tokens is not None:
+            sizes["max_tokens"].observe(self._max_tokens)
 
     def _count_by_name(self, reason: str) -> None:
         metrics, tokens = self._metrics, self._num_tokens

@@ -313,6 +313,8 @@ class Generation:
             adapter=self.adapter,
             tenant=self.caller.tenant,
             prompt_tokens=request.prompt_tokens,
+            max_tokens=self.sampling.max_tokens,
+            num_choices=self.num_choices,
         )
 
     def _failed(self, error: Exception, watchers: Watchers, request: GenerateRequest) -> ApiError:

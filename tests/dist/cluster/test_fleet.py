@@ -386,7 +386,10 @@ def test_loads_of_one_name_at_once_leave_all_instances_alike():
 
 def test_numbers_of_an_ended_instance_stay_in_the_sums():
     async def run() -> None:
-        now = EngineStats(num_running=2, kv_usage=0.5, generation_tokens=7, running_adapters=("b", "a"))
+        counts = (0, 2, *(0,) * 12)
+        now = EngineStats(
+            num_running=2, kv_usage=0.5, generation_tokens=7, running_adapters=("b", "a"), step_counts=counts
+        )
         first = CountingEngine(stats_now=now)
         fleet = fleet_of(first, CountingEngine(stats_now=EngineStats(num_running=1, generation_tokens=1)))
         both = await fleet.stats()
@@ -395,6 +398,7 @@ def test_numbers_of_an_ended_instance_stay_in_the_sums():
         first.alive = False
         left = await fleet.stats()
         assert (left.num_running, left.kv_usage, left.generation_tokens) == (1, 0.0, 8)
+        assert left.step_counts == both.step_counts == counts
         assert [one.num_running for one in left.instances] == [0, 1]
 
     asyncio.run(run())
