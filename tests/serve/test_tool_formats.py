@@ -276,6 +276,55 @@ def test_calls_follow_reasoning():
     assert [name for name, _ in calls] == ["weather", "now"]
 
 
+LONG_TEXTS = {
+    "gap": (" ", "\n", " \t"),
+    "marks": ("\n<tool_call>", "<|channel|>", "[TOOL_CALLS] ", "<think>", "<|python_tag|> ; "),
+    "header": ("<tool_call>x ", "<function=a ", "<|tool_call_begin|>a", "<｜tool▁call▁begin｜>` "),
+    "string": ("</parameter> ", "</parameter>\n<param", "</arg_valu", "\n</func"),
+}
+STARTS = (
+    "",
+    "x",
+    "<think>",
+    "{",
+    "<tool_call>\n<function=weather>\n<parameter=city>\n",
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>",
+    '<tool_call>{"name": "now", "arguments": {}',
+    '[TOOL_CALLS][{"name": "now", "arguments": {}}',
+    '{"name": "now", "parameters": {}}',
+    "<|channel|>analysis<|message|>",
+)
+
+
+@pytest.mark.parametrize("kind", LONG_TEXTS)
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_held_text_is_bounded_and_long_texts_are_the_same_however_they_are_cut(name, kind):
+    found = parsers(name, reasoning="" if name == "harmony" else "qwen3")
+    for start in STARTS:
+        for piece in LONG_TEXTS[kind]:
+            text = start + piece * (1200 // len(piece)) + "end"
+            choice, cuts = ParsedChoice(found), [text[at : at + 7] for at in range(0, len(text), 7)]
+            for cut in cuts:
+                choice.read(cut, ended=False)
+                answer = getattr(choice._parser, "_answer", choice._parser)
+                held = len(choice._parser._rest), len(answer._rest)
+                assert max(held) < 1100 or answer._rest.startswith("{"), (start, piece)
+            assert streamed(found, [text]) == streamed(found, [*cuts, ""]), (start, piece)
+
+
+def test_a_value_is_read_once_however_long_it_is():
+    """Of a type that waits for its end."""
+    for name, opening, mark in [
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=days>\n", "</parameter> x"),
+        ("glm4", "<tool_call>weather<arg_key>days</arg_key><arg_value>", "</arg_valu "),
+    ]:
+        parser = parsers(name).new()
+        parser.push(opening)
+        for number in range(500):
+            parser.push(mark)
+            assert parser._read > number * len(mark) - len(mark)
+
+
 def test_channels_of_harmony():
     text = (
         "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>Look. "

@@ -37,6 +37,23 @@ WRONG_SCHEMA = {
     "type": "function",
     "function": {"name": "f", "parameters": {"properties": {"x": {"type": "?"}}}},
 }
+WILD_SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "$id": "https://tools.example/book.json",
+    "title": "Book",
+    "type": "object",
+    "properties": {
+        "ids": {"type": "array", "items": {"$ref": "#/$defs/id"}, "uniqueItems": True, "maxItems": 2},
+        "how": {"oneOf": [{"const": "a"}, {"type": "integer", "maximum": 9, "minimum": 0}]},
+        "data": {"enum": [{"$ref": "#/nowhere"}]},
+        "file": {"type": "string", "format": "binary", "maxLength": 3},
+    },
+    "required": ["ids", "how", "data"],
+    "additionalProperties": False,
+    "propertyNames": {"pattern": "^[a-z]+$"},
+    "not": {"required": ["none"]},
+    "$defs": {"id": {"enum": [1, 2]}},
+}
 USER = {"role": "user", "content": "hello"}
 CITY = {
     "type": "function",
@@ -244,6 +261,19 @@ def test_past_arguments_of_any_text_are_no_error(arguments):
             "tool_choice",
             "tool_choice: ",
         ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": WILD_SCHEMA},
+                    }
+                ],
+            },
+            "tool_choice",
+            "propertyNames",
+        ),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not in tools"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "must be"),
         ({"tool_choice": {}}, "tool_choice", "must be"),
@@ -405,6 +435,20 @@ def test_a_real_model_answers_with_tools_under_options_of_vllm(tmp_path):
             for choice in ("required", named)
         ]
         streamed = list(client.chat.completions.create(**forced, tool_choice=named, stream=True))
+        wild = {"type": "function", "function": {"name": "book", "parameters": WILD_SCHEMA}}
+        booked = [
+            client.chat.completions.create(
+                **{**forced, "tools": [CITY, wild], "seed": seed},
+                tool_choice={"type": "function", "function": {"name": "book"}},
+            ).choices[0]
+            for seed in range(4)
+        ]
+    assert any(choice.finish_reason == "tool_calls" for choice in booked)
+    for choice in booked:
+        if choice.finish_reason == "tool_calls":
+            found = json.loads(choice.message.tool_calls[0].function.arguments)
+            assert set(found["ids"]) <= {1, 2}
+            assert found["data"] == {"$ref": "#/nowhere"}
     assert message.content
     assert message.content == plain.content
     assert message.tool_calls is None

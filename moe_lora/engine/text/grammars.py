@@ -29,8 +29,11 @@ JSON_OPTIONS: JsonCompileOptions = {
 limits = partial(LLParserLimits, max_grammar_size=100_000, step_lexer_fuel=200_000, verbose_errors=False)
 
 
-def json_grammar(schema: Any) -> str:
-    """Grammar of JSON texts under a schema: an object, a boolean, or either as text.  Raises ValueError."""
+def json_grammar(schema: Any, *, lenient: bool = False) -> str:
+    """Grammar of JSON texts under a schema: an object, a boolean, or either as text.  Raises ValueError.
+
+    lenient: keywords without an effect are left out.
+    """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -44,7 +47,7 @@ def json_grammar(schema: Any) -> str:
         text = json.dumps(schema)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
-    return LLMatcher.grammar_from_json_schema(_bounded(text), overrides=JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(_bounded(text), overrides={**JSON_OPTIONS, "lenient": lenient})
 
 
 def regex_grammar(pattern: str) -> str:

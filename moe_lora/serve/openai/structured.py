@@ -142,8 +142,10 @@ def _asked(body: SamplingFields) -> list[Asked]:
     if isinstance(body, ChatRequest) and body.tools:
         from .parsers.forced import schema_of_calls
 
-        calls = schema_of_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
-        found.append(("tool_choice", "json", calls))
+        calls, strict = schema_of_calls(
+            body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False
+        )
+        found.append(("tool_choice", "json" if strict else "lenient_json", calls))
     return [Asked(*one) for one in found if one[2] not in (None, "", [], False)]
 
 
@@ -188,8 +190,8 @@ def _grammar(kind: str, value: Any) -> str:
         if value is not True:
             raise ValueError(f"json_object is {str(value)[:64]}; send true or leave it out")
         return grammars.json_grammar({"type": "object"})
-    if kind == "json":
-        return grammars.json_grammar(value)
+    if kind in ("json", "lenient_json"):
+        return grammars.json_grammar(value, lenient=kind == "lenient_json")
     if kind == "choice":
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise ValueError("choice must be a list of non-empty texts")

@@ -14,7 +14,7 @@ class DeepSeekCalls(JsonCalls):
     CLOSE = "<｜tool▁call▁end｜>"
     MARKS = (CLOSE, "<｜tool▁sep｜>")
     HEADER = re.compile(
-        r"\s*(?:function<｜tool▁sep｜>(?P<fenced>[^\n`<{]+)\n```json\s*|(?P<plain>[^\n`<{]+)<｜tool▁sep｜>\s*)(?=\{)"
+        r"\s*(?!\s)(?:function<｜tool▁sep｜>(?P<fenced>[^\n`<{]+)\n```json\s*|(?P<plain>[^\n`<{]+)<｜tool▁sep｜>\s*)(?=\{)"
     )
     FILLER = " \t\r\n`"
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from .json_calls import OBJECT, ListedCalls
 
 
 class ForcedCalls(ListedCalls):
-    HEADER = re.compile(rf"\s*\[?{OBJECT}", re.DOTALL)
+    HEADER = re.compile(rf"(?:\s*\[)?{OBJECT}", re.DOTALL)
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
@@ -21,21 +20,21 @@ class ForcedCalls(ListedCalls):
 
 def schema_of_calls(
     tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, *, parallel: bool
-) -> dict[str, Any] | None:
-    """JSON schema of the calls; None: the choice forces no call."""
+) -> tuple[dict[str, Any] | None, bool]:
+    """JSON schema of the calls, and whether a function is strict; None: the choice forces no call."""
     if choice in (None, "none", "auto"):
-        return None
+        return None, False
     wanted = choice["function"]["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools if wanted in (None, tool["function"]["name"])]
     most = {} if parallel and wanted is None else {"maxItems": 1}
     calls = [_schema_of_call(function, place) for place, function in enumerate(functions)]
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+    strict = any(function.get("strict") is True for function in functions)
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}, strict
 
 
 def _schema_of_call(function: Mapping[str, Any], place: int) -> dict[str, Any]:
-    given = {"type": "object", **(function.get("parameters") or {})}
-    # References begin at the root of the schema.
-    text = json.dumps(given).replace('"$ref": "#', f'"$ref": "#/items/anyOf/{place}/properties/arguments')
-    properties = {"name": {"const": function["name"]}, "arguments": json.loads(text)}
+    # An $id of its own makes references begin at the function's schema.
+    arguments = {"$id": f"urn:call:{place}", "type": "object", **(function.get("parameters") or {})}
+    properties = {"name": {"const": function["name"]}, "arguments": arguments}
     closed = {"required": [*properties], "additionalProperties": False}
     return {"type": "object", "properties": properties, **closed}

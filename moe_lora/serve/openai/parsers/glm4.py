@@ -12,7 +12,7 @@ class Glm4Calls(TaggedCalls):
     OPEN = ("<tool_call>",)
     HEADER = re.compile(r"\s*([^<>\s{}]+)\s*(?=<arg_key>|</tool_call>)")
     KEY = "<arg_key>"
-    ARGUMENT = re.compile(r"\s*<arg_key>\s*([^<>\n]+?)\s*</arg_key>\s*<arg_value>")
+    ARGUMENT = re.compile(r"\s*<arg_key>\s*(?!\s)([^<>\n]*[^<>\s])\s*</arg_key>\s*<arg_value>")
     VALUE_END = "</arg_value>"
     FINISH = ("</tool_call>",)
     CLOSE = "</tool_call>"

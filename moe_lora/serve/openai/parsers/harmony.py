@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .machine import MAX_HEADER_CHARS, JsonScan, Kind, Parser, held_chars
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, JsonScan, Kind, Parser, held_chars
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -34,12 +34,14 @@ class Harmony(Parser):
 
     def _between(self) -> bool:
         """Before a message's header."""
-        rest = self._rest.lstrip()
-        if any(rest.startswith(mark) for mark in _BEGINNINGS):
-            self._source, self._state = "", self._header
-            return True
-        if not self._ended and any(mark.startswith(rest) for mark in _BEGINNINGS):
-            return False
+        gap = self._gap_chars()
+        rest = self._rest[gap : gap + max(map(len, _BEGINNINGS))]
+        if gap <= MAX_GAP_CHARS:
+            if rest.startswith(_BEGINNINGS):
+                self._source, self._state = "", self._header
+                return True
+            if not self._ended and any(mark.startswith(rest) for mark in _BEGINNINGS):
+                return False
         self._state = self._content
         return True
 

@@ -8,13 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .machine import MAX_HEADER_CHARS, JsonScan, Parser
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, JsonScan, Parser
 
 OBJECT = (
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 """The start of an object with the name first."""
+_OBJECTS = re.compile(r"(?:\s*\[)?\s*\{")
 
 
 class JsonCalls(Parser):
@@ -31,23 +32,27 @@ class JsonCalls(Parser):
         self._scan = JsonScan()
         self._is_outer = self.OUTER
         self._close_from = 0
+        self._is_long = False
+        """The start is not a header, but perhaps an object with other keys first."""
 
     def _header(self) -> bool:
         close = self._rest.find(self.CLOSE, self._close_from) if self.CLOSE else -1
         self._close_from = max(0, len(self._rest) - len(self.CLOSE))
         most = MAX_HEADER_CHARS if close < 0 else min(MAX_HEADER_CHARS, close + len(self.CLOSE) - 1)
-        found = self.HEADER.match(self._rest, 0, most)
+        found = None if self._is_long else self.HEADER.match(self._rest, 0, most)
         name = None if found is None else self._name(found)
         if found is not None and name is not None:
-            self._close_from = 0
+            self._close_from, self._is_long = 0, False
             self._is_outer = self.OUTER or ("quoted" in found.groupdict() and bool(found["quoted"]))
             self._consume(found.end())
             self._start_call(name, found.groupdict().get("id") or "")
             self._scan, self._state = JsonScan(), self._arguments
             return True
         if found is None and close < 0 and not self._ended:
-            return False
-        self._close_from = 0
+            self._is_long = len(self._rest) >= MAX_HEADER_CHARS
+            if not self._is_long or _may_be_objects(self._rest):
+                return False
+        self._close_from, self._is_long = 0, False
         text = self._rest if close < 0 else self._rest[:close]
         if not self._complete(text, len(text) + (len(self.CLOSE) if close >= 0 else 0)):
             self._reject()
@@ -65,7 +70,7 @@ class JsonCalls(Parser):
 
     def _complete(self, text: str, num_chars: int) -> bool:
         """Read whole objects, with keys in any order.  False: no calls."""
-        calls = _calls_in(text)
+        calls = _calls_in(text) if _may_be_objects(text) else []
         if not calls or not all(self._is_known(name) for name, _ in calls):
             return False
         self._consume(num_chars)
@@ -114,17 +119,21 @@ class ListedCalls(JsonCalls):
 
     def _between(self) -> bool:
         """After an object of a list: a comma, or the list's end."""
-        rest = self._rest.lstrip()
-        if not rest and not self._ended:
+        gap = self._gap_chars()
+        if gap == len(self._rest) and not self._ended and gap <= MAX_GAP_CHARS:
             return False
         self._state = self._content
-        if rest[:1] in {",", "]"}:
+        if self._rest[gap : gap + 1] in {",", "]"}:
             self._source = ""
-            if self._consume(len(self._rest) - len(rest) + 1)[-1] == ",":
+            if self._consume(gap + 1)[-1] == ",":
                 self._state = self._header
             else:
                 self._source = None
         return True
+
+
+def _may_be_objects(text: str) -> bool:
+    return _OBJECTS.match(text, 0, MAX_HEADER_CHARS) is not None
 
 
 def _calls_in(text: str) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .json_calls import OBJECT, JsonCalls
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS
 
 TAG = "<|python_tag|>"
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
@@ -29,23 +30,24 @@ class Llama3Calls(JsonCalls):
 
     def _between(self) -> bool:
         """Before an object: white space, semicolons, the tag."""
-        rest = self._rest.lstrip("; \t\r\n" if self._had_call else " \t\r\n")
-        if not self._ended and TAG.startswith(rest):
+        gap = self._gap_chars("; \t\r\n" if self._had_call else " \t\r\n")
+        rest = self._rest[gap : gap + len(TAG)]
+        if not self._ended and TAG.startswith(rest) and rest != TAG and gap <= MAX_GAP_CHARS:
             return False
-        if not rest and self._had_call:
+        if not rest and self._had_call and gap <= MAX_GAP_CHARS:
             self._rest = ""
         if not rest.startswith((TAG, "{")):
             self._state = self._content
             return True
         self._source = ""
-        self._consume(len(self._rest) - len(rest) + (len(TAG) if rest.startswith(TAG) else 0))
+        self._consume(gap + (len(TAG) if rest == TAG else 0))
         self._state = self._header
         return True
 
     def _header(self) -> bool:
-        key = _FIRST_KEY.match(self._rest, 0, 256)
-        rest = self._rest.lstrip()
-        is_object = rest.startswith("{") or not rest
+        key = _FIRST_KEY.match(self._rest, 0, MAX_HEADER_CHARS)
+        gap = self._gap_chars()
+        is_object = gap <= MAX_GAP_CHARS and self._rest[gap : gap + 1] in ("{", "")
         if not is_object or (key is not None and key[1] not in _KEYS):
             self._reject()
             return True

@@ -2,7 +2,7 @@
 """The state machine below all formats: text in, events out.
 
 The events of a text do not depend on the cuts between its pieces: a state reads its buffer only as far as
-later text cannot change the result.
+later text cannot change the result.  The work of all states is linear in the text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-MAX_HEADER_CHARS = 4096
+MAX_HEADER_CHARS = 1024
 """Longest text between a mark and a call's arguments."""
+MAX_GAP_CHARS = 256
+"""Longest white space that a state looks over."""
 _OUTSIDE_STRINGS = frozenset(" \t\r\n:,0123456789+-.eEtrufalsn")
 
 Kind = Literal["content", "reasoning", "call", "arguments", "end", "cut"]
@@ -40,6 +42,12 @@ def held_chars(text: str, marks: Sequence[str]) -> int:
         if any(mark.startswith(end) for mark in marks):
             return length
     return 0
+
+
+def without_gap(text: str, gap: str | None) -> str:
+    """The text without up to MAX_GAP_CHARS of these characters at its end.  gap: None: white space."""
+    head = text[:-MAX_GAP_CHARS]
+    return head + text[len(head) :].rstrip(gap)
 
 
 class JsonScan:
@@ -133,6 +141,14 @@ class Parser:
             self._source += text
         return text
 
+    def _gap_chars(self, chars: str | None = None) -> int:
+        """The number of these characters at the start; one more than MAX_GAP_CHARS for any longer run.
+
+        chars: None: white space.
+        """
+        head = self._rest[: MAX_GAP_CHARS + 1]
+        return len(head) - len(head.lstrip(chars))
+
     def _content(self) -> bool:
         """Content up to the next mark."""
         marks = self.OPEN + self.NOISE
@@ -141,13 +157,13 @@ class Parser:
             held = 0
             if not self._ended:
                 head = self._rest[: len(self._rest) - held_chars(self._rest, marks)]
-                held = len(self._rest) - len(head.rstrip(self.GAP) if self.GAP else head)
+                held = len(self._rest) - len(without_gap(head, self.GAP))
             text = self._consume(len(self._rest) - held)
             if text.strip() or not (self._ended and self._had_call):
                 self._emit("content", text)
             return False
         text = self._consume(found.start())
-        self._emit("content", text.rstrip(self.GAP) if self.GAP else text)
+        self._emit("content", without_gap(text, self.GAP))
         self._source = ""
         if self._consume(len(found[0])) in self.OPEN:
             self._state = self._header
@@ -169,11 +185,13 @@ class Parser:
 
     def _close(self) -> bool:
         """From the arguments to the call's end."""
-        rest = self._rest.lstrip(self.FILLER)
-        if rest.startswith(self.CLOSE):
-            self._consume(len(self._rest) - len(rest) + len(self.CLOSE))
-        elif self.CLOSE.startswith(rest) and not self._ended:
-            return False
+        filler = self._gap_chars(self.FILLER)
+        rest = self._rest[filler : filler + len(self.CLOSE)]
+        if filler <= MAX_GAP_CHARS:
+            if rest == self.CLOSE:
+                self._consume(filler + len(self.CLOSE))
+            elif self.CLOSE.startswith(rest) and not self._ended:
+                return False
         self._end_call()
         return True
 

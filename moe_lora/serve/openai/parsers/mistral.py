@@ -13,7 +13,7 @@ class MistralCalls(ListedCalls):
     OPEN = ("[TOOL_CALLS]",)
     MARKS = ("[ARGS]", "[CALL_ID]")
     HEADER = re.compile(
-        rf"\s*\[?{OBJECT}|\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{{)",
+        rf"(?:\s*\[)?{OBJECT}|\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{{)",
         re.DOTALL,
     )
 

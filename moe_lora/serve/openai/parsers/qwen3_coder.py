@@ -10,9 +10,9 @@ from .tagged_calls import TaggedCalls
 
 class Qwen3CoderCalls(TaggedCalls):
     OPEN = ("<tool_call>", "<function=")
-    HEADER = re.compile(r"\s*(?:<function=)?\s*([^<>\s]+)\s*>")
+    HEADER = re.compile(r"(?:\s*<function=)?\s*([^<>\s]+)\s*>")
     KEY = "<parameter="
-    ARGUMENT = re.compile(r"\s*<parameter=\s*([^<>\n]+?)\s*>")
+    ARGUMENT = re.compile(r"\s*<parameter=\s*(?!\s)([^<>\n]*[^<>\s])\s*>")
     VALUE_END = "</parameter>"
     FINISH = ("</function>", "</tool_call>")
     CLOSE = "</tool_call>"

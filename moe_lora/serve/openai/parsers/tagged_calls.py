@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .machine import MAX_HEADER_CHARS, Parser, held_chars
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, Parser, held_chars
 
 STRING = frozenset({"string"})
 ANY: frozenset[str] = frozenset()
@@ -39,9 +39,15 @@ class TaggedCalls(Parser):
         self._schema: Any = None
         self._separator = ""
         self._types = STRING
+        self._read = 0
+        """Characters of the buffer without the value's end."""
+
+    def _consume(self, num_chars: int) -> str:
+        self._read = max(0, self._read - num_chars)
+        return super()._consume(num_chars)
 
     def _header(self) -> bool:
-        close = self._rest.find(self.CLOSE)
+        close = self._rest.find(self.CLOSE, 0, MAX_HEADER_CHARS + len(self.CLOSE))
         most = MAX_HEADER_CHARS if close < 0 else min(MAX_HEADER_CHARS, close + len(self.CLOSE))
         found = self.HEADER.match(self._rest, 0, most)
         if found is None:
@@ -58,22 +64,25 @@ class TaggedCalls(Parser):
 
     def _argument(self) -> bool:
         """Between two arguments."""
-        found = self.ARGUMENT.match(self._rest, 0, MAX_HEADER_CHARS)
+        gap = self._gap_chars()
+        found = None if gap > MAX_GAP_CHARS else self.ARGUMENT.match(self._rest, 0, MAX_HEADER_CHARS)
         if found is not None:
             self._consume(found.end())
             self._types = types_of(self._schema, found[1])
             self._emit("arguments", f"{self._separator}{json.dumps(found[1], ensure_ascii=False)}: ")
             self._separator, self._state = ", ", self._value
             return True
-        rest = self._rest.lstrip()
+        marks = self.KEY, *self.FINISH
+        rest = self._rest[gap : gap + max(map(len, marks))]
         finish = next((mark for mark in self.FINISH if rest.startswith(mark)), None)
-        if finish is not None:
+        if finish is not None and gap <= MAX_GAP_CHARS:
             self._emit("arguments", "}")
-            self._consume(len(self._rest) - len(rest) + (len(finish) if finish != self.CLOSE else 0))
+            self._consume(gap + (len(finish) if finish != self.CLOSE else 0))
             self._state = self._close
             return True
         may_follow = rest.startswith(self.KEY) and len(self._rest) <= MAX_HEADER_CHARS
-        if not self._ended and (may_follow or any(one.startswith(rest) for one in (self.KEY, *self.FINISH))):
+        may_follow = may_follow or any(one.startswith(rest) for one in marks)
+        if not self._ended and may_follow and gap <= MAX_GAP_CHARS:
             return False
         self._end_call()
         return True
@@ -119,15 +128,19 @@ class TaggedCalls(Parser):
         """The value's end and True, or the end of its certain part and False."""
         rest = self._rest
         marks = (self.VALUE_END, *self.EARLY)
-        for found in re.finditer("|".join(map(re.escape, marks)), rest):
+        most = max(map(len, self.NEXT))
+        for found in re.compile("|".join(map(re.escape, marks))).finditer(rest, self._read):
             if found[0] != self.VALUE_END:
                 return found.start(), True
-            after = rest[found.end() :].lstrip()
+            after = rest[found.end() : found.end() + MAX_GAP_CHARS + most].lstrip()
             if after.startswith(self.NEXT):
                 return found.start(), True
-            if any(one.startswith(after) for one in self.NEXT):
+            may_follow = any(one.startswith(after) for one in self.NEXT)
+            if may_follow and len(rest) < found.end() + MAX_GAP_CHARS + most:
+                self._read = found.start()
                 return found.start(), False
-        return len(rest) - held_chars(rest, marks), False
+        self._read = len(rest) - held_chars(rest, marks)
+        return self._read, False
 
     def _read_value(self, end: int) -> str:
         text = self._consume(end)

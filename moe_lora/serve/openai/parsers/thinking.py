@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .machine import Event, Parser, held_chars
+from .machine import MAX_GAP_CHARS, Event, Parser, held_chars, without_gap
 
 
 class Marks(NamedTuple):
@@ -49,11 +49,12 @@ class Thinking(Parser):
         self._state = self._start
 
     def _start(self) -> bool:
-        rest, opening = self._rest.lstrip(), self._marks.opening
-        if opening.startswith(rest) and rest != opening and not self._ended:
+        gap, opening = self._gap_chars(), self._marks.opening
+        rest = self._rest[gap : gap + len(opening)]
+        if opening.startswith(rest) and rest != opening and not self._ended and gap <= MAX_GAP_CHARS:
             return False
-        if rest.startswith(opening):
-            self._consume(len(self._rest) - len(rest) + len(opening))
+        if rest == opening and gap <= MAX_GAP_CHARS:
+            self._consume(gap + len(opening))
             self._is_open = True
         self._state = self._reasoning if self._is_open else self._content
         return True
@@ -76,7 +77,7 @@ class Thinking(Parser):
             self._consume(len(text) - len(text.lstrip()))
             text = text.lstrip()
             self._has_begun = bool(text)
-        self._emit("reasoning", self._consume(len(text.rstrip())))
+        self._emit("reasoning", self._consume(len(without_gap(text, None))))
 
     def _gap(self) -> bool:
         """White space between reasoning and answer."""
