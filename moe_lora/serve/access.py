@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 STATUS = frozenset({"/metrics", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/v1/models"}
-"""Paths for every key, beside the paths below /v1/models/; other paths need an administrator."""
+_BELOW = ("/v1/models/", "/v1/responses/")
+"""Paths for every key, and beginnings of such paths; other paths need an administrator."""
 _PERIOD_S = 60.0
 
 
@@ -189,7 +190,7 @@ class Access:
 
     def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
         path: str = scope["path"]
-        is_admins = path not in _FOR_ALL and not path.startswith("/v1/models/")
+        is_admins = path not in _FOR_ALL and not path.startswith(_BELOW)
         at_admins = self._came_to_admins(scope)
         if is_admins and not at_admins:
             return "admin", _not_found(scope)

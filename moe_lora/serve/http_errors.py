@@ -242,7 +242,9 @@ def _lines(field: str, problems: list[dict[str, Any]]) -> list[str]:
     if not any(_names_form(part) for problem in problems for part in problem["loc"]):
         return [_line(problem) for problem in problems]
     telling = [problem for problem in problems if problem["type"] not in WRONG_TYPE]
-    return [_line(problem) for problem in telling] or [f"{field}: allowed are {FORMS[field]}"]
+    if not telling and field in FORMS:
+        return [f"{field}: allowed are {FORMS[field]}"]
+    return [_line(problem) for problem in telling or problems]
 
 
 def _line(problem: dict[str, Any]) -> str:

@@ -32,6 +32,8 @@ OFF = (
     "moe_lora.provision",
     "moe_lora.report",
     "moe_lora.serve.api_keys",
+    "moe_lora.serve.openai.converted",
+    "moe_lora.serve.openai.responses",
     "moe_lora.serve.reload",
     "moe_lora.sim",
     "moe_lora.timing",
