@@ -17,14 +17,14 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
-from .http_errors import ApiError, JsonResponse
+from .http_errors import MESSAGES, ApiError, JsonResponse
 
 if TYPE_CHECKING:
     from .api_keys import AdminKeys, ApiKey, KeyRing
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES})
 STATUS = frozenset({"/metrics", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/v1/models"}
@@ -186,7 +186,7 @@ class Access:
             reason, error = refusal
             self._count(reason)
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else error.headers
-            await JsonResponse(error.body, error.status, headers)(scope, receive, send)
+            await JsonResponse(error.body_for(scope["path"]), error.status, headers)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
         path: str = scope["path"]
@@ -201,7 +201,7 @@ class Access:
             return None
         key = self._keys.find(_bearer(scope))
         if key is None:
-            what = "no valid API key was sent; send one as Authorization: Bearer KEY"
+            what = "no valid API key was sent; send one as Authorization: Bearer KEY, or as x-api-key: KEY"
             return "key", ApiError(401, what)
         if is_admins and not key.admin:
             what = f"{scope['method']} {path} needs the key of an administrator"
@@ -234,11 +234,15 @@ def _not_found(scope: Scope) -> ApiError:
 
 
 def _bearer(scope: Scope) -> str:
+    """The key of the request; `Authorization` goes before Anthropic's `x-api-key`."""
+    other = ""
     for name, value in scope["headers"]:
         if name == b"authorization":
             kind, _, text = value.decode("latin-1").partition(" ")
             return text.strip() if kind.lower() == "bearer" else ""
-    return ""
+        if name == b"x-api-key":
+            other = value.decode("latin-1").strip()
+    return other
 
 
 def _allowance(kept: dict[str, Allowance], key: str, what: str, per_minute: float | None) -> Allowance | None:

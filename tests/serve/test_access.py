@@ -235,6 +235,7 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
         *("/v1/models", "/v1/models/{model}"),
         *("/v1/completions", "/v1/chat/completions"),
         *("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
     }
     for path in ("/metrics", "/v1/adapters"):
         assert tenants.ask("admin", "GET", path).status_code == 200

@@ -31,6 +31,7 @@ OFF = (
     "moe_lora.policies.routing.model_routing",
     "moe_lora.provision",
     "moe_lora.report",
+    "moe_lora.serve.anthropic",
     "moe_lora.serve.api_keys",
     "moe_lora.serve.openai.converted",
     "moe_lora.serve.openai.responses",

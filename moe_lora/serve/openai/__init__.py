@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from .preparing import Preparer
 
 LATER = (
-    ("POST /v1/responses", "responses.endpoints.create", "Answer with items (OpenAI's Responses)."),
-    ("GET /v1/responses/{response_id}", "responses.endpoints.read", "A stored response."),
-    ("DELETE /v1/responses/{response_id}", "responses.endpoints.remove", "Delete a stored response."),
-    ("POST /v1/responses/{response_id}/cancel", "responses.endpoints.cancel", "Refused: it has ended."),
+    ("POST /v1/responses", "openai.responses.endpoints.create", "Answer with items (OpenAI's Responses)."),
+    ("GET /v1/responses/{response_id}", "openai.responses.endpoints.read", "A stored response."),
+    ("DELETE /v1/responses/{response_id}", "openai.responses.endpoints.remove", "Delete a stored response."),
+    ("POST /v1/responses/{response_id}/cancel", "openai.responses.endpoints.cancel", "Refused."),
+    ("POST /v1/messages", "anthropic.endpoints.create", "Answer a conversation (Anthropic's Messages)."),
+    ("POST /v1/messages/count_tokens", "anthropic.endpoints.count", "Tokens of the conversation."),
 )
 """Endpoint, method of a module's `Endpoints`, description.  The first request imports the module."""
 _BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
@@ -36,7 +38,7 @@ def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
 
         async def handle(request: Request) -> Response:
             if module not in loaded:
-                found = await asyncio.to_thread(import_module, f"{__name__}.{module}")
+                found = await asyncio.to_thread(import_module, f"moe_lora.serve.{module}")
                 loaded.setdefault(module, found.Endpoints(frontend, preparer))
             response: Response = await getattr(loaded[module], name)(request)
             return response

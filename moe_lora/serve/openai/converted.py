@@ -108,7 +108,7 @@ def unsupported(place: str, allowed: Sequence[Any] = ()) -> FieldError:
 def content_of(value: Any, place: str, kinds: Sequence[str], unknown: dict[str, None]) -> Any:
     """Content of a chat's message from a text, or from text parts of these kinds."""
     if isinstance(value, str):
-        return expect(value, str, place)
+        return str(expect(value, str, place))
     texts = []
     for number, given in enumerate(expect(value, list, place)):
         with Fields(given, f"{place}[{number}]", unknown) as part:
@@ -118,6 +118,11 @@ def content_of(value: Any, place: str, kinds: Sequence[str], unknown: dict[str, 
                 raise wrong(part.place, what)
             part.skip("annotations", "logprobs", "cache_control", "citations")
             texts.append(part.text("text"))
+    return as_content(texts)
+
+
+def as_content(texts: Sequence[str]) -> Any:
+    """Content of a chat's message: one text, or parts."""
     if len(texts) < 2:
         return "".join(texts)
     return [{"type": "text", "text": text} for text in texts]
