@@ -285,7 +285,7 @@ def test_the_client_parses_a_schema():
         ({"messages": [{}]}, "messages", "send input"),
         ({"n": 2}, "n", "leave it out"),
         ({"max_output_token": 5}, "max_output_token", "did you mean"),
-        ({"reasoning": {"efort": "low"}}, "efort", "did you mean effort"),
+        ({"reasoning": {"Effort": "low"}}, "Effort", "did you mean effort"),
         ({"lora_name": "shout"}, "lora_name", "name the adapter in model"),
     ],
 )

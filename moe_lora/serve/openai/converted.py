@@ -90,7 +90,7 @@ def expect(value: Any, kind: type, place: str) -> Any:
         raise wrong(place, f"must be {_TYPES[kind]}")
     if kind is str:
         try:
-            whole_characters(value)
+            whole_characters(str(value))
         except ValueError as error:
             raise wrong(place, str(error)) from None
     return value
@@ -224,7 +224,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error with the fields' names of another interface.  names: by the chat's names."""
     if isinstance(error, BodyError):
         return error
-    if error.param in names:
+    if error.param is not None and error.param in names:
         error.param = names[error.param]
     for name, here in names.items():
         if "_" in name:  # other names are words too

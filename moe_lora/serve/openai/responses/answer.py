@@ -30,9 +30,9 @@ class ResponseFormat(BlockFormat):
     def __init__(self, tokenizer: Tokenizer, prepared: Prepared, store: ResponseStore, owner: str) -> None:
         super().__init__(tokenizer, prepared)
         assert isinstance(prepared.body, ResponsesChat)
-        self._shown = prepared.body.shown
+        self._echoed = prepared.body.shown
         self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
-        self._store = None if self._shown["input"] is None else store
+        self._store = None if self._echoed["input"] is None else store
         self._owner = owner
         self._num_events = 0
 
@@ -107,7 +107,9 @@ class ResponseFormat(BlockFormat):
         parts = [] if is_new else [_part(block)]
         if block.kind == "content":
             return {"type": "message", **head, "role": "assistant", "content": parts}
-        hidden = encrypted(block.text) if not is_new and ENCRYPTED in (self._shown["include"] or ()) else None
+        hidden = (
+            encrypted(block.text) if not is_new and ENCRYPTED in (self._echoed["include"] or ()) else None
+        )
         return {"type": "reasoning", **head, "summary": [], "content": parts, "encrypted_content": hidden}
 
     def _finished(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class ResponseFormat(BlockFormat):
         found["usage"] = self._usage()
         if self._store is not None:
             answered = messages_of(found["output"], {})
-            self._store.add(Stored.of(self._owner, found, self._shown["input"], answered))
+            self._store.add(Stored.of(self._owner, found, self._echoed["input"], answered))
         return found
 
     def _usage(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class ResponseFormat(BlockFormat):
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        shown, sampling = self._shown, self.prepared.sampling
+        shown, sampling = self._echoed, self.prepared.sampling
         reasoning, text = shown["reasoning"] or {}, shown["text"] or {}
         return {
             "id": self._id,
