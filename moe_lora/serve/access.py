@@ -17,18 +17,19 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
-from .http_errors import ApiError, JsonResponse
+from .http_errors import MESSAGES, ApiError, JsonResponse
 
 if TYPE_CHECKING:
     from .api_keys import AdminKeys, ApiKey, KeyRing
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES})
 STATUS = frozenset({"/metrics", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/v1/models"}
-"""Paths for every key, beside the paths below /v1/models/; other paths need an administrator."""
+_BELOW = ("/v1/models/", "/v1/responses/")
+"""Paths for every key, and beginnings of such paths; other paths need an administrator."""
 _PERIOD_S = 60.0
 
 
@@ -185,11 +186,11 @@ class Access:
             reason, error = refusal
             self._count(reason)
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else error.headers
-            await JsonResponse(error.body, error.status, headers)(scope, receive, send)
+            await JsonResponse(error.body_for(scope["path"]), error.status, headers)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
         path: str = scope["path"]
-        is_admins = path not in _FOR_ALL and not path.startswith("/v1/models/")
+        is_admins = path not in _FOR_ALL and not path.startswith(_BELOW)
         at_admins = self._came_to_admins(scope)
         if is_admins and not at_admins:
             return "admin", _not_found(scope)
@@ -200,7 +201,7 @@ class Access:
             return None
         key = self._keys.find(_bearer(scope))
         if key is None:
-            what = "no valid API key was sent; send one as Authorization: Bearer KEY"
+            what = "no valid API key was sent; send one as Authorization: Bearer KEY, or as x-api-key: KEY"
             return "key", ApiError(401, what)
         if is_admins and not key.admin:
             what = f"{scope['method']} {path} needs the key of an administrator"
@@ -233,11 +234,15 @@ def _not_found(scope: Scope) -> ApiError:
 
 
 def _bearer(scope: Scope) -> str:
+    """The key of the request; `Authorization` goes before Anthropic's `x-api-key`."""
+    other = ""
     for name, value in scope["headers"]:
         if name == b"authorization":
             kind, _, text = value.decode("latin-1").partition(" ")
             return text.strip() if kind.lower() == "bearer" else ""
-    return ""
+        if name == b"x-api-key":
+            other = value.decode("latin-1").strip()
+    return other
 
 
 def _allowance(kept: dict[str, Allowance], key: str, what: str, per_minute: float | None) -> Allowance | None:

@@ -77,6 +77,17 @@ FORMS = {
 
 
 CONTROLLERS_PATHS = ("/load_lora_adapter", "/unload_lora_adapter")
+MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Paths of Anthropic's interface."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 NOT_JSON = "the body must be a JSON object, sent with Content-Type: application/json"
 MAX_MESSAGE_CHARS = 1000
 """Limit of an error's message: a client's input is never returned whole."""
@@ -128,15 +139,25 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    @property
-    def body_for_controllers(self) -> dict[str, Any]:
-        """Returns the body with the error's fields at the top too, for controllers of adapters."""
-        return {"object": "error", **self.body["error"], **self.body}
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body in the form of the path's interface."""
+        if path in MESSAGES:
+            return anthropic_body(self)
+        if path.endswith(CONTROLLERS_PATHS):  # with the error's fields at the top too
+            return {"object": "error", **self.body["error"], **self.body}
+        return self.body
 
     @property
     def headers(self) -> dict[str, str]:
         found = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         return {**found, "Connection": "close"} if self.closes else found
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error in Anthropic's form."""
+    usual = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(error.status, usual)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 class ContextLengthError(ApiError):
@@ -242,7 +263,9 @@ def _lines(field: str, problems: list[dict[str, Any]]) -> list[str]:
     if not any(_names_form(part) for problem in problems for part in problem["loc"]):
         return [_line(problem) for problem in problems]
     telling = [problem for problem in problems if problem["type"] not in WRONG_TYPE]
-    return [_line(problem) for problem in telling] or [f"{field}: allowed are {FORMS[field]}"]
+    if not telling and field in FORMS:
+        return [f"{field}: allowed are {FORMS[field]}"]
+    return [_line(problem) for problem in telling or problems]
 
 
 def _line(problem: dict[str, Any]) -> str:
@@ -275,9 +298,9 @@ def install_error_handlers(app: FastAPI) -> None:
         else:  # the server logs it
             failure = ApiError(500, f"the server failed: {type(error).__name__}; see its log")
         kind = LastAnswer if failure.closes else JsonResponse
-        for_controllers = request.url.path.endswith(CONTROLLERS_PATHS)
-        body = failure.body_for_controllers if for_controllers else failure.body
-        return kind(body, status_code=failure.status, headers=headers or failure.headers)
+        return kind(
+            failure.body_for(request.url.path), status_code=failure.status, headers=headers or failure.headers
+        )
 
     for kind in (ApiError, MoeLoraError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

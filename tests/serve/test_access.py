@@ -183,7 +183,7 @@ ADMINS = [
 UNKNOWN = [
     ("GET", "/metrics/"),
     ("GET", "//metrics"),
-    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/x/y"),
     ("GET", "/v2/embed"),
     ("GET", "/what/comes/later"),
 ]
@@ -234,6 +234,8 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
         *(access.OPEN & set(schema["paths"])),
         *("/v1/models", "/v1/models/{model}"),
         *("/v1/completions", "/v1/chat/completions"),
+        *("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
     }
     for path in ("/metrics", "/v1/adapters"):
         assert tenants.ask("admin", "GET", path).status_code == 200
@@ -242,17 +244,17 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
 MISSING = ["nobody-has-this", "globex-none", "acme-none"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_another_tenants_adapter_is_as_one_that_does_not_exist(tenants, path, stream):
     def answer(name: str) -> httpx.Response:
         if path == "/v1/models":
             return tenants.ask("acme", "GET", f"{path}/{name}")
-        what = (
-            {"prompt": "hello"}
-            if path == "/v1/completions"
-            else {"messages": [{"role": "user", "content": "a"}]}
-        )
+        what = {
+            "/v1/completions": {"prompt": "hello"},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+            "/v1/responses": {"input": "a"},
+        }[path]
         return tenants.ask("acme", "POST", path, {"model": name, "stream": stream, **what})
 
     found = answer("globex-secret")

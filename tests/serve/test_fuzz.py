@@ -13,6 +13,8 @@ from schemathesis.checks import not_a_server_error
 
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+from moe_lora.serve.anthropic.request import MessagesBody
+from moe_lora.serve.openai.responses.request import ResponsesBody
 from tests.adapters.peft_folders import BASE
 from tests.small_tokenizers import characters, wrapped
 
@@ -42,6 +44,9 @@ anything = st.recursive(
 VALID = {
     "/v1/completions": {"prompt": [5, 6], "max_tokens": 3, "model": "base"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/responses": {"input": [{"role": "user", "content": "hello"}], "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "y"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/v1/registry/adapters": {"lora_name": "x", "lora_path": "y", "owner": "me"},
@@ -52,6 +57,7 @@ FIELDS = sorted(
         for schema in APP.openapi()["components"]["schemas"].values()
         for name in schema.get("properties", {})
     }
+    | {*ResponsesBody.model_fields, *MessagesBody.model_fields}
     | {"echo", "logit_bias", "tools", "response_format", "user", "presence_penalty", "repetition_penalty"}
 )
 
@@ -59,7 +65,9 @@ FIELDS = sorted(
 def check(response):
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        error = response.json()
+        fields = {"message", "type"} if error.get("type") == "error" else {"message", "type", "param", "code"}
+        assert set(error["error"]) == fields
 
 
 @SCHEMA.parametrize()

@@ -83,7 +83,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 @contextmanager
-def saying(text, template=QWEN, special=(), tokens_per_step=1, **front_end):
+def saying(text, template=QWEN, special=(), tokens_per_step=1, max_model_len=8192, **front_end):
     """An openai client of a server that says `text`, and the engine."""
     backend = byte_level()
     backend.add_special_tokens(list(special))
@@ -92,7 +92,10 @@ def saying(text, template=QWEN, special=(), tokens_per_step=1, **front_end):
     )
     answer = [*tokenizer.encode(text, add_special_tokens=False), EOS]
     engine = ScriptedEngine(
-        {None: answer}, vocab_size=tokenizer.vocab_size, max_model_len=8192, tokens_per_step=tokens_per_step
+        {None: answer},
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=max_model_len,
+        tokens_per_step=tokens_per_step,
     )
     engine.prompts = lambda: [
         tokenizer.decode(one.prompt_token_ids, skip_special_tokens=False) for one in engine.requests

@@ -1,2 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints for generation, in OpenAI's formats."""
+"""The OpenAI-compatible endpoints of the HTTP front end."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from moe_lora.serve.frontend import Frontend
+
+    from .preparing import Preparer
+
+RESPONSES = "moe_lora.serve.openai.responses.endpoints"
+MESSAGES = "moe_lora.serve.anthropic.endpoints"
+LATER = (
+    ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
+    ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),
+    ("DELETE /v1/responses/{response_id}", RESPONSES, "remove", "Delete a stored response."),
+    ("POST /v1/responses/{response_id}/cancel", RESPONSES, "cancel", "Refused: it has ended."),
+    ("POST /v1/messages", MESSAGES, "create", "Answer a conversation (Anthropic's Messages)."),
+    ("POST /v1/messages/count_tokens", MESSAGES, "count", "Tokens of the conversation."),
+)
+"""Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
+_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
+_ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
+def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
+    """The endpoints of `LATER`."""
+    router, loaded = APIRouter(tags=["generate"]), dict[str, Any]()
+
+    def add(endpoint: str, module: str, name: str, description: str) -> None:
+        method, path = endpoint.split(" ")
+
+        async def handle(request: Request) -> Response:
+            if module not in loaded:
+                found = await asyncio.to_thread(import_module, module)
+                loaded.setdefault(module, found.Endpoints(frontend, preparer))
+            response: Response = await getattr(loaded[module], name)(request)
+            return response
+
+        router.add_api_route(
+            path,
+            handle,
+            methods=[method],
+            name=name,
+            description=description,
+            response_model=None,
+            openapi_extra=_ID if "{" in path else _BODY,
+        )
+
+    for one in LATER:
+        add(*one)
+    return router

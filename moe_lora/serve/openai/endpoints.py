@@ -9,7 +9,8 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -17,11 +18,11 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_lora.core.request import TokenLogprobs
+from moe_lora.core.request import ModelInfo, TokenLogprobs
 from moe_lora.serve.access import NO_ADMIN, Caller
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import NOT_JSON, JsonResponse, bad_request, to_api_error, to_json
+from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, to_api_error, to_json
 from moe_lora.serve.limits import Handler, body_of, client_of
 
 from .fields import ignored_header
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from .parsers.choice import AnswerParsers
 
 T = TypeVar("T")
+Prepare: TypeAlias = "Callable[[type[SamplingFields], bytearray, ModelInfo, str], Awaitable[Prepared]]"
+Respond: TypeAlias = "Callable[[Request, Generation, dict[str, Any], dict[str, str]], Awaitable[Response]]"
 CLIENT_GONE = 499
 """Status without a receiver: proxies log a client's early close by this number."""
 LEAST_LOGPROB = -9999.0
@@ -45,10 +48,12 @@ class ChoiceFormat:
     """An endpoint's format of choices, for one request.
 
     continues_prompt: the answer's text continues the prompt's.  prompt_of: token ids of a choice's prompt;
-    None: not in the answer.
+    None: not in the answer.  respond: the answer of another interface, from request, generation, head and
+    headers; None: choices.
     """
 
     prompt_of: Callable[[int], tuple[int, ...]] | None = None
+    respond: Respond | None = None
 
     object_name: str
     chunk_object_name: str
@@ -108,7 +113,7 @@ class CompletionFormat(ChoiceFormat):
     """Choices of /v1/completions; text_offset (of logprobs) counts from the answer's start."""
 
     object_name = chunk_object_name = "text_completion"
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     continues_prompt = True
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
@@ -146,7 +151,7 @@ class ChatFormat(ChoiceFormat):
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def opening(self, index: int) -> dict[str, Any] | None:
         if index in self._shown:
@@ -192,6 +197,7 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    END: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -216,7 +222,7 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send, send_body: Send) -> None:
         """send: sees the start, as error handlers do.  send_body: bypasses them."""
-        last, started = b"data: [DONE]\n\n", False
+        last, started = self.END, False
         try:
             async with self._generation.deltas() as deltas:
                 async for delta in deltas:
@@ -231,8 +237,11 @@ class EventStream(Response):
         except Exception as error:
             if not started:
                 raise
-            last = b"data: %s\n\n%s" % (to_json(to_api_error(error).body), last)
+            last = self._failed(to_api_error(error))
         await send_body({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _failed(self, error: ApiError) -> bytes:
+        return b"data: %s\n\n%s" % (to_json(error.body), self.END)
 
     def _events(self, delta: Delta) -> bytes:
         index, form = delta.index, self._form
@@ -276,77 +285,83 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 def prepared_route(frontend: Frontend, preparer: Preparer) -> type[APIRoute]:
     """Routes with a body read, checked and tokenised within the limits: `request.state.prepared`."""
-    limits = frontend.limits
 
     class PreparedRoute(APIRoute):
         def get_route_handler(self) -> Handler:
             assert self.body_field is not None
             kind = cast("type[SamplingFields]", self.body_field.field_info.annotation)
-
-            async def handle(request: Request) -> Response:
-                media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if media != "application/json" and not _JSON_LIKE.fullmatch(media):
-                    raise bad_request(NOT_JSON)
-                info = await frontend.client.model_info()
-                async with body_of(request, limits, limits.config.max_body_bytes) as content:
-                    prepared = await preparer.prepare(kind, content, info, client_of(request.scope))
-                request.state.prepared = prepared
-                found: Response = await self.endpoint(prepared.body, request)
-                return found
-
-            return handle
+            return partial(prepared_answer, frontend, preparer.prepare, kind, self.endpoint)
 
     return PreparedRoute
+
+
+async def prepared_answer(
+    frontend: Frontend,
+    prepare: Prepare,
+    kind: type[SamplingFields],
+    endpoint: Callable[[Any, Request], Awaitable[Response]],
+    request: Request,
+) -> Response:
+    """The endpoint's answer to a body of this kind.  Raises ApiError for a wrong body."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not _JSON_LIKE.fullmatch(media):
+        raise bad_request(NOT_JSON)
+    limits, info = frontend.limits, await frontend.client.model_info()
+    async with body_of(request, limits, limits.config.max_body_bytes) as content:
+        prepared = await prepare(kind, content, info, client_of(request.scope))
+    request.state.prepared = prepared
+    return await endpoint(prepared.body, request)
 
 
 _JSON_LIKE = re.compile(r"application/[^/]+\+json")
 
 
+async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Response:
+    """Generate for this client; a disconnect aborts the engine's work."""
+    prepared: Prepared = request.state.prepared
+    body = prepared.body
+    model = frontend.model_name if body.model is None else body.model
+    adapter = None if model in frontend.model_names else model
+    generation = Generation(
+        frontend=frontend,
+        client=client_of(request.scope),
+        caller=request.state.caller,
+        adapter=adapter,
+        prompts=prepared.prompts,
+        answer_tokens=prepared.answer_tokens,
+        num_choices=body.num_choices,
+        sampling=prepared.sampling,
+        tokenizer=form.text,
+        continues_prompt=form.continues_prompt,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        timeout_s=body.timeout if TIMEOUT not in request.headers else timeout_of(request.headers[TIMEOUT]),
+        from_s=request.scope.get(HEADERS_S) or time.monotonic(),
+    )
+    request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
+    head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
+    if body.return_token_ids:
+        form.prompt_of = generation.prompt_of
+    headers: dict[str, str] = {}
+    if prepared.ignored:
+        frontend.ignored_fields.note(prepared.ignored)
+        headers = ignored_header(prepared.ignored)
+    if form.respond is not None:
+        return await form.respond(request, generation, head, headers)
+    if body.stream:
+        return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
+    whole = await unless_disconnected(request.receive, generation.whole())
+    if whole is None:
+        return Response(status_code=CLIENT_GONE)
+    choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
+    answered = {**head, **choices, "usage": generation.usage()}
+    if body.return_token_ids:
+        answered.update(form.beside(0))
+    return JsonResponse(answered, headers=headers)
+
+
 def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     router = APIRouter(tags=["generate"], route_class=prepared_route(frontend, preparer))
-
-    async def answer(request: Request, form: ChoiceFormat) -> Response:
-        """Generate for this client; a disconnect aborts the engine's work."""
-        prepared: Prepared = request.state.prepared
-        body = prepared.body
-        model = frontend.model_name if body.model is None else body.model
-        adapter = None if model in frontend.model_names else model
-        generation = Generation(
-            frontend=frontend,
-            client=client_of(request.scope),
-            caller=request.state.caller,
-            adapter=adapter,
-            prompts=prepared.prompts,
-            answer_tokens=prepared.answer_tokens,
-            num_choices=body.num_choices,
-            sampling=prepared.sampling,
-            tokenizer=form.text,
-            continues_prompt=form.continues_prompt,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            timeout_s=body.timeout
-            if TIMEOUT not in request.headers
-            else timeout_of(request.headers[TIMEOUT]),
-            from_s=request.scope.get(HEADERS_S) or time.monotonic(),
-        )
-        request_id = f"{form.id_prefix}-{name_request(request, body.request_id)}"
-        head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
-        if body.return_token_ids:
-            form.prompt_of = generation.prompt_of
-        headers: dict[str, str] = {}
-        if prepared.ignored:
-            frontend.ignored_fields.note(prepared.ignored)
-            headers = ignored_header(prepared.ignored)
-        if body.stream:
-            return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
-        choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
-        answered = {**head, **choices, "usage": generation.usage()}
-        if body.return_token_ids:
-            answered.update(form.beside(0))
-        return JsonResponse(answered, headers=headers)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -354,12 +369,14 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         # Without a tokenizer the answer consists of ids only.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
         tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
-        return await answer(request, CompletionFormat(tokenizer, with_token_ids=with_token_ids))
+        return await answer(frontend, request, CompletionFormat(tokenizer, with_token_ids=with_token_ids))
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, _chat_format(body, frontend.tokenizer, request.state.prepared.parsers))
+        return await answer(
+            frontend, request, _chat_format(body, frontend.tokenizer, request.state.prepared.parsers)
+        )
 
     return router
 

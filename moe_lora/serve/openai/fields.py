@@ -161,10 +161,12 @@ class FieldError(ValueError):
         self.param = param
 
 
-def drop_neutral(data: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
+def drop_neutral(
+    data: dict[str, Any], own: Collection[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> dict[str, Any]:
     """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect.
 
-    own: names of the endpoint's own fields.
+    own: names of the endpoint's own fields.  neutral: foreign fields, and their values without an effect.
     """
     for name in CHOOSES_ADAPTER:
         if data.get(name) not in (None, "", [], {}):
@@ -175,9 +177,9 @@ def drop_neutral(data: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
     for name, value in data.items():
         if name in own:
             kept[name] = value
-        elif name in NEUTRAL:
-            if not _is_neutral(value, NEUTRAL[name]):
-                choices = " or ".join(json.dumps(allowed) for allowed in NEUTRAL[name])
+        elif name in neutral:
+            if not _is_neutral(value, neutral[name]):
+                choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
                 raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
         elif name not in IGNORED and name not in CHOOSES_ADAPTER:
             kept[name] = value

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/messages: Anthropic's Messages over chats."""

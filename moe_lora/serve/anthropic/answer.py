@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of /v1/messages: content blocks, whole and as events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_lora.serve.http_errors import ApiError, anthropic_body
+from moe_lora.serve.openai.converted import Block, BlockFormat
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageFormat(BlockFormat):
+    """One message."""
+
+    id_prefix = "msg_"
+
+    def whole_answer(self) -> dict[str, Any]:
+        return self._message([_block(block) for block in self.blocks], **self._end())
+
+    def opened(self) -> list[dict[str, Any]]:
+        message = self._message([], stop_reason=None, stop_sequence=None)
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def block_opened(self, block: Block) -> list[dict[str, Any]]:
+        return [self._placed("content_block_start", content_block=_block(block, is_new=True))]
+
+    def block_grown(self, block: Block, text: str) -> list[dict[str, Any]]:
+        kind, name = _DELTAS[block.kind]
+        return [self._placed("content_block_delta", delta={"type": kind, name: text})]
+
+    def block_closed(self, block: Block) -> list[dict[str, Any]]:
+        return [self._placed("content_block_stop")]
+
+    def closed(self) -> list[dict[str, Any]]:
+        ended = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        return [ended, {"type": "message_stop"}]
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        return [anthropic_body(error)]
+
+    def _placed(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {"type": name, "index": len(self.blocks) - 1, **fields}
+
+    def _end(self) -> dict[str, Any]:
+        stop = self.matched_stop()
+        reason = "stop_sequence" if stop else _REASONS.get(self.finish_reason or "", "end_turn")
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
+        head = {"id": self.head["id"], "type": "message", "role": "assistant", "model": self.head["model"]}
+        return {**head, "content": content, **end, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
+        }
+
+
+def _block(block: Block, *, is_new: bool = False) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "content":
+        return {"type": "text", "text": block.text, "citations": None}
+    found = {} if is_new else block.arguments()
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": found}

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from moe_lora.core.request import ModelInfo
+from moe_lora.serve.access import caller_of
+from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.http_errors import ApiError, JsonResponse
+from moe_lora.serve.openai.converted import renamed
+from moe_lora.serve.openai.endpoints import answer, prepared_answer
+from moe_lora.serve.openai.fields import ignored_header
+from moe_lora.serve.openai.preparing import Prepared, Preparer
+
+from .answer import MessageFormat
+from .request import CHAT_NAMES, CountedChat, MessagesChat
+
+MAX_COUNTED_TOKENS = 1 << 40
+"""Replaces the context's length for counts."""
+
+
+class Endpoints:
+    """The endpoints of one front end."""
+
+    def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
+        self._frontend, self._preparer = frontend, preparer
+
+    async def create(self, request: Request) -> Response:
+        try:
+            return await prepared_answer(
+                self._frontend, self._preparer.prepare, MessagesChat, self._answer, request
+            )
+        except ApiError as error:
+            raise renamed(error, CHAT_NAMES) from error
+
+    async def count(self, request: Request) -> Response:
+        """Tokens of the prompt, also beyond the context."""
+        try:
+            return await prepared_answer(self._frontend, self._prepare, CountedChat, self._counted, request)
+        except ApiError as error:
+            raise renamed(error, CHAT_NAMES) from error
+
+    async def _answer(self, body: MessagesChat, request: Request) -> Response:
+        assert self._frontend.tokenizer is not None
+        form = MessageFormat(self._frontend.tokenizer, request.state.prepared)
+        return await answer(self._frontend, request, form)
+
+    async def _prepare(self, kind: Any, content: bytearray, info: ModelInfo, client: str) -> Prepared:
+        return await self._preparer.prepare(
+            kind, content, replace(info, max_model_len=MAX_COUNTED_TOKENS), client
+        )
+
+    async def _counted(self, body: MessagesChat, request: Request) -> Response:
+        """Raises ApiError for a model without this name."""
+        prepared: Prepared = request.state.prepared
+        caller, model = caller_of(request.scope), body.model
+        if model is not None and model not in self._frontend.model_names:
+            names = {adapter.name for adapter in await self._frontend.client.list_adapters()}
+            if model not in names or not caller.may_use(model):
+                what = f"the model {model!r} does not exist; GET /v1/models lists what does"
+                raise ApiError(404, what, "model")
+        self._frontend.ignored_fields.note(prepared.ignored)
+        return JsonResponse(
+            {"input_tokens": len(prepared.prompts[0])}, headers=ignored_header(prepared.ignored)
+        )

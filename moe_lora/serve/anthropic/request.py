@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of /v1/messages as chats: blocks become messages."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from moe_lora.serve.openai.converted import (
+    ConvertedBody,
+    ConvertedChat,
+    Fields,
+    as_content,
+    content_of,
+    expect,
+    joined_system,
+    unsupported,
+    wrong,
+)
+from moe_lora.serve.openai.fields import MAX_NAME_CHARS
+from moe_lora.serve.openai.protocol import MAX_STOP_STRINGS, Listed, StopString
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ROLES = ("user", "assistant", "system")
+BLOCKS = ("text", "tool_use", "tool_result", "thinking")
+CHAT_NAMES = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "prompt": "messages",
+}
+_DIRECT = (["direct"],)
+
+
+class MessagesBody(ConvertedBody):
+    """POST /v1/messages.  cache_control, metadata, user_profile_id: no effect on the answer."""
+
+    CHAT_NAMES = CHAT_NAMES
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "container": (None,),
+        "context_management": (None, {}),
+        "diagnostics": (None, {}),
+        "inference_geo": (None,),
+        "mcp_servers": (None, []),
+        "service_tier": (None, "auto", "standard_only"),
+        "speed": (None, "standard"),
+    }
+
+    messages: list[dict[str, Any]]
+    max_tokens: int
+    cache_control: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    stop_sequences: Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    system: Any = None
+    thinking: dict[str, Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    user_profile_id: str | None = None
+
+
+class CountBody(MessagesBody):
+    """POST /v1/messages/count_tokens."""
+
+    max_tokens: Any = None
+
+
+class MessagesChat(ConvertedChat):
+    """The chat of a message."""
+
+    BODY: ClassVar[type[MessagesBody]] = MessagesBody
+
+    @classmethod
+    def converted(cls, data: Any) -> Self:
+        body = cls.BODY.model_validate(data)
+        unknown: dict[str, None] = {}
+        messages = messages_of(body.messages, unknown)
+        if body.system is not None:
+            system = content_of(body.system, "system", ("text",), unknown)
+            messages = joined_system([{"role": "system", "content": system}, *messages])
+        # The answer continues a last message of the assistant.
+        last = messages[-1]
+        continues = last["role"] == "assistant" and "content" in last and "tool_calls" not in last
+        chat = {
+            **body.shared(),
+            **_output(body.output_config, unknown),
+            **_tool_choice(body.tool_choice, unknown),
+            "messages": messages,
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "tools": None if not body.tools else _tools(body.tools, unknown),
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+        }
+        thinks = _thinks(body.thinking, unknown)
+        given = chat.get("chat_template_kwargs")
+        if thinks is not None and isinstance(given, dict | None):
+            chat["chat_template_kwargs"] = {"enable_thinking": thinks, **(given or {})}
+        return cls.from_chat(chat, [*body.unknown_fields(), *unknown], {})
+
+
+class CountedChat(MessagesChat):
+    """The chat of a count."""
+
+    BODY = CountBody
+
+
+def messages_of(given: list[dict[str, Any]], unknown: dict[str, None]) -> list[dict[str, Any]]:
+    """Messages of a chat.  Consecutive messages of one role are one turn."""
+    if not given:
+        raise wrong("messages", "is empty; send at least one message")
+    messages: list[dict[str, Any]] = []
+    for number, one in enumerate(given):
+        with Fields(one, f"messages[{number}]", unknown) as message:
+            role, content = message.text("role"), message.get("content")
+            if role not in ROLES:
+                what = f"the role {role[:MAX_NAME_CHARS]!r} is not supported; allowed are {', '.join(ROLES)}"
+                raise wrong(message.place, what)
+            place = f"{message.place}.content"
+            if isinstance(content, str):
+                content = [{"type": "text", "text": expect(content, str, place)}]
+            _turn(messages, role)
+            for block, found in enumerate(expect(content, list, place)):
+                with Fields(found, f"{place}[{block}]", unknown) as fields:
+                    _add_block(messages, role, fields, unknown)
+    for found in messages:
+        if texts := found.pop("texts", None):
+            found["content"] = as_content(texts)
+    kept = [found for found in messages if len(found) > 1]  # a turn of results alone leaves its role
+    if not kept:
+        raise wrong("messages", "has no content; send a text")
+    return kept
+
+
+def _turn(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """The last message, if of this role, or a new message."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "texts": []})
+    return messages[-1]
+
+
+def _add_block(messages: list[dict[str, Any]], role: str, block: Fields, unknown: dict[str, None]) -> None:
+    kind = block.text("type")
+    allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking")}
+    if kind not in allowed.get(role, ("text",)):
+        choices = ", ".join(allowed.get(role, ("text",)))
+        what = f"the type {kind[:MAX_NAME_CHARS]!r} is not supported for {role}; allowed are {choices}"
+        raise wrong(block.place, what)
+    block.skip("cache_control")
+    if kind == "text":
+        block.skip("citations")
+        _turn(messages, role)["texts"].append(block.text("text"))
+    elif kind == "thinking":
+        block.skip("signature")
+        turn = _turn(messages, role)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + block.text("thinking")
+    elif kind == "tool_use":
+        block.refuse(caller=({"type": "direct"},), toolset_name=())
+        arguments = json.dumps(expect(block.get("input"), dict, f"{block.place}.input"), ensure_ascii=False)
+        function = {"name": block.text("name"), "arguments": arguments}
+        call = {"id": block.text("id"), "type": "function", "function": function}
+        _turn(messages, role).setdefault("tool_calls", []).append(call)
+    else:
+        block.refuse(toolset_name=())
+        content = content_of(block.get("content") or "", f"{block.place}.content", ("text",), unknown)
+        result = {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content}
+        if block.get("is_error", bool):
+            result["is_error"] = True
+        messages.append(result)
+
+
+def _tools(tools: list[dict[str, Any]], unknown: dict[str, None]) -> list[dict[str, Any]]:
+    found = []
+    for number, given in enumerate(tools):
+        with Fields(given, f"tools[{number}]", unknown) as tool:
+            kind = tool.get("type")
+            if kind not in (None, "custom"):
+                what = f"the type {str(kind)[:MAX_NAME_CHARS]!r} is not supported; allowed is custom"
+                raise wrong(tool.place, what)
+            tool.refuse(defer_loading=(False,), allowed_callers=_DIRECT, input_examples=([],))
+            tool.skip("cache_control", "eager_input_streaming")
+            function = {
+                "name": tool.text("name"),
+                "description": tool.get("description", str),
+                "parameters": expect(tool.get("input_schema"), dict, f"{tool.place}.input_schema"),
+                "strict": tool.get("strict", bool),
+            }
+        kept = {name: value for name, value in function.items() if value is not None}
+        found.append({"type": "function", "function": kept})
+    return found
+
+
+def _tool_choice(given: dict[str, Any] | None, unknown: dict[str, None]) -> dict[str, Any]:
+    if given is None:
+        return {}
+    with Fields(given, "tool_choice", unknown) as choice:
+        kind = choice.text("type")
+        is_single = choice.get("disable_parallel_tool_use", bool)
+        names: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+        if kind == "tool":
+            names["tool"] = {"type": "function", "function": {"name": choice.text("name")}}
+        if kind not in names:
+            raise unsupported("tool_choice.type", (*names, "tool"))
+    return {"tool_choice": names[kind], "parallel_tool_calls": False if is_single else None}
+
+
+def _output(given: dict[str, Any] | None, unknown: dict[str, None]) -> dict[str, Any]:
+    with Fields(given or {}, "output_config", unknown) as output:
+        effort, asked = output.get("effort"), output.get("format")
+        output.refuse(task_budget=())
+    if asked is None:
+        return {"reasoning_effort": effort}
+    with Fields(asked, "output_config.format", unknown) as form:
+        if form.text("type") != "json_schema":
+            raise unsupported("output_config.format.type", ("json_schema",))
+        schema = expect(form.get("schema"), dict, "output_config.format.schema")
+    json_schema = {"name": "answer", "schema": schema}
+    return {
+        "reasoning_effort": effort,
+        "response_format": {"type": "json_schema", "json_schema": json_schema},
+    }
+
+
+def _thinks(given: dict[str, Any] | None, unknown: dict[str, None]) -> bool | None:
+    """The template's `enable_thinking`, None for the template's default."""
+    if given is None:
+        return None
+    with Fields(given, "thinking", unknown) as thinking:
+        kind = thinking.text("type")
+        thinking.refuse(display=("summarized",))
+        if kind == "enabled":
+            what = 'is not supported; send {"type": "adaptive"} or {"type": "disabled"} as thinking'
+            raise wrong("thinking.budget_tokens", what)
+        if kind not in ("adaptive", "disabled"):
+            raise unsupported("thinking.type", ("adaptive", "disabled"))
+    return kind == "adaptive"

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other interfaces over chats: bodies become chat requests, answers become blocks.
+
+A block is reasoning, text or a call.  The interfaces write blocks as items, or as content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastapi import Request
+from pydantic import PrivateAttr, ValidationError, model_validator
+from starlette.responses import Response
+
+from moe_lora.serve.http_errors import ApiError, JsonResponse, describe_validation, to_json
+
+from .endpoints import CLIENT_GONE, ChatFormat, EventStream, unless_disconnected
+from .fields import MAX_NAMED, NEUTRAL, FieldError, check_unknown, drop_neutral
+from .generation import Delta, Generation
+from .parsers.answers import MarkedText, ParsedChoice, Pieces
+from .preparing import Prepared
+from .protocol import ApiRequest, ChatRequest, StreamOptions, whole_characters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from moe_lora.engine.text.text import Tokenizer
+
+SHARED = (
+    *("model", "stream", "temperature", "top_p", "request_id", "priority", "timeout", "cache_salt"),
+    *("top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"),
+    *("allowed_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("structured_outputs", "chat_template_kwargs"),
+)
+"""Fields with the same name and meaning in a chat."""
+_TYPES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "an integer"}
+
+
+class Fields:
+    """The fields of an object in a body.  Unread fields are unknown: `unknown` gets their names.
+
+    Raises FieldError for a wrong value, at the end of the context for a misspelled name.
+    """
+
+    def __init__(self, value: Any, place: str, unknown: dict[str, None]) -> None:
+        self.place, self._unknown = place, unknown
+        self._left: dict[str, Any] = dict(expect(value, dict, place))
+        self._known: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None and self._left:
+            check_unknown(self._left, self._known)
+            plain = re.sub(r"\[\d+\]", "[]", self.place)
+            self._unknown.update(dict.fromkeys(f"{plain}.{name}" for name in self._left))
+
+    def get(self, name: str, kind: type | None = None) -> Any:
+        """The value, None for null or an absent field."""
+        self._known.add(name)
+        value = self._left.pop(name, None)
+        return value if value is None or kind is None else expect(value, kind, f"{self.place}.{name}")
+
+    def text(self, name: str) -> str:
+        """A required text."""
+        return str(expect(self.get(name), str, f"{self.place}.{name}"))
+
+    def refuse(self, **neutral: tuple[Any, ...]) -> None:
+        """Refuses values other than null and these."""
+        for name, allowed in neutral.items():
+            value = self.get(name)
+            if value is not None and value not in allowed:
+                raise unsupported(f"{self.place}.{name}", allowed)
+
+    def skip(self, *names: str) -> None:
+        """Fields without an effect on the answer."""
+        for name in names:
+            self.get(name)
+
+
+def expect(value: Any, kind: type, place: str) -> Any:
+    """The value itself.  Raises FieldError for another type."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise wrong(place, f"must be {_TYPES[kind]}")
+    if kind is str:
+        try:
+            whole_characters(str(value))
+        except ValueError as error:
+            raise wrong(place, str(error)) from None
+    return value
+
+
+def wrong(place: str, what: str) -> FieldError:
+    return FieldError(re.split(r"[.\[]", place, maxsplit=1)[0], f"{place}: {what}")
+
+
+def unsupported(place: str, allowed: Sequence[Any] = ()) -> FieldError:
+    choices = " or ".join(json.dumps(one) for one in (None, *allowed))
+    return wrong(place, f"this value is not supported; leave {place.split('.')[-1]} out, or send {choices}")
+
+
+def content_of(value: Any, place: str, kinds: Sequence[str], unknown: dict[str, None]) -> Any:
+    """Content of a chat's message from a text, or from text parts of these kinds."""
+    if isinstance(value, str):
+        return str(expect(value, str, place))
+    texts = []
+    for number, given in enumerate(expect(value, list, place)):
+        with Fields(given, f"{place}[{number}]", unknown) as part:
+            kind = part.text("type")
+            if kind not in kinds:
+                what = f"the type {kind[:64]!r} is not supported; allowed are {', '.join(kinds)}"
+                raise wrong(part.place, what)
+            part.skip("annotations", "logprobs", "cache_control", "citations")
+            texts.append(part.text("text"))
+    return as_content(texts)
+
+
+def as_content(texts: Sequence[str]) -> Any:
+    """Content of a chat's message: one text, or parts."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with the system messages at the start as one message: templates read one."""
+    num = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    if num < 2:
+        return messages
+    texts: list[str] = []
+    for one in messages[:num]:
+        content = one["content"]
+        texts += [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num:]]
+
+
+class ConvertedBody(ApiRequest):
+    """A body of another interface.  Subclasses declare the fields; `SHARED` go to the chat unchanged."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    CHAT_NAMES: ClassVar[Mapping[str, str]] = {}
+    """Field of chats -> field here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        own = {*cls.model_fields, *SHARED}
+        data = drop_neutral(data, own, {**NEUTRAL, **cls.NEUTRAL})
+        for name in list(data):
+            is_foreign = name in ChatRequest.model_fields and name not in own
+            if is_foreign and data.pop(name) is not None:
+                here = cls.CHAT_NAMES.get(name)
+                way_out = f"send {here}" if here else "leave it out"
+                raise FieldError(name, f"{name} is a field of /v1/chat/completions; here, {way_out}")
+        check_unknown(data, own)
+        return data
+
+    def shared(self) -> dict[str, Any]:
+        return {name: value for name, value in (self.model_extra or {}).items() if name in SHARED}
+
+    def unknown_fields(self) -> list[str]:
+        return [name for name in super().unknown_fields() if name not in SHARED]
+
+
+class ConvertedChat(ChatRequest):
+    """A chat made from another interface's body."""
+
+    _shown: dict[str, Any] = PrivateAttr(default_factory=dict)
+    """Fields of the body that the answer repeats."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        return data
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return self._shown
+
+    @classmethod
+    def model_validate(cls, obj: Any, **words: Any) -> Self:
+        """The chat of a body.  Raises ApiError: BodyError for a wrong field of the body."""
+        try:
+            return cls.converted(obj)
+        except FieldError as error:
+            raise BodyError(400, str(error), error.param) from error
+        except ValidationError as error:
+            found = describe_validation(error)
+            raise BodyError(400, found.message, found.param) from error
+
+    @classmethod
+    def converted(cls, data: Any) -> Self:
+        """The chat of a body.  Raises FieldError and ValidationError."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_chat(cls, chat: Mapping[str, Any], unknown: Sequence[str], shown: dict[str, Any]) -> Self:
+        """unknown: names of unknown fields.  Raises FieldError, and ApiError by the chat's names."""
+        if len(unknown) > MAX_NAMED:
+            what = f"{len(unknown)} fields of the request are unknown; send at most {MAX_NAMED}"
+            raise FieldError(unknown[0], what)
+        given = {name: value for name, value in chat.items() if value is not None}
+        try:
+            found = super().model_validate({**given, **dict.fromkeys(unknown)})
+        except ValidationError as error:
+            raise describe_validation(error) from error
+        found._shown = shown
+        return found
+
+
+class BodyError(ApiError):
+    """An error by the names of another interface."""
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error with the fields' names of another interface.  names: by the chat's names."""
+    if isinstance(error, BodyError):
+        return error
+    if error.param is not None and error.param in names:
+        error.param = names[error.param]
+    for name, here in names.items():
+        if "_" in name:  # other names are words too
+            error.message = re.sub(rf"\b{name}\b", here, error.message)
+    return error
+
+
+@dataclass
+class Block:
+    """A piece of an answer.
+
+    kind: reasoning, content or call.  name, call_id: of a call.  logprobs: of content.  is_cut: the answer
+    or the call has no end.
+    """
+
+    kind: str
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+    is_cut: bool = False
+    item_id: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+
+    def arguments(self) -> Any:
+        """The call's arguments, decoded."""
+        return json.loads(self.text or "{}")
+
+
+class BlockFormat(ChatFormat):
+    """The answer of one chat as blocks, whole or as events.
+
+    Subclasses write the answer (`whole_answer`) and the events (`opened` to `failed`).  finish_reason: of a
+    chat.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prepared: Prepared) -> None:
+        super().__init__(tokenizer, with_token_ids=False)
+        self.prepared = prepared
+        self._parsers = prepared.parsers
+        self._choice: ParsedChoice | None = None
+        if self._parsers is not None:
+            self.text = MarkedText(tokenizer, self._parsers.marks())
+            self._choice = ParsedChoice(self._parsers)
+        self.blocks: list[Block] = []
+        self.num_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self._has_opened = self._has_answer = False
+        self._logprobs: list[Any] = []
+        self._ids: list[int] = []
+
+    async def respond(
+        self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
+    ) -> Response:
+        self.generation, self.head = generation, head
+        headers = {**headers, **self.headers()}
+        if self.prepared.body.stream:
+            return BlockEvents(generation, self, headers)
+        is_done = await unless_disconnected(request.receive, self._collect())
+        if is_done is None:
+            return Response(status_code=CLIENT_GONE)
+        return JsonResponse(self.whole_answer(), headers=headers)
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def whole_answer(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def opened(self) -> list[dict[str, Any]]:
+        """Events before the first block."""
+        raise NotImplementedError
+
+    def block_opened(self, block: Block) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def block_grown(self, block: Block, text: str) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def block_closed(self, block: Block) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def closed(self) -> list[dict[str, Any]]:
+        """Events after the last block."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    async def _collect(self) -> bool:
+        text = ""
+        async with self.generation.deltas() as deltas:
+            async for delta in deltas:
+                text += delta.text
+                self._read(delta)
+        if self._parsers is None:
+            self.blocks = [Block("content", text)]
+        else:
+            pieces, calls = ParsedChoice(self._parsers).whole(text)
+            if pieces.reasoning:
+                self.blocks.append(Block("reasoning", pieces.reasoning))
+            if pieces.content or not (pieces.reasoning or calls):
+                self.blocks.append(Block("content", pieces.content))
+            self.blocks += [Block("call", call.arguments, call.name, call.call_id) for call in calls]
+        for block in self.blocks:
+            if block.kind == "content":
+                block.logprobs, self._logprobs = self._logprobs, []
+        self._finish()
+        return True
+
+    def _read(self, delta: Delta) -> Pieces:
+        """New pieces.  Counts the tokens before the answer as reasoning."""
+        is_last = delta.finish_reason is not None
+        pieces = Pieces(delta.text)
+        if self._choice is not None:
+            pieces = self._choice.read(delta.text, ended=is_last)
+        self._has_answer = self._has_answer or bool(pieces.content or pieces.calls)
+        if not self._has_answer:
+            self.num_reasoning_tokens += len(delta.token_ids)
+        elif delta.logprobs is not None and not (self._choice and self._choice.calls):
+            self._logprobs += self.logprobs(0, delta.token_ids, delta.logprobs)["content"]
+        self._ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        return pieces
+
+    def _finish(self) -> None:
+        """Mark cut blocks, and drop the count of tokens without reasoning."""
+        if not any(block.kind == "reasoning" for block in self.blocks):
+            self.num_reasoning_tokens = 0
+        if self.blocks and self.finish_reason == "length":
+            self.blocks[-1].is_cut = True
+        calls = [] if self._choice is None else self._choice.calls
+        if self.finish_reason == "stop" and any(call.is_valid() for call in calls):
+            self.finish_reason = "tool_calls"
+
+    def matched_stop(self) -> str | None:
+        """The stop string at the answer's end, or None."""
+        stops = self.prepared.sampling.stop
+        if not stops or self.finish_reason == "length" or self._tokenizer is None:
+            return None
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=False)
+        found = [(at + len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Events of a step, from the first event to the last."""
+        if not self._has_opened:
+            self._has_opened = True
+            yield from self.opened()
+        pieces = self._read(delta)
+        for kind, text in (("reasoning", pieces.reasoning), ("content", pieces.content)):
+            if text:
+                yield from self._grow(kind, "", text)
+        for call in pieces.calls.values():
+            yield from self._grow_call(call)
+        if delta.finish_reason is not None:
+            if not self.blocks:
+                yield from self._grow("content", "", "")
+            self._finish()
+            yield from self._close_last()
+            yield from self.closed()
+
+    def _grow(self, kind: str, call_id: str, text: str, name: str = "") -> Iterator[dict[str, Any]]:
+        last = self.blocks[-1] if self.blocks else None
+        if last is None or (last.kind, last.call_id) != (kind, call_id):
+            yield from self._close_last()
+            last = Block(kind, name=name, call_id=call_id)
+            self.blocks.append(last)
+            yield from self.block_opened(last)
+        last.text += text
+        if kind == "content":
+            last.logprobs += self._logprobs
+        if text:
+            yield from self.block_grown(last, text)
+        self._logprobs = []
+
+    def _grow_call(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        assert self._choice is not None
+        call = self._choice.calls[part["index"]]
+        yield from self._grow("call", call.call_id, part["function"]["arguments"], call.name)
+
+    def _close_last(self) -> Iterator[dict[str, Any]]:
+        if not self.blocks:
+            return
+        last = self.blocks[-1]
+        if last.kind == "call" and self._choice is not None:
+            call = next(one for one in self._choice.calls if one.call_id == last.call_id)
+            last.is_cut = last.is_cut or not call.is_valid()
+        yield from self.block_closed(last)
+
+
+class BlockEvents(EventStream):
+    """A stream of named events."""
+
+    END = b""
+
+    def __init__(self, generation: Generation, form: BlockFormat, headers: Mapping[str, str]) -> None:
+        super().__init__(generation, form, {}, StreamOptions(), headers)
+        self._blocks = form
+
+    def _events(self, delta: Delta) -> bytes:
+        return b"".join(map(_encoded, self._blocks.events(delta)))
+
+    def _failed(self, error: ApiError) -> bytes:
+        return b"".join(map(_encoded, self._blocks.failed(error)))
+
+
+def _encoded(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of /v1/responses: items, whole and as events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from moe_lora.serve.http_errors import ApiError
+from moe_lora.serve.openai.converted import Block, BlockFormat
+
+from .request import ENCRYPTED, ResponsesChat, encrypted, messages_of
+from .store import STORE_HEADERS, Stored
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.openai.preparing import Prepared
+
+    from .store import ResponseStore
+
+_PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
+
+
+class ResponseFormat(BlockFormat):
+    """One response.  store: gets the response of `owner` at its end; None: nothing is stored."""
+
+    id_prefix = "resp_"
+
+    def __init__(self, tokenizer: Tokenizer, prepared: Prepared, store: ResponseStore, owner: str) -> None:
+        super().__init__(tokenizer, prepared)
+        assert isinstance(prepared.body, ResponsesChat)
+        self._echoed = prepared.body.shown
+        self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self._store = None if self._echoed["input"] is None else store
+        self._owner = owner
+        self._num_events = 0
+
+    def headers(self) -> dict[str, str]:
+        return {} if self._store is None else STORE_HEADERS
+
+    def whole_answer(self) -> dict[str, Any]:
+        for block in self.blocks:
+            self._name(block)
+        return self._finished()
+
+    def opened(self) -> list[dict[str, Any]]:
+        started = self._response("in_progress")
+        return [self._event(f"response.{name}", response=started) for name in ("created", "in_progress")]
+
+    def block_opened(self, block: Block) -> list[dict[str, Any]]:
+        self._name(block)
+        item = self._item(block, "in_progress")
+        events = [self._placed("response.output_item.added", item=item)]
+        if block.kind != "call":
+            part = _part(block)
+            events.append(self._of_block("response.content_part.added", block, part=part))
+        return events
+
+    def block_grown(self, block: Block, text: str) -> list[dict[str, Any]]:
+        more: dict[str, Any] = {"logprobs": self._logprobs} if block.kind == "content" else {}
+        return [self._of_block(f"response.{_subject(block)}.delta", block, delta=text, **more)]
+
+    def block_closed(self, block: Block) -> list[dict[str, Any]]:
+        done, item = f"response.{_subject(block)}.done", self._item(block)
+        if block.kind == "call":
+            events = [self._of_block(done, block, arguments=block.text, name=block.name)]
+        else:
+            more: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "content" else {}
+            events = [
+                self._of_block(done, block, text=block.text, **more),
+                self._of_block("response.content_part.done", block, part=_part(block)),
+            ]
+        return [*events, self._placed("response.output_item.done", item=item)]
+
+    def closed(self) -> list[dict[str, Any]]:
+        found = self._finished()
+        return [self._event(f"response.{found['status']}", response=found)]
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        found = self._response("failed")
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        found["error"] = {"code": code, "message": error.message}
+        return [self._event("response.failed", response=found)]
+
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": name, "sequence_number": self._num_events - 1, **fields}
+
+    def _placed(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        return self._event(name, output_index=len(self.blocks) - 1, **fields)
+
+    def _of_block(self, name: str, block: Block, /, **fields: Any) -> dict[str, Any]:
+        place = {} if block.kind == "call" else {"content_index": 0}
+        return self._placed(name, item_id=block.item_id, **place, **fields)
+
+    def _name(self, block: Block) -> None:
+        block.item_id = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
+
+    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+        is_new = status is not None
+        status = status or ("incomplete" if block.is_cut else "completed")
+        head = {"id": block.item_id, "status": status}
+        if block.kind == "call":
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", **head, **call}
+        parts = [] if is_new else [_part(block)]
+        if block.kind == "content":
+            return {"type": "message", **head, "role": "assistant", "content": parts}
+        hidden = (
+            encrypted(block.text) if not is_new and ENCRYPTED in (self._echoed["include"] or ()) else None
+        )
+        return {"type": "reasoning", **head, "summary": [], "content": parts, "encrypted_content": hidden}
+
+    def _finished(self) -> dict[str, Any]:
+        is_whole = self.finish_reason in ("stop", "tool_calls")
+        found = self._response("completed" if is_whole else "incomplete")
+        if is_whole:
+            found["completed_at"] = int(time.time())
+        else:
+            found["incomplete_details"] = {"reason": "max_output_tokens"}
+        found["output"] = [self._item(block) for block in self.blocks]
+        found["usage"] = self._usage()
+        if self._store is not None:
+            answered = messages_of(found["output"], {})
+            self._store.add(Stored.of(self._owner, found, self._echoed["input"], answered))
+        return found
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        shown, sampling = self._echoed, self.prepared.sampling
+        reasoning, text = shown["reasoning"] or {}, shown["text"] or {}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self.head["created"],
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": shown["instructions"],
+            "max_output_tokens": shown["max_output_tokens"],
+            "max_tool_calls": None,
+            "metadata": shown["metadata"] or {},
+            "model": self.head["model"],
+            "output": [],
+            "parallel_tool_calls": shown["parallel_tool_calls"] is not False,
+            "previous_response_id": shown["previous_response_id"],
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+            "service_tier": "default",
+            "store": self._store is not None,
+            "temperature": sampling.temperature,
+            "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": shown["tool_choice"] or "auto",
+            "tools": shown["tools"] or [],
+            "top_logprobs": shown["top_logprobs"] or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _subject(block: Block) -> str:
+    """The part of events' names for the text of a block."""
+    names = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
+    return names[block.kind]
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
