@@ -81,7 +81,8 @@ class _Scored(NamedTuple):
 class PromptRows:
     """Rows of one step.  Other ranks get `rows` alone: each rank computes its columns of their logits.
 
-    rows: [N] int64 on the host.  scored: of each of the rows.  hidden: records by row.
+    rows: [N] int64 on the host.  scored: of each of the rows.  hidden: records by row.  logits_bytes: at
+    once, on all ranks.
     """
 
     def __init__(
@@ -89,13 +90,15 @@ class PromptRows:
         rows: torch.Tensor,
         scored: Seq[_Scored] = (),
         hidden: Seq[tuple[int, PromptRecord]] = (),
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.rows = rows
+        self._logits_bytes = logits_bytes
         self._scored = scored
         self._hidden = hidden
 
     def __reduce__(self) -> Any:
-        return PromptRows, (self.rows,)
+        return PromptRows, (self.rows, (), (), self._logits_bytes)
 
     def run(
         self,
@@ -115,7 +118,7 @@ class PromptRows:
         inputs = batch.tokens, batch.positions, batch.live
         logits: torch.Tensor = model(*inputs, batch.logit_rows, channels, keeping, outer)
         x_TH, first = kept[0], 0
-        for rows in self.rows.split(max(1, LOGITS_BYTES // (4 * model.spec.shape.vocab_size))):
+        for rows in self.rows.split(max(1, self._logits_bytes // (4 * model.spec.shape.vocab_size))):
             rows_N = rows.to(x_TH.device)
             if outer is not None:
                 outer.begin_step(batch.tables, batch.routing, rows_N)
@@ -154,4 +157,6 @@ def prompt_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | None:
             if record.wants_hidden and 0 <= last < item.num_tokens:
                 hidden.append((first_row + last, record))
         first_row += item.num_tokens
-    return PromptRows(torch.tensor(rows, dtype=torch.int64), scored, hidden) if rows or hidden else None
+    if not rows and not hidden:
+        return None
+    return PromptRows(torch.tensor(rows, dtype=torch.int64), scored, hidden, LOGITS_BYTES)

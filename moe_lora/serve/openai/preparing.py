@@ -27,6 +27,7 @@ from moe_lora.serve.limits import RETRY_S, Limits
 from .checking_process import CheckingProcess
 from .fields import shown_name
 from .protocol import (
+    PROMPT_FIELDS,
     STRUCTURED_FIELDS,
     ChatRequest,
     CompletionRequest,
@@ -69,7 +70,7 @@ class Prepared:
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
-    asked: a grammar to check.
+    asked: a grammar to check.  echo: text before each prompt's answer.
     """
 
     body: SamplingFields
@@ -79,6 +80,7 @@ class Prepared:
     ignored: tuple[str, ...] = ()
     parsers: AnswerParsers | None = None
     asked: Asked | None = None
+    echo: tuple[str, ...] | None = None
 
     def within(self, grammar: str) -> Prepared:
         """The request with a checked grammar."""
@@ -271,7 +273,8 @@ def asked_of(
             raise no_tokenizer("/v1/chat/completions")
         return sampling, [_rendered(body, tokenizer)]
     assert isinstance(body, CompletionRequest)
-    sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
+    limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
+    sampling = body.sampling(body.logprobs, limit, defaults)
     if tokenizer is None and (sampling.stop or sampling.bad_words):
         raise no_tokenizer("stop (other than stop_token_ids)" if sampling.stop else "bad_words")
     prompts = body.prompts
@@ -317,7 +320,11 @@ def prepared(
     Raises ApiError for a prompt and answer beyond the model's context, and for too many tokens in one
     request.
     """
-    info, most = bounds.info, bounds.limits.max_request_tokens
+    info, most, echo = bounds.info, bounds.limits.max_request_tokens, None
+    if not PROMPT_FIELDS.isdisjoint(body.model_fields_set):
+        from .prompt_side import prompt_side
+
+        sampling, prompts, echo = prompt_side(body, sampling, prompts, tokenizer, info)
     for token_ids in prompts:
         _check_prompt(token_ids, sampling, info)
     if any(not 0 <= one < info.vocab_size for one in sampling.stop_token_ids):
@@ -330,11 +337,13 @@ def prepared(
         for one in prompts
     ]
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
-    work = body.num_choices * (sum(map(len, prompts)) + sum(answer_tokens) * (1 + others))
-    if work > most and (body.num_choices * len(prompts) > 1 or others):
+    scored = sampling.prompt_logprobs
+    scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
+    work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
+    if work > most and (body.num_choices * len(prompts) > 1 or others or scores):
         raise bad_request(
             f"all choices of the request may take {work} tokens, log probabilities of others included, more "
-            f"than the {most} of one request; lower max_tokens, n or logprobs",
+            f"than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs",
             "max_tokens",
             limit="request_tokens",
         )
@@ -356,6 +365,7 @@ def prepared(
         ignored=ignored,
         parsers=parsers,
         asked=asked,
+        echo=echo,
     )
 
 
