@@ -35,6 +35,7 @@ from moe_lora.serve.admin.status import (
     status_router,
     welcome_router,
 )
+from moe_lora.serve.openai import later_router
 from moe_lora.serve.openai.endpoints import HEADER, RequestIds, generating_router
 from moe_lora.serve.openai.fields import IGNORED_HEADER
 from moe_lora.serve.openai.preparing import Preparer
@@ -79,6 +80,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         )
     preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.checks, frontend.adapter_texts)
     app.include_router(generating_router(frontend, preparer))
+    app.include_router(later_router(frontend, preparer))
     managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
     for make_router in (*managing, status_router):
         app.include_router(make_router(frontend))

@@ -101,8 +101,8 @@ class Preparer:
         process: CheckingProcess | None = None,
         adapter_texts: Callable[[], AdapterTexts] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._adapter_texts = adapter_texts
+        self.tokenizer = tokenizer
+        self.adapter_texts = adapter_texts
         self._limits = limits
         self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
@@ -113,13 +113,13 @@ class Preparer:
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
     ) -> Prepared:
         """The request in a body of this kind.  Raises ApiError for the first problem."""
-        texts = None if self._adapter_texts is None else self._adapter_texts()
+        texts = None if self.adapter_texts is None else self.adapter_texts()
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
         try:
             if len(content) >= INLINE_BYTES:
-                args = kind, bytes(content), self._tokenizer, bounds
-                return await self._elsewhere(client, prepare_now, *args)
-            body, tokenizer = parse(kind, content, bounds), self._tokenizer
+                args = kind, bytes(content), self.tokenizer, bounds
+                return await self.elsewhere(client, prepare_now, *args)
+            body, tokenizer = parse(kind, content, bounds), self.tokenizer
             if texts is not None and body.model in texts.adapters:
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
@@ -140,21 +140,21 @@ class Preparer:
         from .structured import checked_grammar
 
         asked, key = request.asked, json.dumps(request.asked)
-        grammar = self._grammars.pop(key, "") or await self._elsewhere(client, checked_grammar, asked)
+        grammar = self._grammars.pop(key, "") or await self.elsewhere(client, checked_grammar, asked)
         self._grammars[key] = grammar  # the latest used is last
         if len(self._grammars) > MAX_GRAMMARS:
             del self._grammars[next(iter(self._grammars))]
         return request.within(grammar)
 
     async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise no_tokenizer("a text prompt")
         if len(prompt) < LONG_TEXT_CHARS:
             return tokenizer.encode(prompt, add_special_tokens=add_special)
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special)
 
-    async def _elsewhere(self, client: str, check: Callable[..., T], *args: Any) -> T:
+    async def elsewhere(self, client: str, check: Callable[..., T], *args: Any) -> T:
         """Call `check` in the other process, in turn between clients: at most one queued body per client."""
         limits = self._limits
         turn = self._turns.setdefault(client, asyncio.Lock())
@@ -271,7 +271,7 @@ def asked_of(
             raise _too_many_choices(1, body.num_choices, most)
         if tokenizer is None:
             raise no_tokenizer("/v1/chat/completions")
-        return sampling, [_rendered(body, tokenizer)]
+        return sampling, [rendered(body, tokenizer)]
     assert isinstance(body, CompletionRequest)
     limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
     sampling = body.sampling(body.logprobs, limit, defaults)
@@ -289,7 +289,8 @@ def _too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError
     return bad_request(what, "n", limit="choices")
 
 
-def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
+def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    """The conversation as the template's text.  Raises ApiError."""
     messages = [message.for_template() for message in body.messages]
     if any("tool_calls" in message for message in messages):
         from .parsers.requests import with_fit_arguments
@@ -326,7 +327,7 @@ def prepared(
 
         sampling, prompts, echo = prompt_side(body, sampling, prompts, tokenizer, info)
     for token_ids in prompts:
-        _check_prompt(token_ids, sampling, info)
+        check_prompt(token_ids, sampling, info)
     if any(not 0 <= one < info.vocab_size for one in sampling.stop_token_ids):
         raise _unknown_token("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
@@ -420,7 +421,8 @@ def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelIn
     return sampling
 
 
-def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
+def check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
+    """Raises ApiError for an empty or too long prompt, and for unknown token ids."""
     limit, num_tokens = info.max_model_len, len(token_ids)
     if not token_ids:
         raise bad_request("the prompt has no tokens; give at least one", "prompt")
