@@ -233,7 +233,8 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
     assert open_to_tenants == {
         *(access.OPEN & set(schema["paths"])),
         *("/v1/models", "/v1/models/{model}"),
-        *("/v1/completions", "/v1/chat/completions"),
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/pooling", "/invocations"),
+        *("/tokenize", "/detokenize", "/tokenizer_info"),
     }
     for path in ("/metrics", "/v1/adapters"):
         assert tenants.ask("admin", "GET", path).status_code == 200

@@ -179,16 +179,16 @@ def test_a_chat_continues_and_echoes_the_last_message(echo):
 
 
 def check_continued_chat(server, tokenizer, echo):
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hel"}]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fox"}]
     body = {"messages": messages, "max_tokens": 5, "echo": echo, "return_token_ids": True}
     body |= {"continue_final_message": True, "add_generation_prompt": False}
     answer = ask(server, "/v1/chat/completions", **body)
     assert (
-        tokenizer.decode(answer["prompt_token_ids"]) == "userhelloassistanthel"
+        tokenizer.decode(answer["prompt_token_ids"]) == "userhelloassistantfox"
     )  # without unknown characters
     message = answer["choices"][0]["message"]
     assert message["role"] == "assistant"
-    assert message["content"] == ("helhello" if echo else "hello")
+    assert message["content"] == ("foxhello" if echo else "hello")
     chunks = streamed(server, "/v1/chat/completions", **body)
     parts = [one["delta"].get("content") or "" for chunk in chunks for one in chunk["choices"]]
     assert "".join(parts) == message["content"]

@@ -137,12 +137,14 @@ def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None
             return ReadBody(body, [])
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        prompts = []
+        prompts: list[Sequence[int]] = []
         for one in body.texts(tokenizer):
-            if isinstance(one, str) and tokenizer is None:
+            if not isinstance(one, str):
+                prompts.append(one)
+            elif tokenizer is None:
                 raise no_tokenizer("a text prompt")
-            is_text = isinstance(one, str) and tokenizer is not None
-            prompts.append(tokenizer.encode(one, add_special_tokens=special) if is_text else one)  # type: ignore
+            else:
+                prompts.append(tokenizer.encode(one, add_special_tokens=special))
         return ReadBody(body.model_copy(update={"messages": None, body.prompt_field: None}), prompts)
     finally:
         return_memory()
@@ -156,11 +158,11 @@ async def read_body(
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts()
     bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
-        work = read_now, kind, bytes(content), preparer.tokenizer, bounds
+        args = kind, bytes(content), preparer.tokenizer, bounds
         if len(content) >= INLINE_BYTES:
-            found: ReadBody = await preparer.elsewhere(client_of(request.scope), *work)
+            found = await preparer.elsewhere(client_of(request.scope), read_now, *args)
         else:
-            found = await asyncio.to_thread(*work)
+            found = await asyncio.to_thread(read_now, *args)
     model, caller = found.body.model, caller_of(request.scope)
     if model is not None and model not in frontend.model_names:
         names = {one.name for one in await frontend.client.list_adapters()}
