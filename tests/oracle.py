@@ -77,6 +77,17 @@ def reference_logits(
 
 
 @torch.inference_mode()
+def reference_hidden(
+    model_dir: Path | str, adapter_dir: Path | str | None, sequence: Sequence[int]
+) -> torch.Tensor:
+    """Hidden states [len(sequence), hidden] fp32 after the final norm."""
+    adapter = None if adapter_dir is None else str(adapter_dir)
+    model, _ = _oracle(str(model_dir), adapter, torch.float32)
+    found = model(torch.tensor([list(sequence)]), output_hidden_states=True)
+    return found.hidden_states[-1][0].float()
+
+
+@torch.inference_mode()
 def _greedy(key: _Key, drafts: Sequence[Sequence[int]]) -> Reference:
     model_dir, adapter_dir, prompts, num_tokens = key
     model, gates = _oracle(model_dir, adapter_dir, torch.float32)

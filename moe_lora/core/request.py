@@ -39,7 +39,8 @@ class SamplingParams:
 
     temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
     likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
-    truncation; -1: of the whole vocabulary.  max_tokens None: up to the model's length limit.
+    truncation; -1: of the whole vocabulary.  prompt_logprobs n: the same of prompt tokens.  hidden_state: the
+    last prompt token's state after the final norm.  max_tokens None: up to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
@@ -60,6 +61,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    hidden_state: bool = False
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -71,7 +74,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
-        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             self._check(name, value is None or isinstance(value, int), "a whole number")
         limit = math.inf if self.max_tokens is None else self.max_tokens
@@ -82,11 +85,10 @@ class SamplingParams:
         self._check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         self._check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
         self._check("stop", all(self.stop), "non-empty strings")
-        self._check(
-            "logprobs",
-            self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS,
-            f"between 0 and {MAX_LOGPROBS}, or -1 for the whole vocabulary",
-        )
+        rule = f"between 0 and {MAX_LOGPROBS}, or -1 for the whole vocabulary"
+        self._check("logprobs", self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS, rule)
+        num = self.prompt_logprobs
+        self._check("prompt_logprobs", num is None or -1 <= num <= MAX_LOGPROBS, rule)
         if self.edits_logits:
             self._check_edits()
 
@@ -176,6 +178,16 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptReport(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to `prompt_logprobs` and `hidden_state`.
+
+    logprobs: of each prompt token but the first.  hidden: [H] fp32, little-endian.
+    """
+
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    hidden: bytes | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
     """A request's seconds inside the engine (docs/reference/metrics.md); TTFT is the sum without
@@ -203,7 +215,7 @@ class RequestTiming:
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """New tokens of a request in one step.  The finish_reason and timing come with the last.
 
-    adapter_version: of the request's adapter.  A struct for speed.
+    adapter_version: of the request's adapter.  prompt: with the first token.  A struct for speed.
     """
 
     request_id: str
@@ -214,6 +226,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
     adapter_version: int | None = None
+    prompt: PromptReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

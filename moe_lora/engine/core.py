@@ -394,6 +394,9 @@ class EngineCore:
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
         make = self._edit_logits(request.sampling) if request.sampling.edits_logits else Sequence
         sequence = make(request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling))
+        sampling = request.sampling
+        if (sampling.hidden_state or sampling.prompt_logprobs is not None) and not request.generated:
+            self._report_prompt(sequence)
         moves = self.moves if sequence.held or sequence.awaits_kv else None
         self._sequences[request.request_id] = sequence
         if moves is not None:
@@ -406,6 +409,15 @@ class EngineCore:
 
         self._sampler.edit = edit_logits
         return EditedSequence if sampling.grammar is None else self.grammars.sequence
+
+    def _report_prompt(self, sequence: Sequence) -> None:
+        """Let the runner report prompts from now on.  Log probabilities need the whole prompt's compute."""
+        from moe_lora.engine.step.prompt_reports import PromptRecord, prompt_rows
+
+        self._runner.prompt_rows = prompt_rows
+        sequence.record = PromptRecord(sequence.request)
+        if sequence.record.num_scored:
+            sequence.computes_prompt, sequence.awaits_kv = True, False
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -502,6 +514,7 @@ class EngineCore:
         self._counters["generation_tokens"] += 1
         if sequence.num_generated == 1:  # once per answer, also after a move
             self._counters["prompt_tokens"] += len(sequence.request.prompt_token_ids)
+        prompt = None if sequence.record is None else sequence.end_record()
         request_id = sequence.request.request_id
         if reason is not None:
             self._scheduler.finish(sequence)
@@ -515,4 +528,5 @@ class EngineCore:
             num_cached_tokens=sequence.num_cached,
             timing=sequence.timing(now_s) if reason is not None else None,
             adapter_version=None if sequence.adapter is None else sequence.adapter.version,
+            prompt=prompt,
         )

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.functional import normalize
 
 from moe_lora.adapters.peft.files import adapter_folder
 from moe_lora.config import EngineConfig
@@ -24,6 +25,7 @@ from moe_lora.core.request import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    PromptReport,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
@@ -61,7 +63,11 @@ class InProcessClient(LoopClient):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer.  text is None without a tokenizer in the model directory."""
+    """One answer.  text is None without a tokenizer in the model directory.
+
+    prompt_logprobs: of each prompt token; None for the first.  hidden_state: [H] fp32, of the prompt's last
+    token, after the final norm.
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -70,6 +76,8 @@ class Completion:
     adapter: str | None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    hidden_state: torch.Tensor | None = None
 
 
 class Answer:
@@ -82,6 +90,7 @@ class Answer:
         self._logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
         self._cached = 0
+        self._prompt: PromptReport | None = None
         self.finish_reason: FinishReason | None = None
         self.problem: str | None = None
 
@@ -93,6 +102,7 @@ class Answer:
         if output.finish_reason == "error":
             self.problem = output.error or "the engine gave no reason"
         self._cached = output.num_cached_tokens
+        self._prompt = self._prompt or output.prompt
         delta = TextDelta("", len(output.token_ids))
         if self._stream is not None:
             ended = output.finish_reason == "stop"
@@ -117,6 +127,7 @@ class Answer:
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
+        prompt = self._prompt or PromptReport()
         return Completion(
             prompt_token_ids=self.request.prompt_token_ids,
             token_ids=tuple(self._tokens),
@@ -125,7 +136,13 @@ class Answer:
             adapter=self.request.adapter,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
             num_cached_tokens=self._cached,
+            prompt_logprobs=None if prompt.logprobs is None else (None, *prompt.logprobs),
+            hidden_state=None if prompt.hidden is None else _tensor(prompt.hidden),
         )
+
+
+def _tensor(hidden: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(hidden), dtype=torch.float32)
 
 
 Prompt = str | Sequence[int]
@@ -311,6 +328,17 @@ class LLM(_Engine):
         completions = [answer.completion() for answer in answers]
         _raise_problems(answers, completions)
         return completions
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None = None
+    ) -> torch.Tensor:
+        """Hidden states of the prompts' last tokens, after the final norm, scaled to length 1: [prompts, H].
+
+        prompts, adapter and errors: as in `generate`.
+        """
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
+        found = [one.hidden_state for one in self.generate(prompts, adapter, sampling)]
+        return normalize(torch.stack([one for one in found if one is not None]), dim=1)
 
 
 class AsyncLLM(_Engine):

@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moe_lora.cache.pages import BlockTable
-from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, RequestTiming
+from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, PromptReport, RequestTiming
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.scheduling.views import Waits
+
+if TYPE_CHECKING:
+    from .step.prompt_reports import PromptRecord
 
 
 @dataclass(eq=False)
@@ -22,6 +26,7 @@ class Sequence:
     another adapter; later KV is not for the prefix cache. Further flags: see
     `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
     limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
+    record: of the prompt's report, until the first token.
     """
 
     request: GenerateRequest
@@ -40,6 +45,8 @@ class Sequence:
     awaits_kv: bool = False
     unshared: bool = False
     gave_way: bool = False
+    computes_prompt: bool = False
+    record: PromptRecord | None = None
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
@@ -94,6 +101,12 @@ class Sequence:
         if stops and self.num_generated >= sampling.min_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.limit_tokens else None
+
+    def end_record(self) -> PromptReport:
+        """The prompt's report; waits for the device."""
+        record, self.record, self.computes_prompt = self.record, None, False
+        assert record is not None
+        return record.read()
 
     def timing(self, now_s: float) -> RequestTiming:
         waits = self.waits

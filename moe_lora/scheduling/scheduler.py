@@ -284,12 +284,14 @@ class Scheduler(Generic[Sequence]):
 
         Uncomputed tokens count for the tenant, once.
         """
-        if sequence.awaits_kv:
+        if sequence.awaits_kv or sequence.computes_prompt:
             sequence.table = self._cache.new_table(sequence.adapter_uid, sequence.cache_salt)
+        else:
+            sequence.table = self._cache.match(
+                sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
+            )
+        if sequence.awaits_kv:
             return
-        sequence.table = self._cache.match(
-            sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
-        )
         if self.tenants is not None and not sequence.matched:
             num_tokens = len(sequence.tokens) - sequence.table.num_matched
             self.tenants.counter.prefill(sequence.tenant, sequence.share, num_tokens)

@@ -68,6 +68,7 @@ class Schedulable(Protocol):
     before the adapter's arrival; 0: resident. held: the last token is not computed now. awaits_kv: KV
     arrives from elsewhere, into pages allocated by the caller; reset with the release of pages. gave_way:
     preempted for another tenant. unshared: further KV is not for the prefix cache; set by the caller.
+    computes_prompt: uses no cached prefix.
     """
 
     table: BlockTable
@@ -80,6 +81,7 @@ class Schedulable(Protocol):
     awaits_kv: bool
     unshared: bool
     gave_way: bool
+    computes_prompt: bool
 
     @property
     def adapter(self) -> Any:

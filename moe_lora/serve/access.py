@@ -22,12 +22,16 @@ from .http_errors import MESSAGES, ApiError, JsonResponse
 if TYPE_CHECKING:
     from .api_keys import AdminKeys, ApiKey, KeyRing
 
-OPEN = frozenset({"/health", "/live", "/ready", "/version"})
+OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES})
-STATUS = frozenset({"/metrics", "/", "/docs", "/openapi.json"})
+_EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES, *_EMBEDDING}
+)
+STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
-_FOR_ALL = GENERATING | {"/", "/docs", "/openapi.json", "/v1/models"}
+_TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info"}
+_FOR_ALL = GENERATING | _TOKENIZING | {"/", "/docs", "/openapi.json", "/v1/models"}
 _BELOW = ("/v1/models/", "/v1/responses/")
 """Paths for every key, and beginnings of such paths; other paths need an administrator."""
 _PERIOD_S = 60.0

@@ -42,6 +42,7 @@ class CachedRequest:
     awaits_kv: bool = False
     unshared: bool = False
     gave_way: bool = False
+    computes_prompt: bool = False
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan

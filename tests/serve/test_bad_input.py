@@ -209,7 +209,9 @@ def test_too_many_choices_are_400(any_server):
     error_of(any_server.post("/v1/completions", {"prompt": [[5]] * 1000, "n": 100}), 400)
 
 
-@pytest.mark.parametrize("field", [{"echo": True}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}])
+@pytest.mark.parametrize(
+    "field", [{"use_beam_search": True}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}]
+)
 def test_unsupported_completion_fields_are_400(any_server, field):
     assert next(iter(field)) in error_of(
         any_server.post("/v1/completions", {"prompt": "hello", **field}), 400
@@ -274,7 +276,12 @@ def test_unknown_paths_and_methods_have_error_bodies(any_server):
         ("/v1/completions", {"prompt": "\ud800"}, "prompt", "prompt: half a surrogate pair"),
         ("/v1/completions", {"prompt": "a", "stop": [1]}, "stop", "stop: allowed are a text or a list"),
         ("/v1/completions", {"prompt": "a", "stop": ["a"] * 99}, "stop", "stop: List should have at most"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "echo is not supported; leave it out"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "suffix": "b"},
+            "suffix",
+            "suffix is not supported; leave it out",
+        ),
         ("/v1/completions", [], None, "the body must be a JSON object, sent with Content-Type"),
         (
             "/v1/chat/completions",

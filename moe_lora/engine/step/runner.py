@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
     from moe_lora.lora.outer import OuterDeltas
 
+    from .prompt_reports import PromptRows
     from .step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
         outer: Callable[[], OuterDeltas] | None = None,
     ) -> None:
+        self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | None] | None = None
         self._outer = outer
         self._pushed = pushed
         self.merged = merged
@@ -173,7 +175,8 @@ class ModelRunner:
         num_rows = sum(item.num_tokens for item in plan)
         if num_rows == len(plan):  # all decode
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
-        return self._run(replace(self._batch(plan, num_rows), drawn=drawn))
+        prompt = None if self.prompt_rows is None else self.prompt_rows(plan)
+        return self._run(replace(self._batch(plan, num_rows), drawn=drawn, prompt=prompt))
 
     @property
     def can_repeat(self) -> bool:
@@ -194,7 +197,7 @@ class ModelRunner:
         self._is_with_others = True  # ranks stopped at different places of a step can't continue together
         # Other ranks compute logits only with a divided vocabulary head.
         whole_head = self._model.shard.tensor_parallel == 1
-        self._announce(replace(batch, logit_rows=batch.logit_rows[:0]) if whole_head else batch)
+        self._announce(replace(batch, logit_rows=batch.logit_rows[:0], prompt=None) if whole_head else batch)
         logits = self.execute(batch)
         self._is_with_others = False
         return logits
@@ -217,8 +220,9 @@ class ModelRunner:
         return self._launch(batch)
 
     def _launch(self, batch: StepBatch) -> torch.Tensor:
-        if self._graphs is not None and (shape := self._graphs.shape_of(batch)) is not None:
-            return self._graphs.run(shape, batch, self._compute)
+        graphs = None if batch.prompt is not None else self._graphs
+        if graphs is not None and (shape := graphs.shape_of(batch)) is not None:
+            return graphs.run(shape, batch, self._compute)
         if self._buffer is not None:
             batch = batch.through(self._buffer)
         elif batch.drawn is not None:
@@ -238,6 +242,8 @@ class ModelRunner:
             assert self._outer is not None
             outer = self._outer()
             outer.begin_step(batch.tables, batch.routing, batch.logit_rows)
+        if batch.prompt is not None:
+            return batch.prompt.run(self._model, batch, self._context.channels, layer_forward, outer)
         return self._model(*rows, self._context.channels, layer_forward, outer)
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:

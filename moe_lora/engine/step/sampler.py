@@ -50,11 +50,11 @@ class Drawn:
         self.tokens = tokens
         self._num_top = num_top
         self._host_tokens = HostCopy(tokens)
-        self._report: _Report | None = None
+        self._report: LogprobReport | None = None
         if logprobs_RV is not None:
             rows = [row for row, num in enumerate(num_top) if num is not None]
             chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, sent(rows, tokens))
-            self._report = _Report(logprobs_RV, chosen, [num for num in num_top if num is not None])
+            self._report = LogprobReport(logprobs_RV, chosen, [num for num in num_top if num is not None])
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The tokens and the reports; waits for the device."""
@@ -208,7 +208,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
     return torch.zeros_like(probs_SV).scatter(-1, order, torch.where(keep, ordered, 0.0))
 
 
-class _Report:
+class LogprobReport:
     """Log probability and position of each row's chosen token, and the likeliest tokens."""
 
     def __init__(self, logprobs_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]) -> None:

@@ -10,13 +10,16 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from moe_lora.kernels.operands import StepBounds, StepTables
 from moe_lora.lora.row_routing import RowRouting
+
+if TYPE_CHECKING:
+    from .prompt_reports import PromptRows
 
 _ALIGN_BYTES = 64
 
@@ -73,6 +76,7 @@ class StepBatch:
     tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows with logits.
     routing: sources of the rows' deltas.  compiled: compiled code runs the layers.  any_rows: compile for
     any number of rows.  drawn: tokens of the step before, on the device: token -1 - i is number i of them.
+    prompt: rows of reported prompts.
     """
 
     tokens: torch.Tensor
@@ -84,6 +88,7 @@ class StepBatch:
     compiled: bool
     any_rows: bool
     drawn: torch.Tensor | None = None
+    prompt: PromptRows | None = None
 
     def with_drawn(self) -> StepBatch:
         """The batch with tokens from `drawn` in place."""

@@ -15,17 +15,28 @@ if TYPE_CHECKING:
 
     from .preparing import Preparer
 
-RESPONSES = "moe_lora.serve.openai.responses.endpoints"
-MESSAGES = "moe_lora.serve.anthropic.endpoints"
 LATER = (
-    ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
-    ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),
-    ("DELETE /v1/responses/{response_id}", RESPONSES, "remove", "Delete a stored response."),
-    ("POST /v1/responses/{response_id}/cancel", RESPONSES, "cancel", "Refused: it has ended."),
-    ("POST /v1/messages", MESSAGES, "create", "Answer a conversation (Anthropic's Messages)."),
-    ("POST /v1/messages/count_tokens", MESSAGES, "count", "Tokens of the conversation."),
+    ("POST /v1/responses", "openai.responses.endpoints.create", "Answer with items (OpenAI's Responses)."),
+    ("GET /v1/responses/{response_id}", "openai.responses.endpoints.read", "A stored response."),
+    ("DELETE /v1/responses/{response_id}", "openai.responses.endpoints.remove", "Delete a stored response."),
+    (
+        "POST /v1/responses/{response_id}/cancel",
+        "openai.responses.endpoints.cancel",
+        "Refused: it has ended.",
+    ),
+    ("POST /v1/messages", "anthropic.endpoints.create", "Answer a conversation (Anthropic's Messages)."),
+    ("POST /v1/messages/count_tokens", "anthropic.endpoints.count", "Tokens of the conversation."),
+    ("POST /tokenize", "openai.tokenizing.tokenize", "Token ids of a prompt, or of rendered messages."),
+    ("POST /detokenize", "openai.tokenizing.detokenize", "Text of token ids."),
+    ("GET /tokenizer_info", "openai.tokenizing.info", "The tokenizer's configuration."),
+    ("POST /v1/embeddings", "openai.embedding.embed", "Hidden states of last tokens, of length 1."),
+    ("POST /pooling", "openai.embedding.pool", "Hidden states of last tokens."),
+    ("POST /invocations", "openai.invocations.invoke", "Any of the generating endpoints, by the body."),
+    ("POST /ping", "openai.invocations.ping", "As /health."),
+    ("GET /ping", "openai.invocations.ping", "As /health."),
+    ("GET /load", "openai.invocations.load", "Number of running choices."),
 )
-"""Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
+"""Endpoint, method of a module's `Endpoints`, description.  The first request imports the module."""
 _BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
 _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -34,12 +45,13 @@ def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     """The endpoints of `LATER`."""
     router, loaded = APIRouter(tags=["generate"]), dict[str, Any]()
 
-    def add(endpoint: str, module: str, name: str, description: str) -> None:
+    def add(endpoint: str, place: str, description: str) -> None:
         method, path = endpoint.split(" ")
+        module, name = place.rsplit(".", 1)
 
         async def handle(request: Request) -> Response:
             if module not in loaded:
-                found = await asyncio.to_thread(import_module, module)
+                found = await asyncio.to_thread(import_module, f"moe_lora.serve.{module}")
                 loaded.setdefault(module, found.Endpoints(frontend, preparer))
             response: Response = await getattr(loaded[module], name)(request)
             return response

@@ -54,6 +54,9 @@ class ChoiceFormat:
 
     prompt_of: Callable[[int], tuple[int, ...]] | None = None
     respond: Respond | None = None
+    in_choice: Mapping[str, Any] = {}
+    beside_choices: Mapping[str, Any] = {}
+    """Fields of a whole answer."""
 
     object_name: str
     chunk_object_name: str
@@ -115,6 +118,7 @@ class CompletionFormat(ChoiceFormat):
     object_name = chunk_object_name = "text_completion"
     id_prefix = "cmpl-"
     continues_prompt = True
+    in_choice = {"prompt_logprobs": None}  # noqa: RUF012
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self.whole(delta)
@@ -136,10 +140,12 @@ class CompletionFormat(ChoiceFormat):
         offset = self._offsets.get(index, 0)
         for token_id, chosen in zip(token_ids, logprobs, strict=True):
             text = self.token_text(token_id)
-            likeliest = {self.token_text(other): _finite(logprob) for other, logprob in chosen.top}
+            likeliest: dict[str, float] = {}
+            for other, logprob in (*chosen.top, (token_id, chosen.logprob)):
+                likeliest.setdefault(self.token_text(other), _finite(logprob))
             entry["tokens"].append(text)
             entry["token_logprobs"].append(_finite(chosen.logprob))
-            entry["top_logprobs"].append({**likeliest, text: _finite(chosen.logprob)})
+            entry["top_logprobs"].append(likeliest)
             entry["text_offset"].append(offset)
             offset += len(text)
         self._offsets[index] = offset
@@ -152,6 +158,7 @@ class ChatFormat(ChoiceFormat):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    beside_choices = {"prompt_logprobs": None}  # noqa: RUF012
 
     def opening(self, index: int) -> dict[str, Any] | None:
         if index in self._shown:
@@ -322,7 +329,8 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     body = prepared.body
     model = frontend.model_name if body.model is None else body.model
     adapter = None if model in frontend.model_names else model
-    generation = Generation(
+    make = Generation if body.max_tokens != 0 else _prompt_only()
+    generation = make(
         frontend=frontend,
         client=client_of(request.scope),
         caller=request.state.caller,
@@ -353,8 +361,9 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     whole = await unless_disconnected(request.receive, generation.whole())
     if whole is None:
         return Response(status_code=CLIENT_GONE)
-    choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
-    answered = {**head, **choices, "usage": generation.usage()}
+    choices = [{**form.whole(delta), **form.in_choice} for delta in whole]
+    answered = {**head, "object": form.object_name, "choices": choices, "usage": generation.usage()}
+    answered.update(form.beside_choices)
     if body.return_token_ids:
         answered.update(form.beside(0))
     return JsonResponse(answered, headers=headers)
@@ -369,16 +378,32 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         # Without a tokenizer the answer consists of ids only.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
         tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
+        if body.echo or body.prompt_logprobs is not None:
+            from .prompt_side import PromptCompletion
+
+            prepared: Prepared = request.state.prepared
+            form = PromptCompletion(tokenizer, prepared, with_token_ids=with_token_ids)
+            return await answer(frontend, request, form)
         return await answer(frontend, request, CompletionFormat(tokenizer, with_token_ids=with_token_ids))
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(
-            frontend, request, _chat_format(body, frontend.tokenizer, request.state.prepared.parsers)
-        )
+        prepared: Prepared = request.state.prepared
+        form = _chat_format(body, frontend.tokenizer, prepared.parsers)
+        if body.echo or body.prompt_logprobs is not None:
+            from .prompt_side import PromptChat
+
+            form = PromptChat(form, prepared)
+        return await answer(frontend, request, form)
 
     return router
+
+
+def _prompt_only() -> type[Generation]:
+    from .prompt_side import PromptOnly
+
+    return PromptOnly
 
 
 def _chat_format(body: ChatRequest, tokenizer: Tokenizer | None, parsers: AnswerParsers | None) -> ChatFormat:

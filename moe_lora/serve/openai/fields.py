@@ -66,13 +66,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             "min_dynamic_patch",
             "min_new_tokens",
             "prediction",
-            "prompt_logprobs",
             "repetition_detection",
             "sampling_params",
             "structural_tag",
             "task",
-            "truncate_prompt_tokens",
-            "truncation_side",
             "web_search_options",
         ),
         (None,),
@@ -80,7 +77,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "continue_final_message",
-            "echo",
             "include_stop_str_in_output",
             "no_stop_trim",
             "return_cached_tokens_details",

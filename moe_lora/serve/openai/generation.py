@@ -19,6 +19,7 @@ from moe_lora.core.errors import AdapterNotFoundError, UnreadError
 from moe_lora.core.request import (
     UNFOLLOWABLE,
     GenerateRequest,
+    PromptReport,
     RequestTiming,
     SamplingParams,
     TokenLogprobs,
@@ -71,13 +72,14 @@ async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseEx
 
 
 class Delta(msgspec.Struct):
-    """New text of a choice and its tokens.  finish_reason: None before the end."""
+    """New text of a choice and its tokens.  finish_reason: None before the end.  prompt: with the first."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: str | None
+    prompt: PromptReport | None = None
 
 
 class Deadline:
@@ -197,6 +199,7 @@ class Generation:
                 if self.sampling.logprobs is None
                 else tuple(entry for delta in part for entry in delta.logprobs or ()),
                 part[-1].finish_reason,
+                part[0].prompt,
             )
             for index, part in enumerate(parts)
         ]
@@ -372,7 +375,7 @@ class Generation:
         self._completion_tokens[index] += len(token_ids)
         if output.num_cached_tokens > self._cached_tokens[index]:
             self._cached_tokens[index] = output.num_cached_tokens
-        return Delta(index, piece, token_ids, logprobs, reason)
+        return Delta(index, piece, token_ids, logprobs, reason, output.prompt)
 
 
 def _tokens(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

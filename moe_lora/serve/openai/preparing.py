@@ -27,6 +27,7 @@ from moe_lora.serve.limits import RETRY_S, Limits
 from .checking_process import CheckingProcess
 from .fields import shown_name
 from .protocol import (
+    PROMPT_FIELDS,
     STRUCTURED_FIELDS,
     ChatRequest,
     CompletionRequest,
@@ -69,7 +70,7 @@ class Prepared:
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
-    asked: a grammar to check.
+    asked: a grammar to check.  echo: text before each prompt's answer.
     """
 
     body: SamplingFields
@@ -79,6 +80,7 @@ class Prepared:
     ignored: tuple[str, ...] = ()
     parsers: AnswerParsers | None = None
     asked: Asked | None = None
+    echo: tuple[str, ...] | None = None
 
     def within(self, grammar: str) -> Prepared:
         """The request with a checked grammar."""
@@ -99,8 +101,8 @@ class Preparer:
         process: CheckingProcess | None = None,
         adapter_texts: Callable[[], AdapterTexts] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._adapter_texts = adapter_texts
+        self.tokenizer = tokenizer
+        self.adapter_texts = adapter_texts
         self._limits = limits
         self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
@@ -111,13 +113,13 @@ class Preparer:
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
     ) -> Prepared:
         """The request in a body of this kind.  Raises ApiError for the first problem."""
-        texts = None if self._adapter_texts is None else self._adapter_texts()
+        texts = None if self.adapter_texts is None else self.adapter_texts()
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
         try:
             if len(content) >= INLINE_BYTES:
-                args = kind, bytes(content), self._tokenizer, bounds
-                return await self._elsewhere(client, prepare_now, *args)
-            body, tokenizer = parse(kind, content, bounds), self._tokenizer
+                args = kind, bytes(content), self.tokenizer, bounds
+                return await self.elsewhere(client, prepare_now, *args)
+            body, tokenizer = parse(kind, content, bounds), self.tokenizer
             if texts is not None and body.model in texts.adapters:
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
@@ -138,21 +140,21 @@ class Preparer:
         from .structured import checked_grammar
 
         asked, key = request.asked, json.dumps(request.asked)
-        grammar = self._grammars.pop(key, "") or await self._elsewhere(client, checked_grammar, asked)
+        grammar = self._grammars.pop(key, "") or await self.elsewhere(client, checked_grammar, asked)
         self._grammars[key] = grammar  # the latest used is last
         if len(self._grammars) > MAX_GRAMMARS:
             del self._grammars[next(iter(self._grammars))]
         return request.within(grammar)
 
     async def _encode(self, prompt: str, add_special: bool) -> Sequence[int]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise no_tokenizer("a text prompt")
         if len(prompt) < LONG_TEXT_CHARS:
             return tokenizer.encode(prompt, add_special_tokens=add_special)
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special)
 
-    async def _elsewhere(self, client: str, check: Callable[..., T], *args: Any) -> T:
+    async def elsewhere(self, client: str, check: Callable[..., T], *args: Any) -> T:
         """Call `check` in the other process, in turn between clients: at most one queued body per client."""
         limits = self._limits
         turn = self._turns.setdefault(client, asyncio.Lock())
@@ -269,9 +271,10 @@ def asked_of(
             raise _too_many_choices(1, body.num_choices, most)
         if tokenizer is None:
             raise no_tokenizer("/v1/chat/completions")
-        return sampling, [_rendered(body, tokenizer)]
+        return sampling, [rendered(body, tokenizer)]
     assert isinstance(body, CompletionRequest)
-    sampling = body.sampling(body.logprobs, body.max_tokens, defaults)
+    limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
+    sampling = body.sampling(body.logprobs, limit, defaults)
     if tokenizer is None and (sampling.stop or sampling.bad_words):
         raise no_tokenizer("stop (other than stop_token_ids)" if sampling.stop else "bad_words")
     prompts = body.prompts
@@ -286,7 +289,8 @@ def _too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError
     return bad_request(what, "n", limit="choices")
 
 
-def _rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
+def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    """The conversation as the template's text.  Raises ApiError."""
     messages = [message.for_template() for message in body.messages]
     if any("tool_calls" in message for message in messages):
         from .parsers.requests import with_fit_arguments
@@ -317,9 +321,13 @@ def prepared(
     Raises ApiError for a prompt and answer beyond the model's context, and for too many tokens in one
     request.
     """
-    info, most = bounds.info, bounds.limits.max_request_tokens
+    info, most, echo = bounds.info, bounds.limits.max_request_tokens, None
+    if not PROMPT_FIELDS.isdisjoint(body.model_fields_set):
+        from .prompt_side import prompt_side
+
+        sampling, prompts, echo = prompt_side(body, sampling, prompts, tokenizer, info)
     for token_ids in prompts:
-        _check_prompt(token_ids, sampling, info)
+        check_prompt(token_ids, sampling, info)
     if any(not 0 <= one < info.vocab_size for one in sampling.stop_token_ids):
         raise _unknown_token("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
@@ -330,11 +338,13 @@ def prepared(
         for one in prompts
     ]
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
-    work = body.num_choices * (sum(map(len, prompts)) + sum(answer_tokens) * (1 + others))
-    if work > most and (body.num_choices * len(prompts) > 1 or others):
+    scored = sampling.prompt_logprobs
+    scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
+    work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
+    if work > most and (body.num_choices * len(prompts) > 1 or others or scores):
         raise bad_request(
             f"all choices of the request may take {work} tokens, log probabilities of others included, more "
-            f"than the {most} of one request; lower max_tokens, n or logprobs",
+            f"than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs",
             "max_tokens",
             limit="request_tokens",
         )
@@ -356,6 +366,7 @@ def prepared(
         ignored=ignored,
         parsers=parsers,
         asked=asked,
+        echo=echo,
     )
 
 
@@ -410,7 +421,8 @@ def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelIn
     return sampling
 
 
-def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
+def check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
+    """Raises ApiError for an empty or too long prompt, and for unknown token ids."""
     limit, num_tokens = info.max_model_len, len(token_ids)
     if not token_ids:
         raise bad_request("the prompt has no tokens; give at least one", "prompt")

@@ -107,8 +107,9 @@ MAX_MODEL_CHARS = 1024
 MAX_BAD_WORDS = 1024
 SAMPLING_FIELDS = {
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "prompt_logprobs"),
 }
+PROMPT_FIELDS = frozenset({"echo", "prompt_logprobs", "truncate_prompt_tokens"})
 
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -174,6 +175,10 @@ class SamplingFields(StructuredFields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Listed[TokenId] | None = None
     bad_words: Annotated[Listed[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None

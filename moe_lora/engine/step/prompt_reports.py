@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of prompts: log probabilities of prompt tokens, and the last token's hidden state.
+
+A step keeps the hidden states of all rows.  The vocabulary head runs over few of these rows at a time.
+
+Legend: T token rows, N scored rows, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from moe_lora.core.request import GenerateRequest, PromptReport, TokenLogprobs
+from moe_lora.engine.sequence import Sequence
+from moe_lora.models.causal_lm import CausalLM, LayerForward
+from moe_lora.scheduling.views import Scheduled
+
+from .sampler import HostCopy, LogprobReport, sent
+from .step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from moe_lora.lora.outer import OuterDeltas
+
+LOGITS_BYTES = 64 << 20
+"""Bytes of logits at once: [N, V] fp32."""
+
+
+class PromptRecord:
+    """A request's report, collected over steps.  A later compute of a token replaces the earlier one.
+
+    num_scored: tokens with log probabilities: all but the first, or none.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        sampling = request.sampling
+        self.prompt = request.prompt_token_ids
+        self.num_top = sampling.prompt_logprobs
+        self.num_scored = 0 if self.num_top is None else len(self.prompt) - 1
+        self.wants_hidden = sampling.hidden_state
+        self.hidden: HostCopy | None = None
+        self._scores: dict[int, tuple[_Chunk, int]] = {}
+
+    def add(self, position: int, chunk: _Chunk, row: int) -> None:
+        """The token after this position has the scores of the chunk's row."""
+        self._scores[position] = chunk, row
+
+    def read(self) -> PromptReport:
+        """The report; waits for the device."""
+        logprobs, hidden = None, None
+        if self.num_top is not None:
+            found = (self._scores[position] for position in range(self.num_scored))
+            logprobs = tuple(chunk.entries[row] for chunk, row in found)
+        if self.hidden is not None:
+            hidden = np.array(self.hidden.tolist(), dtype="<f4").tobytes()
+        return PromptReport(logprobs, hidden)
+
+
+class _Chunk:
+    """Scores of some rows, read once."""
+
+    def __init__(self, report: LogprobReport) -> None:
+        self._report = report
+
+    @cached_property
+    def entries(self) -> list[TokenLogprobs]:
+        return self._report.read()
+
+
+class _Scored(NamedTuple):
+    """A scored row: of the record's token at this position."""
+
+    record: PromptRecord
+    position: int
+
+
+class PromptRows:
+    """Rows of one step.  Other ranks get `rows` alone: each rank computes its columns of their logits.
+
+    rows: [N] int64 on the host.  scored: of each of the rows.  hidden: records by row.  logits_bytes: at
+    once, on all ranks.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        scored: Seq[_Scored] = (),
+        hidden: Seq[tuple[int, PromptRecord]] = (),
+        logits_bytes: int = LOGITS_BYTES,
+    ) -> None:
+        self.rows = rows
+        self._logits_bytes = logits_bytes
+        self._scored = scored
+        self._hidden = hidden
+
+    def __reduce__(self) -> Any:
+        return PromptRows, (self.rows, (), (), self._logits_bytes)
+
+    def run(
+        self,
+        model: CausalLM,
+        batch: StepBatch,
+        channels: Seq[torch.Tensor],
+        layer_forward: LayerForward,
+        outer: OuterDeltas | None,
+    ) -> torch.Tensor:
+        """The batch's logits, as of `CausalLM.forward`; records get their parts."""
+        kept: list[torch.Tensor] = []
+
+        def keeping(*args: Any) -> torch.Tensor:
+            kept[:] = [layer_forward(*args)]
+            return kept[0]
+
+        inputs = batch.tokens, batch.positions, batch.live
+        logits: torch.Tensor = model(*inputs, batch.logit_rows, channels, keeping, outer)
+        x_TH, first = kept[0], 0
+        for rows in self.rows.split(max(1, self._logits_bytes // (4 * model.spec.shape.vocab_size))):
+            rows_N = rows.to(x_TH.device)
+            if outer is not None:
+                outer.begin_step(batch.tables, batch.routing, rows_N)
+            # The layers are done: the model adds its head to their result.
+            logits_NV = model(*inputs, rows_N, channels, lambda *_: x_TH, outer)
+            self._score(logits_NV, first)
+            first += len(rows)
+        for row, record in self._hidden:
+            record.hidden = HostCopy(model.norm(x_TH[row : row + 1]).float()[0])
+        return logits
+
+    def _score(self, logits_NV: torch.Tensor, first: int) -> None:
+        scored = self._scored[first : first + len(logits_NV)]
+        if not scored:
+            return
+        targets_N = sent([record.prompt[position + 1] for record, position in scored], logits_NV)
+        num_top = [record.num_top or 0 for record, _ in scored]
+        chunk = _Chunk(LogprobReport(torch.log_softmax(logits_NV, dim=-1), targets_N, num_top))
+        for row, (record, position) in enumerate(scored):
+            record.add(position, chunk, row)
+
+
+def prompt_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | None:
+    """The plan's rows of reported prompts, if any."""
+    rows: list[int] = []
+    scored: list[_Scored] = []
+    hidden: list[tuple[int, PromptRecord]] = []
+    first_row = 0
+    for item in plan:
+        record, start = item.sequence.record, item.sequence.num_computed
+        if record is not None:
+            positions = range(start, min(start + item.num_tokens, record.num_scored))
+            rows += [first_row + position - start for position in positions]
+            scored += [_Scored(record, position) for position in positions]
+            last = len(record.prompt) - 1 - start
+            if record.wants_hidden and 0 <= last < item.num_tokens:
+                hidden.append((first_row + last, record))
+        first_row += item.num_tokens
+    if not rows and not hidden:
+        return None
+    return PromptRows(torch.tensor(rows, dtype=torch.int64), scored, hidden, LOGITS_BYTES)

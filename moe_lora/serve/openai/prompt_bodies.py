@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies with prompts to tokenise or to embed, not to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from fastapi import Request
+from pydantic import Field, ValidationError
+
+from moe_lora.core.host import return_memory
+from moe_lora.serve.access import caller_of
+from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
+from moe_lora.serve.limits import body_of, client_of
+
+from .preparing import INLINE_BYTES, Bounds, Preparer, no_tokenizer, parse, rendered, tokenizer_of
+from .protocol import (
+    MAX_ID_CHARS,
+    MAX_MODEL_CHARS,
+    MAX_PRIORITY,
+    MAX_SALT_CHARS,
+    ApiRequest,
+    ChatRequest,
+    Listed,
+    Text,
+    Timeout,
+    TokenId,
+)
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.frontend import Frontend
+
+_CHAT = ("messages", "chat_template", "chat_template_kwargs", "tools")
+MAX_INPUTS = 2048
+"""Inputs of one request, as in OpenAI's interface."""
+
+
+class PromptBody(ApiRequest):
+    """A prompt, or messages for the chat template.  prompt_field: name of the prompt's field."""
+
+    prompt_field: ClassVar[str]
+    generation_prompt: ClassVar[bool]
+
+    model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def texts(self, tokenizer: Tokenizer | None) -> list[str | list[int]]:
+        """Prompts as texts or token ids.  Raises ApiError."""
+        given = getattr(self, self.prompt_field)
+        if (given is None) == (self.messages is None):
+            what = f"give either {self.prompt_field} or messages"
+            raise bad_request(what, self.prompt_field if given is None else "messages")
+        if given is None:
+            if tokenizer is None:
+                raise no_tokenizer("a chat")
+            return [rendered(self._chat(), tokenizer)]
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given or not all(given):
+            raise bad_request(f"{self.prompt_field} is empty; give at least one token", self.prompt_field)
+        return list(given)
+
+    def _chat(self) -> ChatRequest:
+        asked = self.add_generation_prompt
+        ends = self.generation_prompt and not self.continue_final_message if asked is None else asked
+        fields = {name: getattr(self, name) for name in _CHAT}
+        fields |= {"add_generation_prompt": ends, "continue_final_message": self.continue_final_message}
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise describe_validation(error) from None
+
+
+class TokenizeRequest(PromptBody):
+    """POST /tokenize."""
+
+    prompt_field, generation_prompt = "prompt", True
+
+    prompt: Text | None = None
+    return_token_strs: bool | None = None
+
+
+class EmbeddingRequest(PromptBody):
+    """POST /v1/embeddings and /pooling.  use_activation, normalize: scale to length 1."""
+
+    prompt_field, generation_prompt = "input", False
+
+    input: Text | Listed[Text] | Listed[int] | Listed[Listed[int]] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Literal[None] = None
+    task: Literal["embed"] | None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout: Timeout | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+
+class DetokenizeRequest(ApiRequest):
+    """POST /detokenize."""
+
+    model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
+    tokens: Listed[TokenId]
+
+
+B = TypeVar("B", bound=ApiRequest)
+
+
+@dataclass(frozen=True)
+class ReadBody:
+    """body: checked.  prompts: token ids; empty for a body without prompts."""
+
+    body: Any
+    prompts: Sequence[Sequence[int]]
+
+
+def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds) -> ReadBody:
+    """The body in this content.  Raises ApiError for the first problem."""
+    try:
+        body: Any = parse(cast("Any", kind), content, bounds)
+        if not isinstance(body, PromptBody):
+            return ReadBody(body, [])
+        tokenizer = tokenizer_of(body.model, tokenizer, bounds)
+        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+        prompts: list[Sequence[int]] = []
+        for one in body.texts(tokenizer):
+            if not isinstance(one, str):
+                prompts.append(one)
+            elif tokenizer is None:
+                raise no_tokenizer("a text prompt")
+            else:
+                prompts.append(tokenizer.encode(one, add_special_tokens=special))
+        return ReadBody(body.model_copy(update={"messages": None, body.prompt_field: None}), prompts)
+    finally:
+        return_memory()
+
+
+async def read_body(
+    request: Request, kind: type[ApiRequest], frontend: Frontend, preparer: Preparer
+) -> ReadBody:
+    """The request's body, read within the limits, for a known model.  Raises ApiError."""
+    info, limits = await frontend.client.model_info(), frontend.limits
+    texts = None if preparer.adapter_texts is None else preparer.adapter_texts()
+    bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)
+    async with body_of(request, limits, limits.config.max_body_bytes) as content:
+        args = kind, bytes(content), preparer.tokenizer, bounds
+        if len(content) >= INLINE_BYTES:
+            found = await preparer.elsewhere(client_of(request.scope), read_now, *args)
+        else:
+            found = await asyncio.to_thread(read_now, *args)
+    model, caller = found.body.model, caller_of(request.scope)
+    if model is not None and model not in frontend.model_names:
+        names = {one.name for one in await frontend.client.list_adapters()}
+        if model not in names or not caller.may_use(model):
+            what = f"the model {model!r} does not exist; GET /v1/models lists what does"
+            raise ApiError(404, what, "model")
+    return found

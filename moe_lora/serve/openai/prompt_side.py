@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's prompt in the answer: echo, log probabilities of prompt tokens, and shortened prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from msgspec import structs
+
+from moe_lora.core.request import ModelInfo, SamplingParams, TokenLogprobs, TokenOutput
+from moe_lora.serve.http_errors import bad_request
+
+from .endpoints import LEAST_LOGPROB, ChatFormat, ChoiceFormat, CompletionFormat
+from .generation import Delta, Generation
+from .protocol import ChatRequest, CompletionRequest, SamplingFields
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import TextStream, Tokenizer
+
+    from .preparing import Prepared
+
+
+class PromptSide(NamedTuple):
+    """sampling, prompts: for the engine.  echo: text before each prompt's answer, or None."""
+
+    sampling: SamplingParams
+    prompts: Sequence[Sequence[int]]
+    echo: tuple[str, ...] | None
+
+
+def prompt_side(
+    body: SamplingFields,
+    sampling: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+) -> PromptSide:
+    """The body's prompt side.  Raises ApiError."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs is not sent in streams; leave stream out", "prompt_logprobs")
+    kept = [shortened(one, body, info, sampling.max_tokens or 1) for one in prompts]
+    if not body.echo:
+        return PromptSide(sampling, kept, None)
+    if isinstance(body, ChatRequest):
+        return PromptSide(sampling, kept, (_last_message(body),))
+    if sampling.logprobs is not None:
+        asked = sampling.logprobs, body.prompt_logprobs or 0
+        sampling = replace(sampling, prompt_logprobs=-1 if -1 in asked else max(asked))
+    texts = zip(cast("CompletionRequest", body).prompts, prompts, kept, strict=True)
+    echo = tuple(
+        given if isinstance(given, str) and len(whole) == len(part) else _decoded(part, tokenizer)
+        for given, whole, part in texts
+    )
+    return PromptSide(sampling, kept, echo)
+
+
+def shortened(token_ids: Sequence[int], body: Any, info: ModelInfo, answer_tokens: int) -> Sequence[int]:
+    """The prompt's last (truncation_side right: first) truncate_prompt_tokens; -1: as the context allows.
+
+    Raises ApiError.
+    """
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return token_ids
+    if limit == -1:
+        limit = max(1, info.max_model_len - answer_tokens)
+    if not 1 <= limit <= info.max_model_len:
+        what = f"truncate_prompt_tokens={limit} must be -1, or between 1 and {info.max_model_len}"
+        raise bad_request(what, "truncate_prompt_tokens")
+    return token_ids[:limit] if body.truncation_side == "right" else token_ids[-limit:]
+
+
+def _last_message(body: ChatRequest) -> str:
+    """The text of an assistant's last message, continued by the answer."""
+    last = body.messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
+
+
+def _decoded(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    return "" if tokenizer is None else tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+class PromptOnly(Generation):
+    """Answers without tokens: the engine draws one, and the answer leaves it out."""
+
+    def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
+        if output.finish_reason in ("stop", "length"):
+            none = None if output.logprobs is None else ()
+            output = structs.replace(output, token_ids=(), logprobs=none, finish_reason="length")
+        return super()._delta(index, output, None)
+
+
+class PromptCompletion(CompletionFormat):
+    """Completions with an echo, or with log probabilities of prompt tokens."""
+
+    in_choice: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, tokenizer: Tokenizer | None, prepared: Prepared, *, with_token_ids: bool) -> None:
+        super().__init__(tokenizer, with_token_ids=with_token_ids)
+        self._prepared = prepared
+        self._echoed: set[int] = set()
+        self._scores: Sequence[TokenLogprobs] = ()
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        entry = self.whole(delta)
+        del entry["prompt_logprobs"]
+        return entry
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        prepared, index = self._prepared, delta.index
+        number = index // prepared.body.num_choices
+        scores = None if delta.prompt is None else delta.prompt.logprobs
+        first = prepared.echo is not None and index not in self._echoed
+        self._scores = scores or () if first else ()
+        self._echoing = prepared.prompts[number] if first else ()
+        entry = super().whole(delta)
+        if first and prepared.echo is not None:
+            self._echoed.add(index)
+            entry["text"] = prepared.echo[number] + entry["text"]
+        asked = prepared.body.prompt_logprobs
+        told = None if asked is None or scores is None else scores
+        prompt = prepared.prompts[number]
+        entry["prompt_logprobs"] = None if told is None else shown_scores(self, prompt, told, asked or 0)
+        return entry
+
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
+        if not self._echoing:
+            return super().logprobs(index, token_ids, logprobs)
+        first, *others = self._echoing
+        text = self.token_text(first)
+        self._offsets[index] = len(text)
+        num = self._prepared.sampling.logprobs or 0
+        scores = [structs_top(one, num) for one in self._scores]
+        found = super().logprobs(index, [*others, *token_ids], [*scores, *logprobs])
+        begun = {"tokens": text, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [begun[name], *values] for name, values in found.items()}
+
+
+def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
+    """The scores with the `num` likeliest tokens; -1: with all."""
+    return scores if num == -1 else replace(scores, top=scores.top[:num])
+
+
+def shown_scores(
+    form: ChoiceFormat, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: of each token, its entry and those of the likeliest; null for the first."""
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, one in zip(prompt[1:], scores, strict=True):
+        top = structs_top(one, num_top).top
+        ranked = {token_id: (one.logprob, one.position)}
+        ranked |= {other: (value, rank) for rank, (other, value) in enumerate(top, 1) if other != token_id}
+        entry = {
+            str(other): {
+                "logprob": max(value, LEAST_LOGPROB),
+                "rank": rank,
+                "decoded_token": form.token_text(other),
+            }
+            for other, (value, rank) in ranked.items()
+        }
+        found.append(entry)
+    return found
+
+
+class PromptChat(ChatFormat):
+    """Chats with an echo, or with log probabilities of prompt tokens, in another format."""
+
+    def __init__(self, form: ChatFormat, prepared: Prepared) -> None:
+        self.text = form.text
+        self.beside_choices = dict(form.beside_choices)
+        self._form = form
+        self._prepared = prepared
+        self._echoed: set[int] = set()
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return self._form.opening(index)
+
+    def beside(self, index: int) -> dict[str, Any]:
+        self._form.prompt_of = self.prompt_of
+        return self._form.beside(index)
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return self._with_echo(self._form.chunk(delta), delta.index, "delta")
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        asked, report = self._prepared.body.prompt_logprobs, delta.prompt
+        if asked is not None and report is not None and report.logprobs is not None:
+            prompt = self._prepared.prompts[delta.index // self._prepared.body.num_choices]
+            shown = shown_scores(self._form, prompt, report.logprobs, asked)
+            self.beside_choices["prompt_logprobs"] = shown
+        return self._with_echo(self._form.whole(delta), delta.index, "message")
+
+    def _with_echo(self, entry: dict[str, Any], index: int, key: str) -> dict[str, Any]:
+        echo = self._prepared.echo
+        if echo is not None and index not in self._echoed:
+            self._echoed.add(index)
+            text = echo[index // self._prepared.body.num_choices]
+            entry[key]["content"] = text + (entry[key].get("content") or "")
+        return entry

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenising, embeddings and the endpoints of hosts and balancers."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.serve.openai import LATER
+from tests.oracle import reference_hidden
+
+from .test_prompt_side import MODEL, NAMES, ask, demo, refused  # noqa: F401  (the fixture)
+
+TOKENIZER = load_tokenizer(MODEL)
+CHAT = [{"role": "user", "content": "hello"}]
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+BOTH = {"continue_final_message": True, "add_generation_prompt": True}
+
+
+@pytest.mark.parametrize("text", ["hello world=", "a" * 20_000])  # the second in the other process
+@pytest.mark.parametrize("special", [None, True, False])
+def test_texts_become_token_ids_and_texts_again(demo, text, special):  # noqa: F811
+    body = {"model": "upper", "prompt": text, "add_special_tokens": special, "return_token_strs": True}
+    found = ask(demo, "/tokenize", **body)
+    ids = TOKENIZER.encode(text, add_special_tokens=special is not False)
+    assert found["tokens"] == ids
+    assert found["count"] == len(ids)
+    assert found["max_model_len"] == 256
+    assert found["token_strs"] == [TOKENIZER.backend.id_to_token(one) for one in ids]
+    back = ask(demo, "/detokenize", model="demo", tokens=ids)["prompt"]
+    assert back == TOKENIZER.decode(ids, skip_special_tokens=False)
+    assert ask(demo, "/tokenize", prompt="a")["token_strs"] is None
+
+
+def test_chats_become_the_token_ids_of_their_prompts(demo):  # noqa: F811
+    found = ask(demo, "/tokenize", messages=CHAT)["tokens"]
+    answer = ask(demo, "/v1/chat/completions", messages=CHAT, max_tokens=1, return_token_ids=True)
+    assert found == answer["prompt_token_ids"]
+    assert ask(demo, "/tokenize", messages=CHAT, add_special_tokens=True)["count"] == len(found) + 1
+
+
+def test_the_tokenizer_describes_itself(demo):  # noqa: F811
+    found = demo.get("/tokenizer_info").json()
+    assert found["tokenizer_class"]
+    assert found["chat_template"]
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_embeddings_are_transformers_s_hidden_states(demo, model):  # noqa: F811
+    texts = ["hello world=", "abc="]
+    ids = [TOKENIZER.encode(one) for one in texts]
+    expected = torch.stack([reference_hidden(MODEL, NAMES[model], one)[-1] for one in ids])
+    unit = torch.nn.functional.normalize(expected, dim=1)
+    for given in (texts, ids):
+        answer = ask(demo, "/v1/embeddings", model=model, input=given)
+        assert [one["index"] for one in answer["data"]] == [0, 1]
+        found = torch.tensor([one["embedding"] for one in answer["data"]])
+        torch.testing.assert_close(found, unit, **CLOSE)
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        assert answer["model"] == model
+    for given in (texts[0], ids[0]):
+        answer = ask(demo, "/v1/embeddings", model=model, input=given, encoding_format="base64")
+        values = base64.b64decode(answer["data"][0]["embedding"])
+        found = torch.tensor(struct.unpack(f"<{len(values) // 4}f", values))
+        torch.testing.assert_close(found, unit[0], **CLOSE)
+    pooled = ask(demo, "/pooling", model=model, input=texts)["data"]
+    torch.testing.assert_close(torch.tensor([one["data"] for one in pooled]), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
+    chat = ask(demo, "/v1/embeddings", messages=CHAT, add_generation_prompt=True)
+    tokens = ask(demo, "/tokenize", messages=CHAT)["tokens"]
+    assert chat["data"] == ask(demo, "/v1/embeddings", input=tokens)["data"]
+    long = ask(demo, "/v1/embeddings", input="hello " * 300, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == 255
+    short = ask(demo, "/v1/embeddings", input=tokens, truncate_prompt_tokens=2)
+    assert short["data"] == ask(demo, "/v1/embeddings", input=tokens[-2:])["data"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "give either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "give either prompt or messages"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": 1}]}, "messages"),
+        ("/tokenize", {"messages": CHAT, **BOTH}, "excludes"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [128]}, "token id 128 is not in the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/v1/embeddings", {"input": []}, "input is empty"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input is empty"),
+        ("/v1/embeddings", {"input": [[128]]}, "token id 128"),
+        ("/v1/embeddings", {"input": "a" * 300}, "maximum context length is 256"),
+        ("/v1/embeddings", {"input": [[1]] * 2049}, "at most 2048"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 3}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 300}, "truncate_prompt_tokens"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/invocations", {"model": "demo"}, "none of messages, prompt, input"),
+        ("/invocations", [], "must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_wrong_bodies_are_refused(demo, path, body, message):  # noqa: F811
+    answer = demo.post(path, body)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
+def test_unknown_models_are_404(demo, path):  # noqa: F811
+    answer = demo.post(path, {"model": "none", "prompt" if path == "/tokenize" else "input": "a"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello=", "max_tokens": 3, "temperature": 0}),
+        ("/v1/completions", {"prompt": "hello=" * 3000, "max_tokens": 3, "truncate_prompt_tokens": 9}),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3, "temperature": 0}),
+        ("/v1/embeddings", {"input": "hello="}),
+    ],
+)
+def test_invocations_answer_as_the_body_s_endpoint(demo, path, body):  # noqa: F811
+    own, found = ask(demo, path, model="upper", **body), ask(demo, "/invocations", model="upper", **body)
+    assert found.keys() == own.keys()
+    key = "data" if path == "/v1/embeddings" else "choices"
+    if "temperature" in body or key == "data":
+        assert found[key] == own[key]
+
+
+def test_invocations_stream_and_pass_errors_on(demo):  # noqa: F811
+    answer = demo.post("/invocations", {"prompt": "a", "max_tokens": 2, "stream": True})
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert refused(demo, "/invocations", prompt="a", max_tokens=-1)["param"] == "max_tokens"
+
+
+def test_hosts_and_balancers_get_their_endpoints(demo):  # noqa: F811
+    assert demo.get("/ping").status_code == 200
+    assert demo.post("/ping", {}).status_code == 200
+    assert demo.get("/load").json() == {"server_load": 0}
+    assert "version" in demo.get("/version").json()
+
+
+def test_the_modules_are_imported_by_their_first_request():
+    places = sorted({f"moe_lora.serve.{place.rsplit('.', 1)[0]}" for _, place, _ in LATER})
+    code = f"import sys, moe_lora.serve.server; print([one for one in {places} if one in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
