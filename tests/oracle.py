@@ -135,7 +135,7 @@ class _GateMargins:
         config = model.config
         ffn = getattr(config, "ffn_config", None)
         self._top_k = ffn.moe_top_k if ffn else getattr(config, "num_experts_per_tok", 0)
-        known = ("TopKRouter", "TopkRouter", "DbrxRouter")
+        known = ("TopKRouter", "TopkRouter", "DbrxRouter", "TokenChoiceRouter")
         gates = [m for m in model.modules() if type(m).__name__.endswith(known)]
         assert bool(gates) == bool(self._top_k), "the gates of this model are not known by name"
         for gate in gates:
@@ -144,7 +144,8 @@ class _GateMargins:
     def _see(self, module: Any, args: Any, output: Any) -> None:
         scores = output[0] if isinstance(output, tuple) else output
         assert scores.shape[-1] > self._top_k, "these are not scores of all experts"
-        for ranked, num_chosen in _decisions(module, scores.float(), self._top_k):
+        corrected = [(scores.sigmoid() + args[1], self._top_k)] if len(args) > 1 else None
+        for ranked, num_chosen in corrected or _decisions(module, scores.float(), self._top_k):
             top = ranked.topk(num_chosen + 1, dim=-1).values
             self.smallest = min(self.smallest, float((top[..., -2] - top[..., -1]).min()))
 

@@ -26,7 +26,7 @@ from moe_lora.models.weights import weight_map
 
 from .families import load_model
 
-QUANTISED = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight")
+QUANTISED = ("qkv.weight", "o.weight", "attention.gate.weight", "gate_up.weight", "down.weight")
 
 
 @cache

@@ -20,7 +20,7 @@ from .markdown import table
 FAMILIES = {name: family_named(name).title for name in families.FAMILIES}
 MOE = tuple(name for name in FAMILIES if "num_experts" in family_named(name).sizes)
 DENSE = tuple(name for name in FAMILIES if name not in MOE)
-COVERING = ("mixtral", "qwen3_moe", "gpt_oss", "dbrx", "glm4_moe", "qwen2_moe", "llama")
+COVERING = ("mixtral", "qwen3_moe", "gpt_oss", "dbrx", "glm4_moe", "qwen2_moe", "afmoe", "llama")
 """Families that cover all pieces of the layers: those of the tests of each feature."""
 DEVICES = ("CPU", "one GPU", "several GPUs")
 FEATURES = (
@@ -171,7 +171,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="merged",
-        families=("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe"),
+        families=("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe"),
         test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
     ),
     InCi(

@@ -24,7 +24,7 @@ MAX_CUDA_LORA_RANK = 512
 DEFAULT_LORA_RANK = 16
 """Assumed for unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
-ATTENTION_SITES = ("qkv", "o")
+ATTENTION_SITES = ("qkv", "o", "output_gate")
 DENSE_SITES = ("dense_gate_up", "dense_down")
 """Sites of dense layers among layers with experts."""
 NEVER_QUANTISED = ("router", "shared_gate")
@@ -90,9 +90,9 @@ class ModelShape:
 
     `intermediate_size`: of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
     fused_gate_up: one module for gate and up.  num_windowed_layers: layers with windowed attention.
-    shared_size: width of the expert of all tokens, 0 = none.  has_shared_gate: a gate scales its output.
-    dense_layers: layers with a dense MLP of width dense_size in place of experts.  Raises ConfigError for
-    impossible sizes.
+    has_output_gate: a gate scales the heads' outputs.  shared_size: width of the expert of all tokens, 0 =
+    none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
+    dense_size in place of experts.  Raises ConfigError for impossible sizes.
     `families.shape_of` reads a checkpoint's config.json.
     """
 
@@ -111,6 +111,7 @@ class ModelShape:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     num_windowed_layers: int = 0
+    has_output_gate: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
     dense_size: int = 0
@@ -137,7 +138,7 @@ class ModelShape:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """LoRA sites: qkv, o, router (MoE only), gate_up, down, then of shared experts, then of dense layers.
+        """LoRA sites: qkv, o, router (MoE only), gate_up, down, output gate, shared experts, dense layers.
 
         A layer may lack some: see `has_site`.
         """
@@ -157,6 +158,8 @@ class ModelShape:
         ]
         if experts:
             rows.insert(2, ("router", ("router",), hidden, (experts,), 0))
+        if self.has_output_gate:
+            rows.append(("output_gate", ("output_gate",), hidden, (q_size,), 0))
         if shared := self.shared_size:
             rows.append(("shared_gate_up", ("shared_gate", "shared_up"), hidden, (shared, shared), 0))
             rows.append(("shared_down", ("shared_down",), shared, (hidden,), 0))
@@ -175,16 +178,17 @@ class ModelShape:
     def has_site(self, layer: int, name: str) -> bool:
         """True if the layer has the site of this name."""
         if name in ATTENTION_SITES or name not in self._site_names:
-            return name in ATTENTION_SITES
+            return name in self._site_names
         return (layer in self.dense_layers) == (name in DENSE_SITES)
 
     def check_equal_layers(self, what: str) -> None:
-        """Raises ConfigError for a model with dense layers beside experts, or shared experts."""
-        if self.dense_layers or self.shared_size:
+        """Raises ConfigError for dense layers beside experts, shared experts, or an output gate."""
+        if self.dense_layers or self.shared_size or self.has_output_gate:
             raise ConfigError(
                 f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
-                f"{len(self.dense_layers)} dense layers and shared_size={self.shared_size}; time whole steps "
-                "with moe-lora profile-steps instead"
+                f"{len(self.dense_layers)} dense layers, shared_size={self.shared_size} and "
+                f"has_output_gate={self.has_output_gate}; time whole steps with moe-lora profile-steps "
+                "instead"
             )
 
     def num_layers_with(self, site: Site) -> int:

@@ -2,10 +2,10 @@
 """The part of a model on one rank of an instance, and its partial sums.
 
 With tensor parallelism T each rank has 1/T of the attention heads, a dense MLP's inner width, and the
-vocabulary head. Outputs of qkv and gate_up are column-parallel; inputs of o and down row-parallel, with
-outputs summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Several ranks hold a KV head if there
-are fewer heads than ranks.  Experts are divided like a dense MLP, or (expert parallelism) distributed
-whole.
+vocabulary head. Outputs of qkv, output_gate and gate_up are column-parallel; inputs of o and down
+row-parallel, with outputs summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Several ranks hold a
+KV head if there are fewer heads than ranks.  Experts are divided like a dense MLP, or (expert parallelism)
+distributed whole.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ class ModelShard:
         match site.name:
             case "qkv":
                 return self._qkv(len(site.modules))
+            case "output_gate":
+                return ((_wide(self.heads, self.whole.head_dim),),)
             case "gate_up" | "shared_gate_up" | "dense_gate_up":
                 size = site.total_out_features // 2
                 parts = self._inner(size), _moved(self._inner(size), size)

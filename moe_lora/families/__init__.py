@@ -35,6 +35,7 @@ _NAMES = {
     "phimoe": ("phimoe", "PhimoeForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    "afmoe": ("afmoe", "AfmoeForCausalLM"),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

@@ -207,8 +207,8 @@ class StepTables:
 class Rotation(NamedTuple):
     """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
-    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
-    norms with this eps, or None.  clip: to -clip .. clip, or None.  head_dim: 0 = R.
+    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated, none for R = 0.  q_weight, k_weight:
+    [head_dim] of RMS norms with this eps, or None.  clip: to -clip .. clip, or None.  head_dim: 0 = R.
     neighbours: pairs are (2 i, 2 i + 1), else (i, i + R / 2).
     """
 

@@ -174,6 +174,8 @@ def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> t
     q, k, v = heads_of(qkv, num_kv_heads, head_dim or 2 * cos.shape[1])
     if q_weight is not None and k_weight is not None:
         q, k = norm(q, q_weight, eps), norm(k, k_weight, eps)
+    if not cos.shape[1]:
+        return q, k, v
     return rotate(q, cos, sin, neighbours), rotate(k, cos, sin, neighbours), v
 
 

@@ -24,6 +24,8 @@ from .quantised_weight import QuantisedWeight
 if TYPE_CHECKING:
     from moe_lora.lora.outer import OuterDeltas
 
+Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class Norm(nn.Module):
     """RMS norm, or layer norm with or without a bias, over the last dim; computed in fp32."""
@@ -100,38 +102,74 @@ class Attention(nn.Module):
         self.sinks = parameter(shape.num_heads) if spec.sinks else None
         self.num_kv_heads = shape.num_kv_heads
         self.window = spec.window[layer]
+        self.rotates = layer not in spec.unrotated
         self.changes = (spec.norm_eps, spec.clip_qkv, shape.head_dim, spec.rotates_neighbours)
         self.scale = shape.head_dim**-0.5 if spec.attention_multiplier is None else spec.attention_multiplier
 
-    def forward(
+    def heads(
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
+        """Outputs of this rank's heads: [T, heads * head_dim]."""
+        if not self.rotates:
+            cos, sin = cos[:, :0], sin[:, :0]
         qkv = self.qkv(x, channel)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
         rotation = Rotation(cos, sin, q_weight, k_weight, *self.changes)
         how = (self.num_kv_heads, self.sinks, self.scale, self.window)
-        out_TND = ops.rotary_attention(channel, qkv, rotation, *how)
-        y = self.o(out_TND.flatten(1), channel)
+        return ops.rotary_attention(channel, qkv, rotation, *how).flatten(1)
+
+    def forward(
+        self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        y = self.o(self.heads(x, channel, cos, sin), channel)
         if self.is_summed:
             ops.sum_over_ranks(channel, y)
         return y
 
 
+class GatedAttention(Attention):
+    """`Attention` with outputs of heads scaled by the sigmoid of another projection of x."""
+
+    def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
+        super().__init__(spec, layer, shard)
+        self.gate = LoraLinear(spec.shape, "output_gate", bias=False)
+
+    def heads(
+        self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """As `Attention.heads`."""
+        return super().heads(x, channel, cos, sin) * torch.sigmoid(self.gate(x, channel))
+
+
+class NormedAdd(nn.Module):
+    """x + scale * norm(y).  add: of the scale."""
+
+    def __init__(self, spec: ModelSpec, add: Add) -> None:
+        super().__init__()
+        self.norm = Norm(spec.shape.hidden_size, spec)
+        self.add = add
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.add(x, self.norm(y))
+
+
 class DecoderLayer(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), scale 1 in most families.
 
-    spec: sizes of the shard.
+    spec: sizes of the shard.  With output norms, see `NormedAdd`.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
         self.attention_norm = Norm(spec.shape.hidden_size, spec)
-        self.attention = Attention(spec, layer, shard)
+        self.attention = (GatedAttention if spec.shape.has_output_gate else Attention)(spec, layer, shard)
         self.mlp_norm = Norm(spec.shape.hidden_size, spec)
         self.mlp = mlp_of(spec, layer, shard)
         scale = spec.residual_multiplier
-        self.add = torch.add if scale == 1 else partial(torch.add, alpha=scale)
+        add: Add = torch.add if scale == 1 else partial(torch.add, alpha=scale)
+        self.add_attention = NormedAdd(spec, add) if spec.output_norms else add
+        self.add_mlp = NormedAdd(spec, add) if spec.output_norms else add
 
     def forward(
         self,
@@ -142,8 +180,8 @@ class DecoderLayer(nn.Module):
         live: torch.Tensor,
     ) -> torch.Tensor:
         """x: [T, H].  cos, sin: [T, rotated dims / 2] fp32.  live: [T] bool, False for padding rows."""
-        x = self.add(x, self.attention(self.attention_norm(x), channel, cos, sin))
-        return self.add(x, self.mlp(self.mlp_norm(x), channel, live))
+        x = self.add_attention(x, self.attention(self.attention_norm(x), channel, cos, sin))
+        return self.add_mlp(x, self.mlp(self.mlp_norm(x), channel, live))
 
 
 LayerForward = Callable[..., torch.Tensor]

@@ -16,6 +16,9 @@ from moe_lora.kernels import ops
 from .linear import ExpertLinear, Fp32Linear, LoraLinear, glu, parameter
 from .quantised_weight import QuantisedWeight
 
+NO_ZERO = 1e-20
+"""Added to a norm: chosen sigmoids may all be 0."""
+
 
 def has_bias(shard: ModelShard, site_name: str) -> bool:
     """The first rank adds the bias to a sum over ranks."""
@@ -105,7 +108,7 @@ class MoeMlp(nn.Module):
         if self.gate_kind == "topk_softmax":
             weights = torch.softmax(weights, dim=-1)
         elif self.gate_norm is not None:
-            weights = weights / weights.norm(p=self.gate_norm, dim=-1, keepdim=True)
+            weights = weights / (weights.norm(p=self.gate_norm, dim=-1, keepdim=True) + NO_ZERO)
         if self.scale != 1.0:
             weights = weights * self.scale
         ids, order = ids.sort(dim=-1)

@@ -49,6 +49,7 @@ WeightMap = dict[str, list[Piece]]
 SITES = {
     "qkv": "attention.qkv",
     "o": "attention.o",
+    "output_gate": "attention.gate",
     "router": "mlp.gate",
     "gate_up": "mlp.gate_up",
     "down": "mlp.down",
@@ -154,7 +155,7 @@ def _stored(piece: Piece, scheme: Scheme, tensors: Container[str], num_experts: 
 def _has_bias(spec: ModelSpec, site: str) -> bool:
     in_attention = spec.attention_bias
     biases = {"qkv": in_attention or spec.qkv_bias, "o": in_attention, "router": spec.gate_bias}
-    biases["shared_gate"] = False
+    biases |= {"shared_gate": False, "output_gate": False}
     return biases.get(site, spec.mlp_bias)
 
 

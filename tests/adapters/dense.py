@@ -82,6 +82,9 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
     leaf = parts[-2] if parts[-1] == "weight" else parts[-1]
     if delta.ndim == 2 and leaf in _LEAVES:
         kind = ""
+        if parts[-3:-1] == ["self_attn", "gate_proj"]:
+            deltas[layer, "output_gate", 0] = delta
+            return
         if leaf in ("gate_proj", "up_proj", "down_proj") and family in LATER_MOE:
             kind = "shared_" if "shared_expert" in key else "dense_"
         deltas[layer, kind + _LEAVES[leaf], 0] = delta

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moe_lora.core.errors import ConfigError
@@ -83,5 +85,20 @@ def test_whole_experts_leave_the_other_widths_whole():
 
 def test_plans_of_equal_layers_refuse_such_a_model():
     PLAIN.check_equal_layers("a plan")
-    with pytest.raises(ConfigError, match=r"a plan counts equal layers .* 2 dense layers and shared_size=20"):
+    with pytest.raises(
+        ConfigError, match=r"a plan counts equal layers .* 2 dense layers, shared_size=20 and"
+    ):
         SHAPE.check_equal_layers("a plan")
+    with pytest.raises(ConfigError, match="has_output_gate=True"):
+        replace(PLAIN, has_output_gate=True).check_equal_layers("a plan")
+
+
+def test_output_gate_is_a_site_of_all_layers_divided_by_heads():
+    shape = replace(SHAPE, has_output_gate=True)
+    assert all(shape.has_site(layer, "output_gate") for layer in range(shape.num_layers))
+    assert not any(SHAPE.has_site(layer, "output_gate") for layer in range(SHAPE.num_layers))
+    site, half = shape.site("output_gate"), shape.num_heads // 2 * shape.head_dim
+    assert (site.in_features, site.out_features) == (shape.hidden_size, (2 * half,))
+    held = ModelShard(shape, tensor_parallel=2, dist_rank=1)
+    assert held.outputs(site) == ((range(half, 2 * half),),)
+    assert not held.is_summed(site)

@@ -24,8 +24,9 @@ from moe_lora.families import shape_of
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
-BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe")
-"""Families that cover the pieces beside experts: shared experts, dense layers, corrected gates."""
+BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe", "afmoe")
+"""Families that cover the pieces beside experts: shared experts, dense layers, corrected gates; and of AFMoE
+the output gate, norms of outputs, and layers without rotation."""
 LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
@@ -34,7 +35,7 @@ LATER_FAMILIES = (*FURTHER, *LATER_MOE)
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
 DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
-PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2")
+PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 BESIDE_TARGETS = ("shared_gate",)
@@ -61,9 +62,16 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": _DENSE,
     "ernie4_5_moe": _DENSE,
     "qwen2_moe": {**_DENSE, "shared_gate": ("shared_expert_gate",)},
+    "afmoe": {
+        "qkv": (*_ATTENTION["qkv"], "self_attn.gate_proj"),
+        "o": _ATTENTION["o"],
+        "gate_up": ("shared_experts.gate_proj", "mlp.gate_proj", "up_proj"),
+        "down": ("down_proj",),
+        "router": ("router.gate",),
+    },
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
-_FUSED = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
+_FUSED: dict[str, tuple[str, ...]] = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
 _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     **{family: {} for family in DENSE_FAMILIES},
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
@@ -73,6 +81,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "minimax_m2": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "afmoe": _FUSED,
     "phimoe": {**_FUSED, "router": ("mlp.router.weight",)},
     "granitemoe": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
@@ -84,6 +93,7 @@ _MIXTRAL_LEAVES = {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)
 _PER_EXPERT = {
     "mixtral": ("block_sparse_moe", _MIXTRAL_LEAVES),
     "minimax_m2": ("block_sparse_moe", _MIXTRAL_LEAVES),
+    "afmoe": ("mlp", {**_QWEN_LEAVES, "router": ("router.gate",)}),
     "qwen3_moe": ("mlp", _QWEN_LEAVES),
     "glm4_moe": ("mlp", _QWEN_LEAVES),
     "qwen2_moe": ("mlp", _QWEN_LEAVES),
@@ -172,6 +182,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
         return transformers.OlmoeConfig(**{**_without_head_dim(common), **moe, **changes})
     if family == "minimax_m2":
         return transformers.MiniMaxM2Config(**{**common, **moe, "rotary_dim": 8, **changes})
+    if family == "afmoe":
+        moe = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        windows = {"global_attn_every_n_layers": 2, "sliding_window": 16, "num_hidden_layers": 3}
+        fields = {**common, **moe, **windows, "intermediate_size": 28, "mup_enabled": True}
+        return transformers.AfmoeConfig(**{**fields, "route_scale": 1.7, **changes})
     if family == "gpt_oss":
         return transformers.GptOssConfig(
             **{**common, **moe, "sliding_window": 16, "rope_parameters": dict(_YARN), **changes}

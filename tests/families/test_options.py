@@ -186,6 +186,30 @@ VARIANTS = {
         "glm4_moe",
         {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
     ),
+    "afmoe-layer-types-no-dense-one-shared-tied": (
+        "afmoe",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 5,
+            "num_dense_layers": 0,
+            "num_shared_experts": 1,
+            "mup_enabled": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "afmoe-biases-yarn-odd-widths": (
+        "afmoe",
+        {
+            "attention_bias": True,
+            "rope_parameters": YARN,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 7,
+            "intermediate_size": 9,
+            "num_experts": 5,
+            "num_dense_layers": 2,
+        },
+    ),
     "ernie-every-other-layer-no-shared-tied": (
         "ernie4_5_moe",
         {
@@ -273,6 +297,10 @@ REFUSED = [
     ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "all of num_layers=3 layers are dense"),
     ("qwen2_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers"),
     ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ("afmoe", {"score_func": "softmax"}, "score_func='softmax'"),
+    ("afmoe", {"route_norm": False}, "route_norm=False"),
+    ("afmoe", {"n_group": 2}, "n_group=2"),
+    ("afmoe", {"num_dense_layers": 3}, "all of num_layers=3 layers are dense"),
     ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
     ("ernie4_5_moe", {"moe_layer_start_index": 9}, "all of num_layers=3 layers are dense"),
     ("glm4_moe", {"first_k_dense_replace": 3}, "all of num_layers=3 layers are dense"),

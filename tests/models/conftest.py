@@ -32,6 +32,7 @@ SEEDS = {
     "granite": 0,
     "granitemoe": 0,
     "minimax_m2": 0,
+    "afmoe": 4,
     "phimoe": 0,
     "phi3": 0,
 }

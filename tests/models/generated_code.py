@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from moe_lora.core.shape import ModelShape
+
 _CALL = re.compile(r"^\s+(?:(\w+) = )?torch\.ops\.moe_lora\.(\w+)\.default\((.*)\)$")
 _GEMM = re.compile(r"^\s+extern_kernels\.(mm|addmm)\((.*), out=(\w+)\)$")
 _ALIAS = re.compile(r"^\s+(\w+) = (?:reinterpret_tensor\()?(\w+)(?:[,;]|$)")
@@ -61,13 +63,22 @@ def largest_allocation(code: str, rows: int) -> int:
     return max(prod(int(factor) for factor in re.findall(r"\d+", size)) for size in sizes)
 
 
-def assert_one_operation_a_site(code: str, num_sites: int) -> None:
-    """Every LoRA site is computed once, in order, KV written once, between the first site and the second."""
+_ORDER = (
+    *("qkv", "output_gate", "o", "shared_gate_up", "shared_down", "shared_gate", "router", "gate_up", "down"),
+    *("dense_gate_up", "dense_down"),
+)
+"""A layer's sites in the order of their computation."""
+
+
+def assert_one_operation_a_site(code: str, shape: ModelShape) -> None:
+    """Every site of a layer is computed once, in order; KV written once, between the first and the second."""
     calls = [call for call in operations(code) if call.name in ("lora_linear", "paged_attention")]
-    names = ["lora_linear", "paged_attention", *["lora_linear"] * (num_sites - 1)]
+    names = ["lora_linear", "paged_attention", *["lora_linear"] * (len(calls) - 2)]
     assert [call.name for call in calls] == names
     sites = [int(call.arguments.rsplit(",", 4)[1]) for call in calls if call.name == "lora_linear"]
-    assert sites == list(range(num_sites))
+    found = [shape.sites[number].name for number in sites]
+    layers = range(shape.num_layers)
+    assert found in [[name for name in _ORDER if shape.has_site(layer, name)] for layer in layers]
     for before, after in pairwise(calls):
         assert before.operands[0] == after.operands[0], "one channel"
 

@@ -39,12 +39,14 @@ SEEDS = {
     "gpt_oss": 0,
     "dbrx": 0,
     **dict.fromkeys(LATER_FAMILIES, 0),
+    "afmoe": 4,
 }
 _EXPERTS = {"moe_intermediate_size": 32, "intermediate_size": 32}
 SIZES = {
     "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
     "glm4_moe": _EXPERTS,
     "ernie4_5_moe": _EXPERTS,
+    "afmoe": _EXPERTS,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
 }
 """Inner sizes that groups of 32 divide."""

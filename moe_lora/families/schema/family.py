@@ -29,7 +29,8 @@ class ModelSpec:
     qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
     attention_bias: biases of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped
     to +- this value, None = not.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.
-    window: attention window per layer in tokens, 0 = full.
+    window: attention window per layer in tokens, 0 = full.  unrotated: layers without rotary embedding.
+    output_norms: norms of the outputs of attention and MLP, before the residual add.
 
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
@@ -55,6 +56,8 @@ class ModelSpec:
     sinks: bool = False
     clip_qkv: float | None = None
     rotates_neighbours: bool = False
+    unrotated: tuple[int, ...] = ()
+    output_norms: bool = False
     gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"] = "softmax_topk"
     gate_jitter: float = 0.0
     gate_norm: float | None = 1.0
@@ -156,6 +159,8 @@ ATTENTION = (
     *(Place(path=f"self_attn.{name}_proj", site="qkv", modules=(i,)) for i, name in enumerate("qkv")),
     Place(path="self_attn.o_proj", site="o"),
 )
+OUTPUT_GATE = Place(path="self_attn.gate_proj", site="output_gate")
+"""A projection of the attention's input whose sigmoid scales the heads' outputs."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -87,7 +87,7 @@ def _choose(
     chosen_E = open_E & (left_E == 0)
     kept_E = tl.where(chosen_E, score_E if SCORES else exp_E, 0.0)
     if NORM == 1:
-        kept_E = kept_E / tl.sum(kept_E, axis=0)
+        kept_E = kept_E / (tl.sum(kept_E, axis=0) + 1e-20)  # chosen sigmoids may all be 0
     if NORM == 2:
         powers_E = tl.where(chosen_E, tl.exp2(tl.log2(kept_E) * power), 0.0)
         kept_E = kept_E / tl.exp2(tl.log2(tl.sum(powers_E, axis=0)) / power)

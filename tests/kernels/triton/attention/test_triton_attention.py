@@ -105,6 +105,8 @@ def test_the_launches_of_an_engine_agree_with_reference(device, generator, dtype
         (4, 1, 64, "bf16", 0.7, True, 48),
         (9, 3, 24, "fp32", None, False, -24),
         (2, 1, 40, "fp32", None, True, -20),
+        (4, 2, 24, "fp32", None, True, 0),
+        (4, 1, 64, "bf16", None, True, 0),
     ],
 )
 def test_q_and_k_are_rotated_as_they_are_written(

@@ -324,6 +324,7 @@ def test_layer_computes_its_experts_by_these_kernels(device, family, monkeypatch
 
 
 KINDS = ("topk_softmax", "softmax_topk", "sigmoid_topk")
+CHOICE_OF_TWO = experts.GateChoice(2, KINDS.index("sigmoid_topk"), 1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -339,6 +340,16 @@ def test_experts_are_chosen_as_by_torch(device, kind, norm, dtype):
     found = experts.choose(logits.to(device), live.to(device), choice)
     assert torch.equal(found[1].cpu(), ids)
     torch.testing.assert_close(found[0].cpu(), weights)
+
+
+def test_sigmoids_of_zero_give_weights_of_zero(device):
+    layer, _ = moe("qwen3_moe", device)
+    layer.gate_kind, layer.top_k = "sigmoid_topk", 2
+    logits = torch.full((1, 8), -200.0)
+    weights, _, _ = layer.choose(logits, torch.ones(1, dtype=torch.bool), None)
+    found = experts.choose(logits.to(device), torch.ones(1, dtype=torch.bool, device=device), CHOICE_OF_TWO)
+    assert torch.equal(found[0].cpu(), weights)
+    assert not weights.any()
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
