@@ -35,6 +35,11 @@ _NAMES = {
     "phimoe": ("phimoe", "PhimoeForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_5_moe": (
+        *("qwen3_5_moe", "qwen3_5_moe_text"),
+        *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    ),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)
