@@ -24,9 +24,9 @@ NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_checkpoint("qwen3_next", tmp_path_factory.mktemp("recurrent") / "base")
+@pytest.fixture(scope="module", params=RECURRENT_FAMILIES)
+def base(request, tmp_path_factory):
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("recurrent") / "base")
 
 
 def answers_as_peft(model, **settings):
