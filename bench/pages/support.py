@@ -77,6 +77,7 @@ def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> t
     return made(families=quick), made(families=rest, slow=True)
 
 
+RECURRENT = ("qwen3_next", "qwen3_5_moe")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 EVIDENCE: tuple[InCi | RanOnce, ...] = (
@@ -229,7 +230,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         "LoRA Server",
         "tests/dist/test_same_tokens.py::test_a_server_changes_no_token_of_the_later_families",
         "phi3",
-        families=FURTHER,
+        families=(*FURTHER, *RECURRENT[:1]),
     ),
     *_later(
         "host workers",
@@ -248,6 +249,40 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
         *("qwen3", "granite"),
         families=FURTHER,
+    ),
+    *(
+        InCi(
+            device="CPU",
+            feature=feature,
+            families=RECURRENT,
+            test="tests/engine/test_recurrent.py::test_parts_without_recurrent_layers_are_refused_at_the_start",
+            refused=True,
+        )
+        for feature in ("TP", "host workers")
+    ),
+    *(
+        InCi(
+            device="one GPU",
+            feature=feature,
+            families=RECURRENT,
+            test="tests/engine/test_recurrent.py::test_a_device_without_a_kernel_is_refused",
+            refused=True,
+        )
+        for feature in ("base model", "mixed adapters")
+    ),
+    InCi(
+        device="CPU",
+        feature="EP",
+        families=RECURRENT[1:],
+        test="tests/engine/test_recurrent.py::test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does",
+        named=False,
+    ),
+    InCi(
+        device="CPU",
+        feature="merged",
+        families=RECURRENT[:1],
+        test="tests/engine/test_recurrent.py::test_merged_weights_answer_as_peft_does",
+        named=False,
     ),
 )
 

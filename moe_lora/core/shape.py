@@ -25,9 +25,11 @@ DEFAULT_LORA_RANK = 16
 """Assumed for unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
 ATTENTION_SITES = ("qkv", "o", "output_gate")
+DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
+"""Sites of Gated DeltaNet layers, in place of attention's."""
 DENSE_SITES = ("dense_gate_up", "dense_down")
 """Sites of dense layers among layers with experts."""
-NEVER_QUANTISED = ("router", "shared_gate")
+NEVER_QUANTISED = ("router", "shared_gate", "delta_ba")
 """Sites with weights in the model's dtype."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
@@ -85,6 +87,62 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaShape:
+    """Sizes of the Gated DeltaNet layers among layers of attention.
+
+    layers: their numbers.  k_dim, v_dim: of a head; each key head serves num_v_heads / num_k_heads
+    neighbouring value heads.  conv_width: tokens of the causal convolution.  is_interleaved: outputs of
+    q, k, v and z alternate by key head.  Source: Gated DeltaNet (arXiv 2412.06464).
+    """
+
+    layers: tuple[int, ...]
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    is_interleaved: bool
+
+    def __post_init__(self) -> None:
+        if self.num_v_heads % self.num_k_heads:
+            raise ConfigError(
+                f"linear_num_key_heads={self.num_k_heads} does not divide "
+                f"linear_num_value_heads={self.num_v_heads}; each key head serves as many value heads"
+            )
+
+    @property
+    def value_size(self) -> int:
+        """Width of all value heads."""
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Width of q, k and v together, the convolution's channels."""
+        return 2 * self.num_k_heads * self.k_dim + self.value_size
+
+    @property
+    def state_floats(self) -> int:
+        """fp32 numbers of a layer's state: conv_width - 1 rows of q, k and v, then [k_dim, v_dim] a head."""
+        return self.conv_size * (self.conv_width - 1) + self.value_size * self.k_dim
+
+    def site_rows(self, hidden: int) -> list[tuple[str, tuple[str, ...], int, tuple[int, ...], int]]:
+        """Rows of the layers' sites for `ModelShape.sites`."""
+        qkv, z, heads = self.conv_size, self.value_size, self.num_v_heads
+        out = ("delta_out", ("delta_out",), z, (hidden,), 0)
+        if self.is_interleaved:
+            return [
+                ("delta_qkvz", ("delta_qkvz",), hidden, (qkv + z,), 0),
+                ("delta_ba", ("delta_ba",), hidden, (2 * heads,), 0),
+                out,
+            ]
+        return [
+            ("delta_qkvz", ("delta_qkv", "delta_z"), hidden, (qkv, z), 0),
+            ("delta_ba", ("delta_b", "delta_a"), hidden, (heads, heads), 0),
+            out,
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense model.
 
@@ -92,7 +150,8 @@ class ModelShape:
     fused_gate_up: one module for gate and up.  num_windowed_layers: layers with windowed attention.
     has_output_gate: a gate scales the heads' outputs.  shared_size: width of the expert of all tokens, 0 =
     none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
-    dense_size in place of experts.  Raises ConfigError for impossible sizes.
+    dense_size in place of experts.  gated_q: the outputs of q are query and gate of each head.  delta: Gated
+    DeltaNet layers, None = none.  Raises ConfigError for impossible sizes.
     `families.shape_of` reads a checkpoint's config.json.
     """
 
@@ -116,6 +175,8 @@ class ModelShape:
     has_shared_gate: bool = False
     dense_size: int = 0
     dense_layers: tuple[int, ...] = ()
+    gated_q: bool = False
+    delta: DeltaShape | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -138,13 +199,15 @@ class ModelShape:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """LoRA sites: qkv, o, router (MoE only), gate_up, down, output gate, shared experts, dense layers.
+        """LoRA sites: qkv, o, router (MoE only), gate_up, down, output gate, shared experts, dense layers,
+        DeltaNet.
 
         A layer may lack some: see `has_site`.
         """
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
-        qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_size, kv_size, kv_size))
+        q_out = q_size * (1 + self.gated_q)
+        qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_out, kv_size, kv_size))
         if self.fused_qkv:
             qkv = (("qkv",), (q_size + 2 * kv_size,))
         gate_up: tuple[tuple[str, ...], tuple[int, ...]] = (("gate", "up"), (inner, inner))
@@ -169,6 +232,8 @@ class ModelShape:
             dense = self.dense_size
             rows.append(("dense_gate_up", ("dense_gate", "dense_up"), hidden, (dense, dense), 0))
             rows.append(("dense_down", ("dense_down",), dense, (hidden,), 0))
+        if self.delta is not None:
+            rows += self.delta.site_rows(hidden)
         sites: list[Site] = []
         for row in rows:
             entry_base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
@@ -177,16 +242,36 @@ class ModelShape:
 
     def has_site(self, layer: int, name: str) -> bool:
         """True if the layer has the site of this name."""
-        if name in ATTENTION_SITES or name not in self._site_names:
-            return name in self._site_names
+        if name not in self._site_names:
+            return False
+        if name in ATTENTION_SITES or name in DELTA_SITES:
+            return self.is_recurrent(layer) == (name in DELTA_SITES)
         return (layer in self.dense_layers) == (name in DENSE_SITES)
 
+    def is_recurrent(self, layer: int) -> bool:
+        """True for a Gated DeltaNet layer, which keeps a state in place of KV."""
+        return self.delta is not None and layer in self.delta.layers
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with KV."""
+        return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
+
+    def state_pages(self, page_bytes: int) -> int:
+        """Pages of a sequence's state, whole pages for each layer; 0 without recurrent layers."""
+        if self.delta is None:
+            return 0
+        return len(self.delta.layers) * -(-4 * self.delta.state_floats // page_bytes)
+
     def check_equal_layers(self, what: str) -> None:
-        """Raises ConfigError for dense layers beside experts, shared experts, or an output gate."""
-        if self.dense_layers or self.shared_size or self.has_output_gate:
+        """Raises ConfigError for dense layers beside experts, shared experts, an output gate, or recurrent
+        layers.
+        """
+        if self.dense_layers or self.shared_size or self.has_output_gate or self.delta:
             raise ConfigError(
                 f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
-                f"{len(self.dense_layers)} dense layers, shared_size={self.shared_size} and "
+                f"{self.num_layers - self.num_kv_layers} recurrent layers, {len(self.dense_layers)} dense "
+                f"layers, shared_size={self.shared_size} and "
                 f"has_output_gate={self.has_output_gate}; time whole steps with moe-lora profile-steps "
                 "instead"
             )
@@ -251,8 +336,8 @@ class ModelShape:
         return num_bytes
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes of K and V of one token over all layers with KV."""
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 _POSITIVE = (

@@ -39,6 +39,11 @@ class ModelShard:
         parts = {"num_heads": shape.num_heads}
         if self.divides_inner:
             parts |= {name: getattr(shape, name) for name in INNER_SIZES}
+        if size > 1 and shape.delta is not None:
+            raise ConfigError(
+                f"tensor_parallel={size} and Gated DeltaNet layers do not go together: their heads are not "
+                f"divided; choose tensor_parallel=1, or expert_parallel={size}"
+            )
         for name, number in parts.items():
             if number % size:
                 raise ConfigError(
@@ -149,7 +154,7 @@ class ModelShard:
         shape = self.whole
         q, kv = (_wide(heads, shape.head_dim) for heads in (self.heads, self._kv_heads))
         if num_modules == 3:
-            return (q,), (kv,), (kv,)
+            return (_wide(self.heads, shape.head_dim * (1 + shape.gated_q)),), (kv,), (kv,)
         sizes = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         return ((q, _moved(kv, sizes[0]), _moved(kv, sum(sizes))),)
 

@@ -27,7 +27,8 @@ MB, GB = 1e6, 1e9
 class ArenaSize:
     """Pages of the arenas, shared by KV and adapters.
 
-    max_kv_pages: limit of KV on the device.  request_pages: KV of one request of max_model_len.
+    max_kv_pages: limit of KV on the device.  request_pages: KV of one request of max_model_len, with its
+    state.
     adapter_pages: the largest adapter known at the start.
     """
 
@@ -109,7 +110,7 @@ def arena_size(
         free = max(0, free // config.num_instances - kept_bytes)
     _check_share(config, free)
     page_bytes = layout.page_bytes
-    request_pages = -(-max_model_len(config, shape) // config.block_size)
+    request_pages = -(-max_model_len(config, shape) // config.block_size) + shape.state_pages(page_bytes)
     largest = max(adapter_pages, default=0)
     if config.arena_mb is None:
         wanted = config.max_num_seqs * request_pages

@@ -247,16 +247,25 @@ def _host_free(config: EngineConfig) -> int:
     return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
-def _cache(config: EngineConfig, size: ArenaSize, page_bytes: int) -> UnifiedCache:
-    return UnifiedCache(
-        num_device_pages=size.num_pages,
-        num_host_pages=size.num_host_pages,
-        block_size=config.block_size,
-        policy=caching_policy(config, size, page_bytes),
-        max_kv_pages=size.max_kv_pages,
-        max_adapters=config.max_loras,
-        prefix_caching=config.prefix_caching,
+def _cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pages: int) -> UnifiedCache:
+    settings: dict[str, Any] = {
+        "num_device_pages": size.num_pages,
+        "num_host_pages": size.num_host_pages,
+        "block_size": config.block_size,
+        "policy": caching_policy(config, size, page_bytes),
+        "max_kv_pages": size.max_kv_pages,
+        "max_adapters": config.max_loras,
+    }
+    if not state_pages:
+        return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
+    from .step.recurrent import StateCache
+
+    logger.info(
+        "the state of each request takes %d pages (%.3g MB); prefix caching is off: a prefix of a model with "
+        "recurrent layers would need its state too",
+        *(state_pages, state_pages * page_bytes / 1e6),
     )
+    return StateCache(state_pages=state_pages, **settings)
 
 
 def _core(
@@ -269,7 +278,8 @@ def _core(
     runner: ModelRunner,
     store: AdapterStore,
 ) -> EngineCore:
-    clock, cache = WallClock(), _cache(config, size, rank.layout.page_bytes)
+    page_bytes = rank.layout.page_bytes
+    clock, cache = WallClock(), _cache(config, size, page_bytes, rank.shape.state_pages(page_bytes))
     pool = None if config.pool is None else cast("PoolAdapters", store)
     leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
     host_loads = None
@@ -330,10 +340,11 @@ def _transport(config: EngineConfig, name: str) -> Transport:
 
 
 def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
-    """Both ends of KV moves; None for an instance of several ranks."""
+    """Both ends of KV moves.  Several ranks, and recurrent layers, move requests by their tokens."""
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
-    transport = partial(_transport, config, f"{config.instance}-kv") if config.num_ranks == 1 else None
+    moves_kv = config.num_ranks == 1 and rank.shape.delta is None
+    transport = partial(_transport, config, f"{config.instance}-kv") if moves_kv else None
     return KvTransfer(rank.arena, rank.layout, transport)
 
 

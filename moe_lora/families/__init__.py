@@ -36,6 +36,11 @@ _NAMES = {
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "afmoe": ("afmoe", "AfmoeForCausalLM"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_5_moe": (
+        *("qwen3_5_moe", "qwen3_5_moe_text"),
+        *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    ),
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

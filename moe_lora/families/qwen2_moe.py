@@ -11,11 +11,11 @@ from .schema.family import (
     ADAPTED_EXPERTS,
     EXPERT_FORMS,
     EXPERT_SIZES,
+    SHARED_EXPERT,
     SIZES,
     Family,
-    Place,
-    dense_layers,
     linear_mlp,
+    stepped_experts,
     windows_by_type,
 )
 
@@ -39,14 +39,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 
 
 def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
-    step = config.size("decoder_sparse_step", default=1)
-    named = config.numbers("mlp_only_layers")
-    dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
-    return {
-        "shared_size": config.size("shared_expert_intermediate_size", default=5632),
-        "has_shared_gate": True,
-        **dense_layers(config, dense, "intermediate_size"),
-    }
+    return stepped_experts(config, num_layers, shared_size=5632)
 
 
 FAMILY = Family(
@@ -56,11 +49,7 @@ FAMILY = Family(
     layers=_layers,
     windows=_windows,
     beside_experts=_beside,
-    beside=(
-        *linear_mlp("mlp.shared_expert", kind="shared_"),
-        Place(path="mlp.shared_expert_gate", site="shared_gate"),
-        *linear_mlp("mlp", kind="dense_"),
-    ),
+    beside=(*SHARED_EXPERT, *linear_mlp("mlp", kind="dense_")),
     mlp=EXPERT_FORMS,
     adapted=ADAPTED_EXPERTS,
 )

@@ -104,6 +104,11 @@ def rotary_attention(
     return paged_attention(channel, q, k, v, sinks, scale, window)
 
 
+def _delta_rule(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
+    handler, layer = _behind(channel)
+    return handler.delta_rule(layer, *operands)
+
+
 def _exchange_experts(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
     _behind(channel)[0].exchange_experts(y, ids)
 
@@ -328,6 +333,11 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _rotary_attention,
         _rotated_like,
     ),
+    "delta_rule(Tensor(a!) channel, Tensor qkv, Tensor log_decay, Tensor beta, Tensor conv, "
+    "int num_k_heads, int v_dim) -> Tensor": (
+        _delta_rule,
+        lambda channel, qkv, log_decay, beta, conv, num_k_heads, v_dim: qkv.new_empty(*beta.shape, v_dim),
+    ),
     "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": (
         _exchange_experts,
         lambda *_: None,
@@ -385,6 +395,7 @@ lora_begin = torch.ops.moe_lora.lora_begin
 lora_add_to = torch.ops.moe_lora.lora_add_to
 lora_linear = torch.ops.moe_lora.lora_linear
 paged_attention = torch.ops.moe_lora.paged_attention
+delta_rule = torch.ops.moe_lora.delta_rule
 exchange_experts = torch.ops.moe_lora.exchange_experts
 sum_over_ranks = torch.ops.moe_lora.sum_over_ranks
 gather_logits = torch.ops.moe_lora.gather_logits

@@ -41,6 +41,18 @@ class Norm(nn.Module):
         return ops.norm(x, self.weight, self.eps, self.centred, self.bias)
 
 
+class OffsetNorm(Norm):
+    """`Norm` with a weight in fp32 whatever the model's dtype: 1 + the stored weight."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> OffsetNorm:
+        return super()._apply(lambda held: fn(held).float(), recurse)
+
+
+def norm_of(size: int, spec: ModelSpec, *, kind: str | None = None) -> Norm:
+    """The norm of the family."""
+    return (OffsetNorm if spec.norm_offset else Norm)(size, spec, kind=kind)
+
+
 class NormedQkv(LoraLinear):
     """`LoraLinear` of q, k and v, then RMS norms over all heads of q and over all heads of k.
 
@@ -97,8 +109,8 @@ class Attention(nn.Module):
         self.qkv = qkv_linear(spec, shard)
         self.o = LoraLinear(shape, "o", bias=spec.attention_bias and has_bias(shard, "o"))
         self.is_summed = shard.tensor_parallel > 1
-        self.q_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
+        self.q_norm = norm_of(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
+        self.k_norm = norm_of(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.sinks = parameter(shape.num_heads) if spec.sinks else None
         self.num_kv_heads = shape.num_kv_heads
         self.window = spec.window[layer]
@@ -106,23 +118,26 @@ class Attention(nn.Module):
         self.changes = (spec.norm_eps, spec.clip_qkv, shape.head_dim, spec.rotates_neighbours)
         self.scale = shape.head_dim**-0.5 if spec.attention_multiplier is None else spec.attention_multiplier
 
-    def heads(
+    def forward(
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return self.project(self.attend(self.qkv(x, channel), channel, cos, sin), channel)
+
+    def attend(
+        self, qkv: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """Outputs of this rank's heads: [T, heads * head_dim]."""
         if not self.rotates:
             cos, sin = cos[:, :0], sin[:, :0]
-        qkv = self.qkv(x, channel)
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
         rotation = Rotation(cos, sin, q_weight, k_weight, *self.changes)
         how = (self.num_kv_heads, self.sinks, self.scale, self.window)
         return ops.rotary_attention(channel, qkv, rotation, *how).flatten(1)
 
-    def forward(
-        self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        y = self.o(self.heads(x, channel, cos, sin), channel)
+    def project(self, heads: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        y = self.o(heads, channel)
         if self.is_summed:
             ops.sum_over_ranks(channel, y)
         return y
@@ -135,11 +150,38 @@ class GatedAttention(Attention):
         super().__init__(spec, layer, shard)
         self.gate = LoraLinear(spec.shape, "output_gate", bias=False)
 
-    def heads(
+    def forward(
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """As `Attention.heads`."""
-        return super().heads(x, channel, cos, sin) * torch.sigmoid(self.gate(x, channel))
+        heads = self.attend(self.qkv(x, channel), channel, cos, sin)
+        return self.project(heads * torch.sigmoid(self.gate(x, channel)), channel)
+
+
+class GatedQueries(Attention):
+    """`Attention` with outputs scaled by sigmoid(gate); q's outputs are query and gate of each head."""
+
+    def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
+        super().__init__(spec, layer, shard)
+        self.head_dim, self.q_width = spec.shape.head_dim, 2 * spec.shape.num_heads * spec.shape.head_dim
+
+    def forward(
+        self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        qkv = self.qkv(x, channel)
+        q, gate = qkv[:, : self.q_width].unflatten(1, (-1, 2, self.head_dim)).unbind(2)
+        heads = self.attend(torch.cat([q.flatten(1), qkv[:, self.q_width :]], 1), channel, cos, sin)
+        return self.project(heads * torch.sigmoid(gate.flatten(1)), channel)
+
+
+def attention_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
+    """Attention of a layer, or Gated DeltaNet in its place.  spec: sizes of the shard."""
+    shape = spec.shape
+    if not shape.is_recurrent(layer):
+        kind = GatedAttention if shape.has_output_gate else GatedQueries if shape.gated_q else Attention
+        return kind(spec, layer, shard)
+    from .delta_net import DeltaNet
+
+    return DeltaNet(spec)
 
 
 class NormedAdd(nn.Module):
@@ -147,7 +189,7 @@ class NormedAdd(nn.Module):
 
     def __init__(self, spec: ModelSpec, add: Add) -> None:
         super().__init__()
-        self.norm = Norm(spec.shape.hidden_size, spec)
+        self.norm = norm_of(spec.shape.hidden_size, spec)
         self.add = add
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -162,9 +204,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
-        self.attention_norm = Norm(spec.shape.hidden_size, spec)
-        self.attention = (GatedAttention if spec.shape.has_output_gate else Attention)(spec, layer, shard)
-        self.mlp_norm = Norm(spec.shape.hidden_size, spec)
+        self.attention_norm = norm_of(spec.shape.hidden_size, spec)
+        self.attention = attention_of(spec, layer, shard)
+        self.mlp_norm = norm_of(spec.shape.hidden_size, spec)
         self.mlp = mlp_of(spec, layer, shard)
         scale = spec.residual_multiplier
         add: Add = torch.add if scale == 1 else partial(torch.add, alpha=scale)
@@ -203,7 +245,7 @@ class CausalLM(nn.Module):
         shape, self.experts = spec.shape, shard.experts
         self.embedding = parameter(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, shard) for i in range(shape.num_layers))
-        self.norm = Norm(shape.hidden_size, spec)
+        self.norm = norm_of(shape.hidden_size, spec)
         self.embedding_multiplier, self.logits_divisor = spec.embedding_multiplier, spec.logits_divisor
         self.head = (
             self.own_head(self.embedding)

@@ -87,6 +87,17 @@ class Fp32Linear(LoraLinear):
         return linear(x.float(), self.weight, None) + deltas
 
 
+class Fp32Vector(nn.Module):
+    """A weight of one dimension in fp32 whatever the model's dtype."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = parameter(size)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp32Vector:
+        return super()._apply(lambda held: fn(held).float(), recurse)
+
+
 class ExpertLinear(nn.Module):
     """As `LoraLinear`, once per expert: row t*K + k of y is computed by expert ids[t, k].
 

@@ -303,7 +303,7 @@ def refuse_unexpected(model: CausalLM, checkpoint: Source, weights: WeightMap) -
     unexpected = sorted(key for key in left if not key.startswith(model.spec.unused))
     if len(unexpected) < len(left):
         logger.info(
-            "%d tensors of the checkpoint are not read: multi-token prediction (%s)",
+            "%d tensors of the checkpoint are not read: multi-token prediction or vision (%s)",
             *(len(left) - len(unexpected), ", ".join(model.spec.unused)),
         )
     if unexpected:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import ops
 
-from .linear import ExpertLinear, Fp32Linear, LoraLinear, glu, parameter
+from .linear import ExpertLinear, Fp32Linear, Fp32Vector, LoraLinear, glu
 from .quantised_weight import QuantisedWeight
 
 NO_ZERO = 1e-20
@@ -47,17 +46,6 @@ class DenseMlp(nn.Module):
         return y
 
 
-class Correction(nn.Module):
-    """A bias of the experts' scores, in fp32 whatever the model's dtype."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.weight = parameter(num_experts)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Correction:
-        return super()._apply(lambda held: fn(held).float(), recurse)
-
-
 class MoeMlp(nn.Module):
     """Weighted sum of the chosen experts' outputs, in expert order.
 
@@ -76,7 +64,7 @@ class MoeMlp(nn.Module):
         self.holds_all = len(experts) == shape.num_experts
         self.top_k = shape.num_experts_per_token
         self.gate_kind, self.gate_norm = spec.gate, spec.gate_norm
-        self.correction = Correction(shape.num_experts) if spec.gate_correction else None
+        self.correction = Fp32Vector(shape.num_experts) if spec.gate_correction else None
         self.groups = (spec.gate_groups, spec.top_groups)
         self.scale = spec.routed_scale
         kinds = ("topk_softmax", "softmax_topk", "sigmoid_topk")

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from moe_lora.kernels.quantised import Format
 
 from .causal_lm import CausalLM
 from .checkpoint import INDEX_NAME, Checkpoint
-from .linear import Fp32Linear
+from .linear import Fp32Linear, Fp32Vector
 from .loader import linear_layers, refuse_unexpected
-from .mlp import Correction
 from .quantised_weight import Quantisation, rows_at_once
 from .stored_weight import packed_fields
-from .weights import Piece, linear_weight_map, weight_map
+from .weights import AS_STORED, Piece, linear_weight_map, weight_map
 
 SHARD_BYTES = 1 << 30
 """Size of a file, unless a single tensor is larger: a file is buffered before its write."""
@@ -118,7 +117,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
     refuse_unexpected(model, checkpoint, sources)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     held = {name for _, _, name in linear_layers(model)}
-    kept = (Correction, Fp32Linear)
+    kept = (Fp32Vector, Fp32Linear)
     in_fp32 = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kept)}
     if quantisation.head:
         held.add("head")
@@ -137,6 +136,9 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
             )
         source, index = _source(sources[name], piece.index)
         of_source = tuple(whole[source.index].shape)
+        if piece.transform in AS_STORED:
+            source = replace(source, transform=None)
+            shape = of_source = tuple(checkpoint[source.key].shape)
         parts.append(_Part(piece.key, shape, source, of_source, index, form, name in in_fp32))
     return parts
 

@@ -58,6 +58,9 @@ SITES = {
     "shared_gate": "mlp.shared_gate",
     "dense_gate_up": "mlp.gate_up",
     "dense_down": "mlp.down",
+    "delta_qkvz": "attention.qkvz",
+    "delta_ba": "attention.ba",
+    "delta_out": "attention.out",
 }
 """Module of a layer for each LoRA site."""
 
@@ -87,8 +90,12 @@ def linear_weight_map(spec: ModelSpec) -> WeightMap:
 def _mapped(
     spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]], checkpoint: Container[str] = ()
 ) -> WeightMap:
-    family = family_named(spec.shape.family)
-    weights: WeightMap = {"embedding": [Piece(family.embedding)], "norm.weight": [Piece(family.norm)]}
+    family = family_named(spec.shape.family).named_in(checkpoint)
+    norm = _plus_one if spec.norm_offset else None
+    weights: WeightMap = {
+        "embedding": [Piece(family.embedding)],
+        "norm.weight": [Piece(family.norm, transform=norm)],
+    }
     if spec.norm_bias:
         weights["norm.bias"] = [Piece(_bias_of(family.norm))]
     if spec.head_bias:
@@ -101,8 +108,11 @@ def _mapped(
             if _has_tensor(spec, layer, name):
                 older = prefix + family.older_tensors.get(name, key)
                 found = older if older in checkpoint else prefix + key
-                made = torch.flatten if name in family.older_tensors else None  # older files have one row
+                offset = _plus_one if spec.norm_offset and name.endswith("norm.weight") else None
+                made = torch.flatten if name in family.older_tensors else offset  # older files have one row
                 weights[f"{ours}.{name}"] = [Piece(found, transform=made)]
+        for name, key in family.recurrent_tensors.items() if spec.shape.is_recurrent(layer) else ():
+            weights[f"{ours}.{name}"] = [Piece(prefix + key, transform=_SHAPED.get(name))]
         places = (*family.attention, *family.beside, *form(family, prefix))
         held = (place for place in places if spec.shape.has_site(layer, place.site))
         for place in of_all_experts(held, spec.shape.num_experts):
@@ -116,7 +126,23 @@ def _mapped(
 def _has_tensor(spec: ModelSpec, layer: int, name: str) -> bool:
     if name.startswith("mlp."):
         return layer not in spec.shape.dense_layers
-    return spec.qk_norm or not name.startswith(("attention.q_norm", "attention.k_norm"))
+    if name.startswith(("attention.q_norm", "attention.k_norm")):
+        return spec.qk_norm and not spec.shape.is_recurrent(layer)
+    return True
+
+
+def _plus_one(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float() + 1
+
+
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    """A depthwise convolution [C, 1, W] as [C, W]."""
+    return weight.squeeze(1)
+
+
+_SHAPED = {"attention.conv": _rows}
+AS_STORED = (_plus_one, _rows)
+"""Transforms of tensors that keep their form in a new checkpoint."""
 
 
 def _bias_of(key: str) -> str:

@@ -64,6 +64,7 @@ _LEAVES = {
         "layer": "router",
     },
     "shared_expert_gate": "shared_expert_gate",
+    **{f"in_proj_{name}": f"delta_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a")},
 }
 
 
@@ -87,7 +88,8 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
             return
         if leaf in ("gate_proj", "up_proj", "down_proj") and family in LATER_MOE:
             kind = "shared_" if "shared_expert" in key else "dense_"
-        deltas[layer, kind + _LEAVES[leaf], 0] = delta
+        module = "delta_out" if "linear_attn.out_proj" in key else kind + _LEAVES[leaf]
+        deltas[layer, module, 0] = delta
         return
     if family == "dbrx":
         name = {"w1": "gate", "v1": "up", "w2": "down"}[leaf]

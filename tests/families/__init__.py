@@ -27,7 +27,9 @@ FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe", "afmoe")
 """Families that cover the pieces beside experts: shared experts, dense layers, corrected gates; and of AFMoE
 the output gate, norms of outputs, and layers without rotation."""
-LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe")
+RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_moe")
+"""Families with Gated DeltaNet layers."""
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES)
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
@@ -38,8 +40,8 @@ DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
-BESIDE_TARGETS = ("shared_gate",)
-"""Targets beside experts that no other target includes."""
+BESIDE_TARGETS = ("shared_gate", "delta_qkvz", "delta_ba", "delta_out")
+"""Targets beside attention and experts that no other target includes."""
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
 _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
@@ -69,6 +71,20 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "down": ("down_proj",),
         "router": ("router.gate",),
     },
+    "qwen3_next": {
+        **_DENSE,
+        "shared_gate": ("shared_expert_gate",),
+        "delta_qkvz": ("in_proj_qkvz",),
+        "delta_ba": ("in_proj_ba",),
+        "delta_out": ("linear_attn.out_proj",),
+    },
+    "qwen3_5_moe": {
+        **_DENSE,
+        "shared_gate": ("shared_expert_gate",),
+        "delta_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "delta_ba": ("in_proj_b", "in_proj_a"),
+        "delta_out": ("linear_attn.out_proj",),
+    },
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
 _FUSED: dict[str, tuple[str, ...]] = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
@@ -77,6 +93,8 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "qwen3_next": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "qwen3_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},
@@ -105,6 +123,13 @@ MULTIPLIERS = {
     "attention_multiplier": 0.15,
     "residual_multiplier": 0.6,
     "logits_scaling": 2.0,
+}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
 }
 _YARN = {
     "rope_type": "yarn",
@@ -157,6 +182,15 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"shared_expert_intermediate_size": 20, "intermediate_size": 28, "mlp_only_layers": [1]}
         fields = {**common, **moe, **beside, "num_hidden_layers": 3}
         return transformers.Qwen2MoeConfig(**{**fields, **changes})
+    if family in RECURRENT_FAMILIES:
+        moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        kinds = {"full_attention_interval": 2, "num_hidden_layers": 3, "partial_rotary_factor": 0.25}
+        fields = {**common, **moe, **kinds, **_DELTA, "shared_expert_intermediate_size": 20}
+        if family == "qwen3_next":
+            beside = {"intermediate_size": 28, "mlp_only_layers": [1]}
+            return transformers.Qwen3NextConfig(**{**fields, **beside, **changes})
+        del fields["intermediate_size"]
+        return transformers.Qwen3_5MoeTextConfig(**{**fields, **changes})
     if family == "ernie4_5_moe":
         moe = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "intermediate_size": 28}
         fields = {**common, **moe, "num_hidden_layers": 3}
@@ -241,6 +275,8 @@ def make_checkpoint(
         named |= {name: held for name, held in model.named_buffers() if name.endswith("correction_bias")}
         for name, weight in sorted(named.items()):
             weight.copy_(_random_weight(name, weight, generator))
+            if family in RECURRENT_FAMILIES and "norm" in name and "linear_attn" not in name:
+                weight.sub_(1)  # norms multiply by 1 + weight
     model.save_pretrained(str(path))
     return Path(path)
 
@@ -316,7 +352,9 @@ def targets_as_given(model_type: str, targets: Any = ()) -> Iterator[None]:
     from peft.utils import transformers_weight_conversion as conversion
 
     with patch.dict(conversion._MODEL_TO_CONVERSION_PATTERN):
-        if model_type in LATER_MOE and not any(name.startswith("experts.") for name in targets):
+        if model_type.removesuffix("_text") in LATER_MOE and not any(
+            name.startswith("experts.") for name in targets
+        ):
             conversion._MODEL_TO_CONVERSION_PATTERN.pop(model_type, None)
         yield
 

@@ -26,6 +26,8 @@ SEEDS = {
     "mistral": 1,
     "qwen2": 0,
     "qwen2_moe": 1,
+    "qwen3_next": 0,
+    "qwen3_5_moe": 0,
     "glm4_moe": 1,
     "ernie4_5_moe": 2,
     "olmoe": 0,

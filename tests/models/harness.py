@@ -13,6 +13,7 @@ import torch
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.step.execution_context import ExecutionContext
+from moe_lora.engine.step.recurrent import RecurrentContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
@@ -53,14 +54,15 @@ class Harness:
         self.layer_forward = layer_forward
         shape = self.model.spec.shape
         self.layout = KvLayout(
-            num_layers=shape.num_layers,
+            num_layers=shape.num_kv_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=BLOCK_SIZE,
             dtype=dtype,
         )
         packed = [read_adapter(path, shape, dtype) for path in adapters]
-        num_pages = max_sequences * BLOCKS_PER_SEQUENCE
+        self.pages_per_sequence = BLOCKS_PER_SEQUENCE + shape.state_pages(self.layout.page_bytes)
+        num_pages = max_sequences * self.pages_per_sequence
         offset = num_pages * self.layout.page_bytes
         self.arena = torch.zeros(offset + sum(p.nbytes for p in packed), dtype=torch.uint8)
         self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, self.arena.device)
@@ -70,14 +72,18 @@ class Harness:
                 offsets.append(offset)
                 offset += layer.nbytes
             write_slot(self.slots, slot, self.arena, adapter, offsets)
-        self.context = ExecutionContext(self.arena, self.layout, LocalBackend(shape, self.arena, self.slots))
+        backend = LocalBackend(shape, self.arena, self.slots)
+        if shape.delta is None:
+            self.context = ExecutionContext(self.arena, self.layout, backend)
+        else:
+            self.context = RecurrentContext(self.arena, self.layout, backend, shape)
         # Pages in a scattered order: a sequence whose pages lie side by side would hide addressing errors.
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist()
         self._free_pages = order
 
     def add(self, slot: int = -1) -> Stream:
         """A new, empty sequence of this slot's adapter."""
-        pages = [self._free_pages.pop() for _ in range(BLOCKS_PER_SEQUENCE)]
+        pages = [self._free_pages.pop() for _ in range(self.pages_per_sequence)]
         return Stream(slot, pages)
 
     @torch.inference_mode()
@@ -112,6 +118,8 @@ class Harness:
             self.context.channels,
             self.layer_forward,
         )
+        if isinstance(self.context, RecurrentContext):
+            self.context.store_states()
         return list(logits.split([len(new) for _, new in batch]))
 
     def routing(self, token_slots: np.ndarray) -> RowRouting:

@@ -167,6 +167,11 @@ def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
             "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and "
             "only the language model is served; train with targets in the language model alone"
         )
+    if path.endswith(".conv1d"):
+        return (
+            "a pair on the convolution of a recurrent layer is not supported; train without conv1d in "
+            "target_modules"
+        )
     found = _IN_STACK.fullmatch(path)
     front = found["front"] if found else ""
     if found is None or not is_known:

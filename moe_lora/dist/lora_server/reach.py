@@ -31,6 +31,7 @@ def agreed_facts(
         "expert_parallel": expert_parallel,
         **asdict(shape),
         "dense_layers": list(shape.dense_layers),
+        "delta": repr(shape.delta),
     }
 
 

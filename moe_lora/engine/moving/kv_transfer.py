@@ -142,7 +142,10 @@ class KvTransfer:
         PeerUnreachableError.
         """
         if not self.enabled:
-            raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
+            raise MoveError(
+                "an instance of several ranks, or of a model with recurrent layers, sends no KV; move the "
+                "request by its tokens"
+            )
         if layout != repr(self._layout):
             raise MoveError(f"KV lies as {self._layout} here and as {layout} there; move it by tokens")
         outgoing = self._outgoing.pop(sequence.request.request_id, None)

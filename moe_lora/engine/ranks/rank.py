@@ -92,6 +92,10 @@ class Rank:
         self.device = rank_device(torch.device(config.device), config.num_ranks, dist_rank)
         self.dtype = DTYPES[config.dtype]
         self.shape = shape_of(hf_config)
+        if self.shape.delta is not None:
+            from moe_lora.engine.step.recurrent import check_recurrent
+
+            check_recurrent(config, self.device.type)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
         only = config.instance == EngineConfig.instance  # several bars would overwrite each other
@@ -305,9 +309,9 @@ class Rank:
             from moe_lora.lora.paced import PacedBackend
 
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
-        context = ExecutionContext(self.arena, self.layout, backend, exchanges)
+        of_step, context = self._step_parts(backend, exchanges)
         sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
-        return ModelRunner(
+        return of_step(
             self.model,
             context,
             self.device,
@@ -322,6 +326,16 @@ class Rank:
             graphs=self._graphs(backends, sources),
             outer=cache(self._outer_deltas),
         )
+
+    def _step_parts(
+        self, backend: LoraBackend, exchanges: Exchanges
+    ) -> tuple[type[ModelRunner], ExecutionContext]:
+        """The kind of runner, and the context of steps."""
+        if self.shape.delta is None:
+            return ModelRunner, ExecutionContext(self.arena, self.layout, backend, exchanges)
+        from moe_lora.engine.step.recurrent import RecurrentContext, RecurrentRunner
+
+        return RecurrentRunner, RecurrentContext(self.arena, self.layout, backend, self.shape, exchanges)
 
     @property
     def present(self) -> np.ndarray:
@@ -419,7 +433,7 @@ class Rank:
 def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
     """Layout of this model's KV in pages."""
     return KvLayout(
-        num_layers=shape.num_layers,
+        num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=config.block_size,
@@ -451,7 +465,10 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
 
 
 def _stored_dtype(hf_config: dict) -> str:
-    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+    text = hf_config.get("text_config")
+    parts = (hf_config, text if isinstance(text, dict) else {})
+    named = (one.get(key) for one in parts for key in ("dtype", "torch_dtype"))
+    stored = str(next(filter(None, named), "bfloat16"))
     return stored.removeprefix("torch.")
 
 

@@ -118,11 +118,14 @@ def _named(source: Any, path: Path) -> dict[str, str]:
 
 
 def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = True) -> tuple[int, ...]:
-    """Ids that end a text by generation_config.json and config.json; () if neither names one."""
+    """Ids that end a text by generation_config.json and config.json, or its part text_config; () without."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json")[0 if with_generation_config else 1 :]:
-        value = read_json(Path(model_dir) / name).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        found = read_json(Path(model_dir) / name)
+        text = found.get("text_config")
+        for part in (found, text if isinstance(text, dict) else {}):
+            value = part.get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(ids))
 
 

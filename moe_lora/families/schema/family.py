@@ -6,7 +6,7 @@ Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ class ModelSpec:
 
     activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.  unused: starts of names of tensors
     of a checkpoint that belong to no layer.  attention_multiplier: factor on q @ k, None = head_dim ** -0.5.
-    residual_multiplier: factor on the outputs of attention and MLP.
+    residual_multiplier: factor on the outputs of attention and MLP.  norm_offset: RMS norms multiply by 1 +
+    the stored weight, in fp32.
     """
 
     shape: ModelShape
@@ -49,6 +50,7 @@ class ModelSpec:
     window: tuple[int, ...]
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
+    norm_offset: bool = False
     qk_norm: bool = False
     full_qk_norm: bool = False
     attention_bias: bool = False
@@ -185,6 +187,10 @@ def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
     )
 
 
+SHARED_EXPERT = (
+    *linear_mlp("mlp.shared_expert", kind="shared_"),
+    Place(path="mlp.shared_expert_gate", site="shared_gate"),
+)
 DENSE_MLP = linear_mlp("mlp")
 """The MLP of a dense model, by most families' names."""
 _GATE = Place(path="mlp.gate", site="router", optional_linear=True)
@@ -236,6 +242,20 @@ def dense_layers(config: ConfigJson, layers: Iterable[int], *keys: str) -> Mappi
     return {"dense_layers": numbers, "dense_size": config.size(*keys)} if numbers else {}
 
 
+def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
+    """Fields of `ModelShape`: a shared expert behind a gate, dense layers by number or step.
+
+    shared_size: of a config without.
+    """
+    step, named = config.size("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
+    dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    return {
+        "shared_size": config.size("shared_expert_intermediate_size", default=shared_size),
+        "has_shared_gate": True,
+        **dense_layers(config, dense, "intermediate_size"),
+    }
+
+
 def gate_groups(config: ConfigJson, experts_key: str, chosen_key: str) -> Mapping[str, Any]:
     """Fields of `ModelSpec` for n_group and topk_group.  Raises ConfigError for too few experts in groups."""
     num_experts, num_chosen = config.size(experts_key), config.size(chosen_key)
@@ -265,13 +285,15 @@ class Family:
     rotates all.  norm_eps: of a config without rms_norm_eps.
 
     stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
-    older_tensors: their names in older files.
+    older_tensors: their names in older files.  recurrent_tensors: those of recurrent layers.
     attention: places of both checkpoints and adapters.  beside: those of shared experts and dense layers.
     mlp: the checkpoints' forms of other sites; the last form counts if a checkpoint has no tensor of any.
     adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.
     older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
     checkpoints with `mlp`'s tensors.
     experts_stay: quantisers of linear layers leave the experts.
+    wrapper: segment of names in checkpoints of a multimodal model around this model; the part text_config of
+    config.json then has the sizes.
     tool_format: of calls in answers (`serve.openai.parsers`), for chat templates that show no format.
     """
 
@@ -295,6 +317,7 @@ class Family:
     stack: str = "model.layers"
     tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)
     older_tensors: Mapping[str, str] = field(default_factory=dict)
+    recurrent_tensors: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[Place, ...] = ATTENTION
     beside: tuple[Place, ...] = ()
     mlp: tuple[tuple[Place, ...], ...]
@@ -302,11 +325,31 @@ class Family:
     older_path: tuple[str, str] | None = None
     own_format: str | None = None
     experts_stay: bool = False
+    wrapper: str = ""
     tool_format: str = ""
+
+    def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config.json of the language model alone."""
+        part = config.get("text_config") if self.wrapper else None
+        if not isinstance(part, Mapping):
+            return config
+        rest = {key: value for key, value in config.items() if key != "text_config"}
+        return {**rest, **part}
+
+    def named_in(self, checkpoint: Container[str]) -> Family:
+        """The family with its names in the checkpoint: of a multimodal model or not."""
+
+        def wrapped(name: str) -> str:
+            return name.replace("model.", f"model.{self.wrapper}.", 1)
+
+        if not self.wrapper or wrapped(self.embedding) not in checkpoint:
+            return self
+        embedding, norm, stack = map(wrapped, (self.embedding, self.norm, self.stack))
+        return replace(self, embedding=embedding, norm=norm, stack=stack)
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model.  name: of the family."""
-        found = ConfigJson(config)
+        found = ConfigJson(self.text(config))
         found.require({"hidden_act": ("silu", "swish"), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
@@ -333,7 +376,7 @@ class Family:
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
         """Layers of the model, of these sizes."""
-        found = ConfigJson(config)
+        found = ConfigJson(self.text(config))
         fields = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
             "window": self.windows(found, shape.num_layers),
@@ -348,7 +391,7 @@ class Family:
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         """The config.json with the first layers only.  Raises ConfigError if the model has fewer."""
-        keys = self.sizes["num_layers"]
+        keys, config = self.sizes["num_layers"], self.text(config)
         known = ConfigJson(config).size(*keys)
         if num_layers > known:
             raise ConfigError(

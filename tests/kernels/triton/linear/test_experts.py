@@ -17,8 +17,8 @@ from moe_lora.kernels.triton.linear import experts
 from moe_lora.kernels.triton.lora import triton_lora as lora
 from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import build_segments, rows_to_sort
-from moe_lora.models.linear import glu
-from moe_lora.models.mlp import Correction, MoeMlp
+from moe_lora.models.linear import Fp32Vector, glu
+from moe_lora.models.mlp import MoeMlp
 from tests.kernels.kernel_cases import popularity, random
 from tests.kernels.triton.gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
 
@@ -365,7 +365,7 @@ def test_corrected_choices_within_groups_are_those_of_torch(
     logits, bias = random(generator, 7, num_experts), random(generator, num_experts)
     layer, _ = moe("qwen3_moe", device)
     layer.gate_kind, layer.gate_norm, layer.top_k, layer.scale = kind, 1.0, top_k, 1.7
-    layer.groups, layer.correction = (num_groups, top_groups), Correction(num_experts)
+    layer.groups, layer.correction = (num_groups, top_groups), Fp32Vector(num_experts)
     layer.correction.weight.data = bias
     live = torch.ones(7, dtype=torch.bool)
     weights, ids, _ = layer.choose(logits, live, None)

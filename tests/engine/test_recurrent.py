@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of models with recurrent layers: what holds the state, what repeats, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.core.wrong_files import read_config
+from moe_lora.engine.step.recurrent import RecurrentContext, check_recurrent
+from moe_lora.families import shape_of
+from tests.families import RECURRENT_FAMILIES, make_adapter, make_checkpoint
+from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.test_oracle import SLOTS, make_prompts
+from tests.oracle import greedy_reference
+
+NUM_TOKENS = 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=RECURRENT_FAMILIES)
+def base(request, tmp_path_factory):
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("recurrent") / "base")
+
+
+def answers_as_peft(model, **settings):
+    """Generate a mixed batch, and compare each answer with the oracle; returns the engine's figures."""
+    prompts = make_prompts()
+    names = [None if slot < 0 else model.adapters[slot].name for slot in SLOTS]
+    adapters = {path.name: str(path) for path in model.adapters}
+    with LLM(model.model_dir, adapters=adapters, dtype="float32", **settings) as llm:
+        found = llm.generate(prompts, names, GREEDY)
+        stats = llm.stats()
+    for slot, prompt, completion in zip(SLOTS, prompts, found, strict=True):
+        adapter = None if slot < 0 else model.adapters[slot]
+        expected = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS, [completion.token_ids])
+        expected.check_margins()
+        assert completion.token_ids == expected.tokens[0]
+    return stats
+
+
+@pytest.mark.parametrize("settings", [{"eager": False}, {"eager": True, "async_scheduling": "on"}], ids=str)
+def test_compiled_steps_and_steps_ahead_answer_as_peft_does(settings, served):  # noqa: F811
+    answers_as_peft(served("qwen3_next"), **settings)
+
+
+def test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does(served):  # noqa: F811
+    answers_as_peft(
+        served("qwen3_5_moe"), eager=True, expert_parallel=2, max_num_seqs=8, max_num_batched_tokens=9
+    )
+
+
+def test_merged_weights_answer_as_peft_does(served):  # noqa: F811
+    stats = answers_as_peft(served("qwen3_next"), eager=True, batching="merged")
+    assert stats.steps_merged > 0
+
+
+def test_a_step_that_failed_is_computed_again_from_the_state_before(served, monkeypatch):  # noqa: F811
+    compute, calls = RecurrentContext.delta_rule, itertools.count()
+
+    def fails_once(self, layer, *operands):
+        y = compute(self, layer, *operands)
+        if next(calls) == 9:
+            assert layer == 2, "an earlier layer of the step has made its states"
+            raise RuntimeError("this layer fails once")
+        return y
+
+    monkeypatch.setattr(RecurrentContext, "delta_rule", fails_once)
+    prompts, model_dir = make_prompts((9, 5)), served("qwen3_next").model_dir
+    with LLM(model_dir, dtype="float32", eager=True) as llm:
+        found = llm.generate(prompts, None, GREEDY)
+    assert next(calls) > 2 * NUM_TOKENS
+    for prompt, completion in zip(prompts, found, strict=True):
+        expected = greedy_reference(model_dir, None, [prompt], NUM_TOKENS, [completion.token_ids])
+        expected.check_margins()
+        assert completion.token_ids == expected.tokens[0]
+
+
+def test_pages_of_the_state_are_counted_and_given_back(base):
+    shape = shape_of(read_config(base))
+    with LLM(base, dtype="float32", eager=True, kv_cache_gb=0.001) as llm:
+        core = llm.client.core
+        page_bytes = core.adapters.page_bytes
+        assert shape.state_pages(page_bytes) >= len(shape.delta.layers)
+        llm.generate([[5, 6, 7]], None, SamplingParams(temperature=0.0, max_tokens=4))
+        assert llm.stats().kv_usage == 0
+
+
+def test_less_memory_than_one_state_is_refused(base):
+    with pytest.raises(ConfigError, match="at least"):
+        LLM(base, dtype="float32", eager=True, kv_cache_gb=1e-6, max_model_len=16)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_workers": 1}, "host_workers=1 may compute a step's tokens twice"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2 and Gated DeltaNet layers do not go together"),
+    ],
+)
+def test_parts_without_recurrent_layers_are_refused_at_the_start(settings, message, base):
+    with pytest.raises(ConfigError, match=message):
+        LLM(base, dtype="float32", eager=True, **settings)
+
+
+def test_a_device_without_a_kernel_is_refused(base):
+    from moe_lora.config import EngineConfig
+
+    with pytest.raises(ConfigError, match="device='cuda' has no kernel of Gated DeltaNet layers"):
+        check_recurrent(EngineConfig(model_dir=str(base)), "cuda")
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_pair_on_the_convolution_is_refused_by_name(family, tmp_path):
+    base = make_checkpoint(family, tmp_path / "base")
+    adapter = make_adapter(family, base, tmp_path / "a", targets=("delta_out",))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    path = "base_model.model.model.layers.0.linear_attn.conv1d"
+    tensors |= {f"{path}.lora_A.weight": torch.ones(4, 1, 3), f"{path}.lora_B.weight": torch.ones(8, 4, 1)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_modules"].append("conv1d")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=r"conv1d.*train without conv1d in target_modules"):
+        LLM(base, adapters={"a": str(adapter)}, dtype="float32", eager=True)
