@@ -231,10 +231,8 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         return
     yield from table(GaugeMetricFamily, GAUGES, model_name, stats)
     yield from table(CounterMetricFamily, COUNTERS, model_name, stats)
-    counted = stats.step_counts, stats.step_tokens
-    yield histogram(
-        "vllm:iteration_tokens_total", "Tokens that a step computes.", model_name, STEP_BUCKETS, *counted
-    )
+    text, counted = "Tokens that a step computes.", (stats.step_counts, stats.step_tokens)
+    yield histogram("vllm:iteration_tokens_total", text, model_name, STEP_BUCKETS, *counted)
     for name, text, label, fields in LABELLED:
         counts = {(model_name, value): getattr(stats, field) for value, field in fields}
         yield family(CounterMetricFamily, name, text, ("model_name", label), counts)

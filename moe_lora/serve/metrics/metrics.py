@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -247,18 +247,16 @@ class RequestWatch:
                 histograms["tpot"].observe((self._last_s - self._first_s) / (self._num_tokens - 1))
             if timing is not None:
                 histograms["inference_s"].observe(self._last_s - self._arrival_s - timing.queue_s)
-            self._observe_sizes(self._metrics.sizes)
+            sizes = self._metrics.sizes
+            sizes["prompt_tokens"].observe(self._prompt_tokens)
+            sizes["generation_tokens"].observe(self._num_tokens)
+            sizes["most_tokens"].observe(self._num_tokens)
+            sizes["num_choices"].observe(self._num_choices)
+            if self._max_tokens is not None:
+                sizes["max_tokens"].observe(self._max_tokens)
         if timing is not None:
             for name in TIMINGS:
                 histograms[name].observe(getattr(timing, name))
-
-    def _observe_sizes(self, sizes: Mapping[str, Histogram]) -> None:
-        sizes["prompt_tokens"].observe(self._prompt_tokens)
-        sizes["generation_tokens"].observe(self._num_tokens)
-        sizes["most_tokens"].observe(self._num_tokens)
-        sizes["num_choices"].observe(self._num_choices)
-        if self._max_tokens is not None:
-            sizes["max_tokens"].observe(self._max_tokens)
 
     def _count_by_name(self, reason: str) -> None:
         metrics, tokens = self._metrics, self._num_tokens

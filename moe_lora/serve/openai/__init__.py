@@ -15,28 +15,29 @@ if TYPE_CHECKING:
 
     from .preparing import Preparer
 
+RESPONSES = "moe_lora.serve.openai.responses.endpoints"
+MESSAGES = "moe_lora.serve.anthropic.endpoints"
+TOKENIZING = "moe_lora.serve.openai.tokenizing"
+EMBEDDING = "moe_lora.serve.openai.embedding"
+INVOCATIONS = "moe_lora.serve.openai.invocations"
 LATER = (
-    ("POST /v1/responses", "openai.responses.endpoints.create", "Answer with items (OpenAI's Responses)."),
-    ("GET /v1/responses/{response_id}", "openai.responses.endpoints.read", "A stored response."),
-    ("DELETE /v1/responses/{response_id}", "openai.responses.endpoints.remove", "Delete a stored response."),
-    (
-        "POST /v1/responses/{response_id}/cancel",
-        "openai.responses.endpoints.cancel",
-        "Refused: it has ended.",
-    ),
-    ("POST /v1/messages", "anthropic.endpoints.create", "Answer a conversation (Anthropic's Messages)."),
-    ("POST /v1/messages/count_tokens", "anthropic.endpoints.count", "Tokens of the conversation."),
-    ("POST /tokenize", "openai.tokenizing.tokenize", "Token ids of a prompt, or of rendered messages."),
-    ("POST /detokenize", "openai.tokenizing.detokenize", "Text of token ids."),
-    ("GET /tokenizer_info", "openai.tokenizing.info", "The tokenizer's configuration."),
-    ("POST /v1/embeddings", "openai.embedding.embed", "Hidden states of last tokens, of length 1."),
-    ("POST /pooling", "openai.embedding.pool", "Hidden states of last tokens."),
-    ("POST /invocations", "openai.invocations.invoke", "Any of the generating endpoints, by the body."),
-    ("POST /ping", "openai.invocations.ping", "As /health."),
-    ("GET /ping", "openai.invocations.ping", "As /health."),
-    ("GET /load", "openai.invocations.load", "Number of running choices."),
+    ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
+    ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),
+    ("DELETE /v1/responses/{response_id}", RESPONSES, "remove", "Delete a stored response."),
+    ("POST /v1/responses/{response_id}/cancel", RESPONSES, "cancel", "Refused: it has ended."),
+    ("POST /v1/messages", MESSAGES, "create", "Answer a conversation (Anthropic's Messages)."),
+    ("POST /v1/messages/count_tokens", MESSAGES, "count", "Tokens of the conversation."),
+    ("POST /tokenize", TOKENIZING, "tokenize", "Token ids of a prompt, or of rendered messages."),
+    ("POST /detokenize", TOKENIZING, "detokenize", "Text of token ids."),
+    ("GET /tokenizer_info", TOKENIZING, "info", "The tokenizer's configuration."),
+    ("POST /v1/embeddings", EMBEDDING, "embed", "Hidden states of last tokens, of length 1."),
+    ("POST /pooling", EMBEDDING, "pool", "Hidden states of last tokens."),
+    ("POST /invocations", INVOCATIONS, "invoke", "Any of the generating endpoints, by the body."),
+    ("POST /ping", INVOCATIONS, "ping", "As /health."),
+    ("GET /ping", INVOCATIONS, "ping", "As /health."),
+    ("GET /load", INVOCATIONS, "load", "Number of running choices."),
 )
-"""Endpoint, method of a module's `Endpoints`, description.  The first request imports the module."""
+"""Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
 _BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
 _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -45,13 +46,12 @@ def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     """The endpoints of `LATER`."""
     router, loaded = APIRouter(tags=["generate"]), dict[str, Any]()
 
-    def add(endpoint: str, place: str, description: str) -> None:
+    def add(endpoint: str, module: str, name: str, description: str) -> None:
         method, path = endpoint.split(" ")
-        module, name = place.rsplit(".", 1)
 
         async def handle(request: Request) -> Response:
             if module not in loaded:
-                found = await asyncio.to_thread(import_module, f"moe_lora.serve.{module}")
+                found = await asyncio.to_thread(import_module, module)
                 loaded.setdefault(module, found.Endpoints(frontend, preparer))
             response: Response = await getattr(loaded[module], name)(request)
             return response
