@@ -392,6 +392,9 @@ def test_the_store_is_bounded_and_the_largest_owner_pays():
     ]
     store.add(stored("large", 9, OVERHEAD_BYTES))
     assert [list(found) for found in store._owners.values()] == [["small0"], ["large9"]]
+    store.add(stored("small", 0, 1))  # its client repeats an id
+    assert store._num == 2
+    assert store.get("small", "small0").answer == b"x"
     store.remove("large", "large9")
     store.remove("small", "small0")
     assert (store._owners, store._bytes, store._num) == ({}, {}, 0)

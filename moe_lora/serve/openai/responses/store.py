@@ -55,7 +55,9 @@ class ResponseStore:
         self._num = 0
 
     def add(self, stored: Stored) -> None:
-        """A response larger than the store is dropped."""
+        """Replaces a response of the same id.  A response larger than the store is dropped."""
+        if stored.response_id in self._owners.get(stored.owner, ()):
+            self.remove(stored.owner, stored.response_id)
         if stored.nbytes > self._most_bytes:
             return
         self._owners.setdefault(stored.owner, OrderedDict())[stored.response_id] = stored
