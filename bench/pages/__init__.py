@@ -11,6 +11,7 @@ TABLES = {
     "adapters-on-cpu": "engine:adapters",
     "decode": "engine:decode",
     "decode-readme": "engine:readme",
+    "dlora-batching": "dlora:batching",
     "dlora-replicas": "dlora:queueing",
     "estimator": "estimator:errors",
     "gpu-adapters": "gpu:adapters_by_popularity",

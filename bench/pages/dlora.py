@@ -1,18 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queueing of simulated replicas, from dlora_replicas.jsonl: docs/results/dlora.md."""
+"""Batching and queueing of simulated replicas, from dlora_*.jsonl: docs/results/dlora.md."""
 
 from __future__ import annotations
 
 from .evidence import records
 from .markdown import table
 
-FILE = "dlora_replicas.jsonl"
+FILE, BATCHING_FILE = "dlora_replicas.jsonl", "dlora_batching.jsonl"
+LOADS = ((1.0, "at the SLO's rate"), (0.5, "at half of it"))
 SYSTEMS = {
     ("rate", "round robin"): "round robin",
     ("rate", "proactive"): "proactive: shortest pending time",
     ("rate", "proactive + migration"): "proactive and migration",
     ("slora", "round robin"): "S-LoRA",
 }
+
+
+def batching() -> str:
+    """Average latency over unmerged steps, by load and machine; and S-LoRA's at the SLO's rate."""
+    found: dict[tuple[float, str, float], dict[str, float]] = {}
+    slora: dict[float, float] = {}
+    for one in records(BATCHING_FILE, lambda config, result: config["part"] in ("batching", "slora")):
+        config, average_s = one["config"], one["result"]["average_s"]
+        if config["part"] == "slora":
+            slora[config["largest_share"]] = average_s  # on the first machine's load
+        else:
+            key = config["load"], config["machine"]["name"], config["largest_share"]
+            found.setdefault(key, {})[config["system"]] = average_s
+    rows = []
+    for load, words in LOADS:
+        for share in sorted({share for _, _, share in found}):
+            cells = [f"{share:.0%}, {words}"]
+            for machine in ("artifact", "paper"):
+                averages = found[load, machine, share]
+                cells += [
+                    f"{averages[one] / averages['unmerged']:.2f}" for one in ("dlora", "auto", "merged")
+                ]
+            beside = slora.get(share) if load == 1.0 else None
+            cells.append("" if beside is None else f"{beside / found[load, 'paper', share]['unmerged']:.2f}")
+            rows.append(tuple(cells))
+    head = ("largest adapter's share", "80 %: `dlora`", "`auto`", "merged only", "38.9 %: `dlora`", "`auto`")
+    return table((*head, "merged only", "S-LoRA"), rows)
 
 
 def queueing() -> str:
