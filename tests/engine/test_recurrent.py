@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError
 from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.step.recurrent import RecurrentContext, check_recurrent
 from moe_lora.families import shape_of
@@ -80,6 +80,18 @@ def test_a_step_that_failed_is_computed_again_from_the_state_before(served, monk
         expected = greedy_reference(model_dir, None, [prompt], NUM_TOKENS, [completion.token_ids])
         expected.check_margins()
         assert completion.token_ids == expected.tokens[0]
+
+
+def test_a_step_with_stored_states_does_not_run_again(base, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("no draw")
+
+    with LLM(base, dtype="float32", eager=True) as llm:
+        core = llm.client.core
+        monkeypatch.setattr(core._sampler, "draw", fails)
+        with pytest.raises(EngineDeadError, match="no draw"):
+            llm.generate([[5, 6, 7]], None, GREEDY)
+        assert not core._runner.can_repeat
 
 
 def test_pages_of_the_state_are_counted_and_given_back(base):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
+from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels import ops
 from moe_lora.kernels.delta_rule import delta_rule
 from moe_lora.kernels.operands import KvLayout, StepTables
 from moe_lora.lora.backend import LoraBackend
 from moe_lora.lora.row_routing import RowRouting
+from moe_lora.scheduling.views import Scheduled
 
 from .execution_context import ExecutionContext
 from .runner import ModelRunner
@@ -147,8 +150,21 @@ class RecurrentContext(ExecutionContext):
 class RecurrentRunner(ModelRunner):
     """`ModelRunner` over a `RecurrentContext`."""
 
+    _has_stored = False
+
+    @property
+    def can_repeat(self) -> bool:
+        """As `ModelRunner.can_repeat`, until the step's states are stored."""
+        return super().can_repeat and not self._has_stored
+
+    def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """As `ModelRunner.run`."""
+        self._has_stored = False
+        return super().run(plan, drawn)
+
     def _compute(self, batch: StepBatch) -> torch.Tensor:
         logits = super()._compute(batch)
         assert isinstance(self._context, RecurrentContext)
         self._context.store_states()
+        self._has_stored = True
         return logits
