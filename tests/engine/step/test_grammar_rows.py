@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -25,7 +26,6 @@ from tests.patience import PATIENCE_S
 DEMO = Path(__file__).parents[3] / "demo"
 CONFIG = EngineConfig(model_dir=str(DEMO / "model"), eager=True, max_num_seqs=4, num_threads=1)
 PROMPT = (1, 40, 41)
-MANY_STEPS = 200
 
 
 @pytest.fixture(params=["off", "on"])
@@ -40,11 +40,10 @@ def ask(name: str, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SamplingParams(**given))
 
 
-def step(core: EngineCore, answers: dict[str, list[int]], num: int = MANY_STEPS) -> None:
+def step(core: EngineCore, answers: dict[str, list[int]], num: float = math.inf) -> None:
     """Up to `num` steps.  answers: gains the tokens."""
-    for _ in range(num):
-        if not core.has_work:
-            return
+    while core.has_work and num > 0:
+        num -= 1
         for output in core.step():
             answers.setdefault(output.request_id, []).extend(output.token_ids)
 
@@ -75,8 +74,7 @@ def test_others_go_on_while_a_mask_is_computed(core, monkeypatch):
     assert not answers.get("within")
     assert core.stalled, "the loop waits for an event"
     Gate.opened.set()
-    while core.has_work:
-        step(core, answers, 1)
+    step(core, answers)
     assert answers["within"] == expected["within"]
 
 
@@ -114,8 +112,7 @@ def test_a_grammar_that_compiles_for_long_stops_no_mask(core):
     core.grammars._compiler.submit(compile_for_long)
     assert going.wait(PATIENCE_S)
     core.add_request(ask("within", grammar=regex_grammar("[a-d]{9}")))
-    while core.has_work:
-        step(core, answers, 1)
+    step(core, answers)
     held.set()
     assert len(answers["within"]) == 10
 
@@ -125,8 +122,7 @@ def test_a_request_that_moves_goes_on_within_its_grammar(core, cut):
     request = ask("within", grammar=regex_grammar("([a-d][0-9]){5}"))
     whole: dict[str, list[int]] = {}
     core.add_request(request)
-    while core.has_work:
-        step(core, whole, 1)
+    step(core, whole)
     tokens = tuple(whole["within"])
     moved = GenerateRequest(
         request_id="moved",
@@ -140,8 +136,7 @@ def test_a_request_that_moves_goes_on_within_its_grammar(core, cut):
     while "moved" not in answers:  # the sign of a ready request
         step(core, answers, 1)
     core.moves.resume("moved", tokens[cut : cut + 3], 0, 0, False)
-    while core.has_work:
-        step(core, answers, 1)
+    step(core, answers)
     assert (*tokens[: cut + 3], *answers["moved"]) == tokens
 
 
