@@ -140,12 +140,12 @@ def _asked(body: SamplingFields) -> list[Asked]:
     if body.structured_outputs is not None:
         found += _of_outputs(body.structured_outputs)
     if isinstance(body, ChatRequest) and body.tools:
-        from .parsers.forced import schema_of_calls
+        from .parsers.forced import forced_functions
 
-        calls, strict = schema_of_calls(
-            body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False
+        parallel = body.parallel_tool_calls is not False
+        found.append(
+            ("tool_choice", "calls", forced_functions(body.tools, body.tool_choice, parallel=parallel))
         )
-        found.append(("tool_choice", "json" if strict else "lenient_json", calls))
     return [Asked(*one) for one in found if one[2] not in (None, "", [], False)]
 
 
@@ -190,8 +190,12 @@ def _grammar(kind: str, value: Any) -> str:
         if value is not True:
             raise ValueError(f"json_object is {str(value)[:64]}; send true or leave it out")
         return grammars.json_grammar({"type": "object"})
-    if kind in ("json", "lenient_json"):
-        return grammars.json_grammar(value, lenient=kind == "lenient_json")
+    if kind == "calls":
+        from .parsers.schemas import grammar_of_calls
+
+        return grammar_of_calls(*value)
+    if kind == "json":
+        return grammars.json_grammar(value)
     if kind == "choice":
         if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
             raise ValueError("choice must be a list of non-empty texts")
