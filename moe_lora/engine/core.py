@@ -397,7 +397,7 @@ class EngineCore:
         sampling = request.sampling
         if (sampling.hidden_state or sampling.prompt_logprobs is not None) and not request.generated:
             self._report_prompt(sequence)
-        moves = self.moves if sequence.held or sequence.awaits_kv else None
+        moves = self.moves if request.held or request.awaits_kv else None
         self._sequences[request.request_id] = sequence
         if moves is not None:
             moves.watch(sequence)

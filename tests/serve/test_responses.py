@@ -341,6 +341,14 @@ def test_a_response_continues_a_stored_one():
             client.responses.cancel(second.id)
 
 
+def test_a_stored_conversation_counts_as_the_body():
+    with saying("ok", max_body_bytes=3000) as (client, _):
+        first = respond(client, input="word " * 400)
+        with pytest.raises(openai.APIStatusError, match="a body may have 3000") as error:
+            respond(client, previous_response_id=first.id, input="word " * 300)
+        assert error.value.status_code == 413
+
+
 def test_only_stored_responses_are_found():
     with saying("ok") as (client, _):
         raw = client.responses.with_raw_response

@@ -151,7 +151,14 @@ def test_hosts_and_balancers_get_their_endpoints(demo):  # noqa: F811
 
 
 def test_the_modules_are_imported_by_their_first_request():
-    places = sorted({f"moe_lora.serve.{place.rsplit('.', 1)[0]}" for _, place, _ in LATER})
+    places = sorted({module for _, module, _, _ in LATER})
     code = f"import sys, moe_lora.serve.server; print([one for one in {places} if one in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/embeddings", "/pooling"])
+def test_a_form_of_another_site_is_refused(demo, path):  # noqa: F811
+    answer = demo.http.post(path, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert "Content-Type" in answer.json()["error"]["message"]

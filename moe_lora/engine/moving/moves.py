@@ -40,7 +40,7 @@ class RequestMoves:
 
     def watch(self, sequence: Sequence) -> None:
         """Watch a queued request; a held request is announced when ready."""
-        if sequence.held:
+        if sequence.request.held:
             self._coming.append(sequence)
         if not self._kv.enabled:
             sequence.awaits_kv = False

@@ -125,13 +125,17 @@ def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
+ANY_MARK = "<[257]>"
+"""A special token in the vocabulary of checks."""
+
+
 class _Bytes:
-    """A vocabulary of single bytes, for `TokenizerWrapper`."""
+    """A vocabulary of single bytes, an end and a mark, for `TokenizerWrapper`."""
 
     bos_token_id = None
     eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = (*(bytes([one]) for one in range(256)), b"")
+    special_token_ids = (256, 257)
+    tokens = (*(bytes([one]) for one in range(256)), b"", b"")
 
     def __call__(self, text: str | bytes) -> Iterable[int]:
         return text.encode() if isinstance(text, str) else text

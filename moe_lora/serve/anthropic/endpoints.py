@@ -37,14 +37,14 @@ class Endpoints:
                 self._frontend, self._preparer.prepare, MessagesChat, self._answer, request
             )
         except ApiError as error:
-            raise renamed(error, CHAT_NAMES) from error
+            raise renamed(error, CHAT_NAMES) from None
 
     async def count(self, request: Request) -> Response:
         """Tokens of the prompt, also beyond the context."""
         try:
             return await prepared_answer(self._frontend, self._prepare, CountedChat, self._counted, request)
         except ApiError as error:
-            raise renamed(error, CHAT_NAMES) from error
+            raise renamed(error, CHAT_NAMES) from None
 
     async def _answer(self, body: MessagesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None

@@ -310,9 +310,7 @@ async def prepared_answer(
     request: Request,
 ) -> Response:
     """The endpoint's answer to a body of this kind.  Raises ApiError for a wrong body."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not _JSON_LIKE.fullmatch(media):
-        raise bad_request(NOT_JSON)
+    check_media(request)
     limits, info = frontend.limits, await frontend.client.model_info()
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         prepared = await prepare(kind, content, info, client_of(request.scope))
@@ -321,6 +319,13 @@ async def prepared_answer(
 
 
 _JSON_LIKE = re.compile(r"application/[^/]+\+json")
+
+
+def check_media(request: Request) -> None:
+    """Raises ApiError for a body of another kind than JSON: a form of another site needs no permission."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not _JSON_LIKE.fullmatch(media):
+        raise bad_request(NOT_JSON)
 
 
 async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Response:

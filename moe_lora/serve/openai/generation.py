@@ -199,7 +199,7 @@ class Generation:
                 if self.sampling.logprobs is None
                 else tuple(entry for delta in part for entry in delta.logprobs or ()),
                 part[-1].finish_reason,
-                part[0].prompt,
+                next((delta.prompt for delta in part if delta.prompt is not None), None),
             )
             for index, part in enumerate(parts)
         ]

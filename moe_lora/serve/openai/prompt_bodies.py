@@ -16,6 +16,7 @@ from moe_lora.serve.access import caller_of
 from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
 from moe_lora.serve.limits import body_of, client_of
 
+from .endpoints import check_media
 from .preparing import INLINE_BYTES, Bounds, Preparer, no_tokenizer, parse, rendered, tokenizer_of
 from .protocol import (
     MAX_ID_CHARS,
@@ -147,13 +148,15 @@ def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None
                 prompts.append(tokenizer.encode(one, add_special_tokens=special))
         return ReadBody(body.model_copy(update={"messages": None, body.prompt_field: None}), prompts)
     finally:
-        return_memory()
+        if len(content) >= INLINE_BYTES:  # in the other process
+            return_memory()
 
 
 async def read_body(
     request: Request, kind: type[ApiRequest], frontend: Frontend, preparer: Preparer
 ) -> ReadBody:
     """The request's body, read within the limits, for a known model.  Raises ApiError."""
+    check_media(request)
     info, limits = await frontend.client.model_info(), frontend.limits
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts()
     bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)

@@ -130,7 +130,7 @@ class StreamOptions(PeerModel):
 
 
 class StructuredFields(ApiRequest):
-    """Grammars of answers (`structured.with_grammar`): OpenAI's field, vLLM's, its older ones, SGLang's."""
+    """Grammars of answers (`structured.checked_grammar`): OpenAI's, vLLM's new and old, SGLang's."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

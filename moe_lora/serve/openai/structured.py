@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ ALIASES = {
 FORMATS = ("text", "json_object", "json_schema")
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "structural_tag")
 _END = "<|end|>"
+_MARK = re.compile(r"<\[\d+\]>")
 _GAP = "\ngap: /\\n{1,2}/"
 MAX_CPU_S = 0.8
 MAX_BYTES = 1 << 28
@@ -76,7 +78,8 @@ def checked_grammar(asked: Asked) -> str:
 
     def make() -> str:
         grammar = _grammar(asked.kind, asked.value)
-        grammars.check_grammar(grammar)
+        # The check's vocabulary has one mark.
+        grammars.check_grammar(grammars.after(_MARK.sub(grammars.ANY_MARK, asked.rules), grammar))
         return grammars.after(asked.rules, grammar)
 
     try:

@@ -73,6 +73,7 @@ def test_others_go_on_while_a_mask_is_computed(core, monkeypatch):
     assert len(answers["plain"]) == 12
     assert not answers.get("within")
     assert core.stalled, "the loop waits for an event"
+    assert core._moves is None, "no request moves"
     Gate.opened.set()
     step(core, answers)
     assert answers["within"] == expected["within"]

@@ -25,11 +25,12 @@ from .store import ResponseStore
 
 @dataclass
 class Continuing:
-    """Prepares responses of one owner, after a stored response too."""
+    """Prepares responses of one owner, after a stored response too.  most_bytes: of a conversation."""
 
     preparer: Preparer
     store: ResponseStore
     owner: str
+    most_bytes: int
 
     async def prepare(self, kind: Any, content: bytearray, info: ModelInfo, client: str) -> Prepared:
         try:
@@ -38,6 +39,9 @@ class Continuing:
             previous = self.store.get(self.owner, needed.message).messages
         text = bytes(content).decode(json.detect_encoding(content), "surrogatepass")
         both = bytearray(b'{"previous":%s,"body":%s}' % (previous, text.encode("utf-8", "surrogatepass")))
+        if len(both) > self.most_bytes:
+            what = f"the conversation has {len(both)} bytes, and a body may have {self.most_bytes}"
+            raise ApiError(413, f"{what}; begin a new conversation, or send its end as input", "input")
         return await self.preparer.prepare(ContinuedChat, both, info, client)
 
 
@@ -49,13 +53,14 @@ class Endpoints:
         self._store = ResponseStore()
 
     async def create(self, request: Request) -> Response:
-        continuing = Continuing(self._preparer, self._store, _owner(caller_of(request.scope)))
+        owner, most = _owner(caller_of(request.scope)), self._frontend.limits.config.max_body_bytes
+        continuing = Continuing(self._preparer, self._store, owner, most)
         try:
             return await prepared_answer(
                 self._frontend, continuing.prepare, ResponsesChat, self._answer, request
             )
         except ApiError as error:
-            raise renamed(error, CHAT_NAMES) from error
+            raise renamed(error, CHAT_NAMES) from None
 
     async def _answer(self, body: ResponsesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None
