@@ -310,7 +310,8 @@ async def prepared_answer(
     request: Request,
 ) -> Response:
     """The endpoint's answer to a body of this kind.  Raises ApiError for a wrong body."""
-    check_media(request)
+    if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
+        raise bad_request(NOT_JSON)
     limits, info = frontend.limits, await frontend.client.model_info()
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         prepared = await prepare(kind, content, info, client_of(request.scope))
@@ -318,14 +319,8 @@ async def prepared_answer(
     return await endpoint(prepared.body, request)
 
 
-_JSON_LIKE = re.compile(r"application/[^/]+\+json")
-
-
-def check_media(request: Request) -> None:
-    """Raises ApiError for a body of another kind than JSON: a form of another site needs no permission."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not _JSON_LIKE.fullmatch(media):
-        raise bad_request(NOT_JSON)
+JSON_MEDIA = re.compile(r"\s*application/(?:json|[^/;]+\+json)\s*(?:;.*)?", re.IGNORECASE)
+"""Content types of bodies.  A form of another site needs no permission of the browser."""
 
 
 async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Response:

@@ -199,7 +199,7 @@ class Generation:
                 if self.sampling.logprobs is None
                 else tuple(entry for delta in part for entry in delta.logprobs or ()),
                 part[-1].finish_reason,
-                next((delta.prompt for delta in part if delta.prompt is not None), None),
+                part[0].prompt or part[min(1, len(part) - 1)].prompt,  # the first output may be empty
             )
             for index, part in enumerate(parts)
         ]

@@ -13,10 +13,10 @@ from pydantic import Field, ValidationError
 
 from moe_lora.core.host import return_memory
 from moe_lora.serve.access import caller_of
-from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
+from moe_lora.serve.http_errors import NOT_JSON, ApiError, bad_request, describe_validation
 from moe_lora.serve.limits import body_of, client_of
 
-from .endpoints import check_media
+from .endpoints import JSON_MEDIA
 from .preparing import INLINE_BYTES, Bounds, Preparer, no_tokenizer, parse, rendered, tokenizer_of
 from .protocol import (
     MAX_ID_CHARS,
@@ -156,7 +156,8 @@ async def read_body(
     request: Request, kind: type[ApiRequest], frontend: Frontend, preparer: Preparer
 ) -> ReadBody:
     """The request's body, read within the limits, for a known model.  Raises ApiError."""
-    check_media(request)
+    if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
+        raise bad_request(NOT_JSON)
     info, limits = await frontend.client.model_info(), frontend.limits
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts()
     bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)
