@@ -252,23 +252,17 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     ),
     *(
         InCi(
-            device="CPU",
+            device=device,
             feature=feature,
             families=RECURRENT,
-            test="tests/engine/test_recurrent.py::test_parts_without_recurrent_layers_are_refused_at_the_start",
+            test=f"tests/engine/test_recurrent.py::{test}",
             refused=True,
         )
-        for feature in ("TP", "host workers")
-    ),
-    *(
-        InCi(
-            device="one GPU",
-            feature=feature,
-            families=RECURRENT,
-            test="tests/engine/test_recurrent.py::test_a_device_without_a_kernel_is_refused",
-            refused=True,
+        for device, test, features in (
+            ("CPU", "test_parts_without_recurrent_layers_are_refused_at_the_start", ("TP", "host workers")),
+            ("one GPU", "test_a_device_without_a_kernel_is_refused", ("base model", "mixed adapters")),
         )
-        for feature in ("base model", "mixed adapters")
+        for feature in features
     ),
     InCi(
         device="CPU",

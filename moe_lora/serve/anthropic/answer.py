@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lora.serve.http_errors import ApiError, anthropic_body
-from moe_lora.serve.openai.converted import Block, BlockFormat
+from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 _DELTAS = {
@@ -28,14 +28,14 @@ class MessageFormat(BlockFormat):
         message = self._message([], stop_reason=None, stop_sequence=None)
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
-    def block_opened(self, block: Block) -> list[dict[str, Any]]:
+    def block_opened(self, block: AnswerBlock) -> list[dict[str, Any]]:
         return [self._placed("content_block_start", content_block=_block(block, is_new=True))]
 
-    def block_grown(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def block_grown(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         kind, name = _DELTAS[block.kind]
         return [self._placed("content_block_delta", delta={"type": kind, name: text})]
 
-    def block_closed(self, block: Block) -> list[dict[str, Any]]:
+    def block_closed(self, block: AnswerBlock) -> list[dict[str, Any]]:
         return [self._placed("content_block_stop")]
 
     def closed(self) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class MessageFormat(BlockFormat):
         }
 
 
-def _block(block: Block, *, is_new: bool = False) -> dict[str, Any]:
+def _block(block: AnswerBlock, *, is_new: bool = False) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "content":

@@ -12,11 +12,12 @@ from starlette.responses import Response
 from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import ApiError, JsonResponse
-from moe_lora.serve.openai.converted import renamed
+from moe_lora.serve.http_errors import JsonResponse
+from moe_lora.serve.openai.converted import renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
 from moe_lora.serve.openai.fields import ignored_header
 from moe_lora.serve.openai.preparing import Prepared, Preparer
+from moe_lora.serve.openai.prompt_bodies import check_model
 
 from .answer import MessageFormat
 from .request import CHAT_NAMES, CountedChat, MessagesChat
@@ -32,19 +33,15 @@ class Endpoints:
         self._frontend, self._preparer = frontend, preparer
 
     async def create(self, request: Request) -> Response:
-        try:
+        with renaming(CHAT_NAMES):
             return await prepared_answer(
                 self._frontend, self._preparer.prepare, MessagesChat, self._answer, request
             )
-        except ApiError as error:
-            raise renamed(error, CHAT_NAMES) from None
 
     async def count(self, request: Request) -> Response:
         """Tokens of the prompt, also beyond the context."""
-        try:
+        with renaming(CHAT_NAMES):
             return await prepared_answer(self._frontend, self._prepare, CountedChat, self._counted, request)
-        except ApiError as error:
-            raise renamed(error, CHAT_NAMES) from None
 
     async def _answer(self, body: MessagesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None
@@ -59,12 +56,7 @@ class Endpoints:
     async def _counted(self, body: MessagesChat, request: Request) -> Response:
         """Raises ApiError for a model without this name."""
         prepared: Prepared = request.state.prepared
-        caller, model = caller_of(request.scope), body.model
-        if model is not None and model not in self._frontend.model_names:
-            names = {adapter.name for adapter in await self._frontend.client.list_adapters()}
-            if model not in names or not caller.may_use(model):
-                what = f"the model {model!r} does not exist; GET /v1/models lists what does"
-                raise ApiError(404, what, "model")
+        await check_model(body.model, self._frontend, caller_of(request.scope))
         self._frontend.ignored_fields.note(prepared.ignored)
         return JsonResponse(
             {"input_tokens": len(prepared.prompts[0])}, headers=ignored_header(prepared.ignored)

@@ -13,6 +13,7 @@ from moe_lora.serve.openai.converted import (
     ConvertedChat,
     Fields,
     as_content,
+    as_tool,
     content_of,
     expect,
     joined_system,
@@ -191,8 +192,7 @@ def _tools(tools: list[dict[str, Any]], unknown: dict[str, None]) -> list[dict[s
                 "parameters": expect(tool.get("input_schema"), dict, f"{tool.place}.input_schema"),
                 "strict": tool.get("strict", bool),
             }
-        kept = {name: value for name, value in function.items() if value is not None}
-        found.append({"type": "function", "function": kept})
+        found.append(as_tool(function))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -232,8 +233,23 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return error
 
 
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors have the fields' names of another interface.  names: see `renamed`."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error, names) from None
+
+
+def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat's tool of a function.  None: an absent field."""
+    kept = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}
+
+
 @dataclass
-class Block:
+class AnswerBlock:
     """A piece of an answer.
 
     kind: reasoning, content or call.  name, call_id: of a call.  logprobs: of content.  is_cut: the answer
@@ -268,7 +284,7 @@ class BlockFormat(ChatFormat):
         if self._parsers is not None:
             self.text = MarkedText(tokenizer, self._parsers.marks())
             self._choice = ParsedChoice(self._parsers)
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self._has_opened = self._has_answer = False
@@ -297,13 +313,13 @@ class BlockFormat(ChatFormat):
         """Events before the first block."""
         raise NotImplementedError
 
-    def block_opened(self, block: Block) -> list[dict[str, Any]]:
+    def block_opened(self, block: AnswerBlock) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def block_grown(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def block_grown(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def block_closed(self, block: Block) -> list[dict[str, Any]]:
+    def block_closed(self, block: AnswerBlock) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def closed(self) -> list[dict[str, Any]]:
@@ -320,14 +336,14 @@ class BlockFormat(ChatFormat):
                 text += delta.text
                 self._read(delta)
         if self._parsers is None:
-            self.blocks = [Block("content", text)]
+            self.blocks = [AnswerBlock("content", text)]
         else:
             pieces, calls = ParsedChoice(self._parsers).whole(text)
             if pieces.reasoning:
-                self.blocks.append(Block("reasoning", pieces.reasoning))
+                self.blocks.append(AnswerBlock("reasoning", pieces.reasoning))
             if pieces.content or not (pieces.reasoning or calls):
-                self.blocks.append(Block("content", pieces.content))
-            self.blocks += [Block("call", call.arguments, call.name, call.call_id) for call in calls]
+                self.blocks.append(AnswerBlock("content", pieces.content))
+            self.blocks += [AnswerBlock("call", call.arguments, call.name, call.call_id) for call in calls]
         for block in self.blocks:
             if block.kind == "content":
                 block.logprobs, self._logprobs = self._logprobs, []
@@ -390,7 +406,7 @@ class BlockFormat(ChatFormat):
         last = self.blocks[-1] if self.blocks else None
         if last is None or (last.kind, last.call_id) != (kind, call_id):
             yield from self._close_last()
-            last = Block(kind, name=name, call_id=call_id)
+            last = AnswerBlock(kind, name=name, call_id=call_id)
             self.blocks.append(last)
             yield from self.block_opened(last)
         last.text += text

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moe_lora.serve.frontend import AdapterTexts
 
     from .parsers.choice import AnswerParsers
-    from .structured import Asked
+    from .structured import BodyGrammar
 
 T = TypeVar("T")
 _UNBOUNDED_ANSWER_TOKENS = 4096
@@ -79,7 +79,7 @@ class Prepared:
     answer_tokens: list[int]
     ignored: tuple[str, ...] = ()
     parsers: AnswerParsers | None = None
-    asked: Asked | None = None
+    asked: BodyGrammar | None = None
     echo: tuple[str, ...] | None = None
 
     def within(self, grammar: str) -> Prepared:
@@ -124,11 +124,11 @@ class Preparer:
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
             add_special = cast("Any", body).add_special_tokens
-            encoded = [
+            token_ids = [
                 await self._encode(prompt, add_special) if isinstance(prompt, str) else prompt
                 for prompt in prompts
             ]
-            request = prepared(body, sampling, encoded, tokenizer, bounds)
+            request = prepared(body, sampling, token_ids, tokenizer, bounds)
             return await self._within_grammar(request, client) if request.asked else request
         except ApiError as error:
             if error.limit is not None:
@@ -179,17 +179,9 @@ def prepare_now(
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
-        add_special = cast("Any", body).add_special_tokens
-        if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
-            raise no_tokenizer("a text prompt")
-        encoded = [
-            cast("Tokenizer", tokenizer).encode(prompt, add_special_tokens=add_special)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        token_ids = encoded(prompts, tokenizer, add_special=cast("Any", body).add_special_tokens)
         del prompts
-        request = prepared(body, sampling, encoded, tokenizer, bounds)
+        request = prepared(body, sampling, token_ids, tokenizer, bounds)
         if request.asked is None:
             return request
         from .structured import checked_grammar
@@ -197,6 +189,21 @@ def prepare_now(
         return request.within(checked_grammar(request.asked))
     finally:
         return_memory()
+
+
+def encoded(
+    prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, *, add_special: bool
+) -> list[Sequence[int]]:
+    """Token ids of texts; token ids unchanged.  Raises ApiError for a text without a tokenizer."""
+    found: list[Sequence[int]] = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            found.append(prompt)
+        elif tokenizer is None:
+            raise no_tokenizer("a text prompt")
+        else:
+            found.append(tokenizer.encode(prompt, add_special_tokens=add_special))
+    return found
 
 
 def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds) -> SamplingFields:
@@ -355,9 +362,9 @@ def prepared(
     parsers = _parsers(body, prompts, tokenizer, bounds) if isinstance(body, ChatRequest) else None
     asked = None
     if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
-        from .structured import asked_grammar
+        from .structured import body_grammar
 
-        asked = asked_grammar(body, tokenizer, parsers)
+        asked = body_grammar(body, tokenizer, parsers)
     return Prepared(
         body=body.without_prompt(),
         sampling=sampling,

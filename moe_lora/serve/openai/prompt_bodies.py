@@ -6,18 +6,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import Request
 from pydantic import Field, ValidationError
 
 from moe_lora.core.host import return_memory
-from moe_lora.serve.access import caller_of
+from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, bad_request, describe_validation
 from moe_lora.serve.limits import body_of, client_of
 
 from .endpoints import JSON_MEDIA
-from .preparing import INLINE_BYTES, Bounds, Preparer, no_tokenizer, parse, rendered, tokenizer_of
+from .preparing import INLINE_BYTES, Bounds, Preparer, encoded, no_tokenizer, parse, rendered, tokenizer_of
 from .protocol import (
     MAX_ID_CHARS,
     MAX_MODEL_CHARS,
@@ -119,9 +119,6 @@ class DetokenizeRequest(ApiRequest):
     tokens: Listed[TokenId]
 
 
-B = TypeVar("B", bound=ApiRequest)
-
-
 @dataclass(frozen=True)
 class ReadBody:
     """body: checked.  prompts: token ids; empty for a body without prompts."""
@@ -138,14 +135,7 @@ def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None
             return ReadBody(body, [])
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        prompts: list[Sequence[int]] = []
-        for one in body.texts(tokenizer):
-            if not isinstance(one, str):
-                prompts.append(one)
-            elif tokenizer is None:
-                raise no_tokenizer("a text prompt")
-            else:
-                prompts.append(tokenizer.encode(one, add_special_tokens=special))
+        prompts = encoded(body.texts(tokenizer), tokenizer, add_special=special)
         return ReadBody(body.model_copy(update={"messages": None, body.prompt_field: None}), prompts)
     finally:
         if len(content) >= INLINE_BYTES:  # in the other process
@@ -167,10 +157,14 @@ async def read_body(
             found = await preparer.elsewhere(client_of(request.scope), read_now, *args)
         else:
             found = await asyncio.to_thread(read_now, *args)
-    model, caller = found.body.model, caller_of(request.scope)
+    await check_model(found.body.model, frontend, caller_of(request.scope))
+    return found
+
+
+async def check_model(model: str | None, frontend: Frontend, caller: Caller) -> None:
+    """Raises ApiError for a model that does not exist for the caller."""
     if model is not None and model not in frontend.model_names:
         names = {one.name for one in await frontend.client.list_adapters()}
         if model not in names or not caller.may_use(model):
             what = f"the model {model!r} does not exist; GET /v1/models lists what does"
             raise ApiError(404, what, "model")
-    return found

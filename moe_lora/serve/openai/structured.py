@@ -42,7 +42,7 @@ _TOO_LARGE = (
 )
 
 
-class Asked(NamedTuple):
+class BodyGrammar(NamedTuple):
     """A grammar that a body asks for.  rules: Lark's, of the reasoning before it."""
 
     field: str
@@ -51,9 +51,9 @@ class Asked(NamedTuple):
     rules: str = ""
 
 
-def asked_grammar(
+def body_grammar(
     body: SamplingFields, tokenizer: Tokenizer | None, parsers: AnswerParsers | None
-) -> Asked | None:
+) -> BodyGrammar | None:
     """Raises ApiError for two grammars, or for a grammar without a tokenizer."""
     asked = _asked(body)
     if not asked:
@@ -69,7 +69,7 @@ def asked_grammar(
     return asked[0]._replace(rules=reasoning_rules(parsers, tokenizer))
 
 
-def checked_grammar(asked: Asked) -> str:
+def checked_grammar(asked: BodyGrammar) -> str:
     """The grammar's text, compiled once as a check.  Raises ApiError for the field.
 
     For a process of one thread only (`in_child`).
@@ -136,7 +136,7 @@ def _limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
 
 
-def _asked(body: SamplingFields) -> list[Asked]:
+def _asked(body: SamplingFields) -> list[BodyGrammar]:
     found = [(name, kind, getattr(body, name, None)) for name, kind in ALIASES.items()]
     if body.response_format is not None:
         found.append(("response_format", *_of_format(body.response_format)))
@@ -149,7 +149,7 @@ def _asked(body: SamplingFields) -> list[Asked]:
         found.append(
             ("tool_choice", "calls", forced_functions(body.tools, body.tool_choice, parallel=parallel))
         )
-    return [Asked(*one) for one in found if one[2] not in (None, "", [], False)]
+    return [BodyGrammar(*one) for one in found if one[2] not in (None, "", [], False)]
 
 
 def _of_format(given: Mapping[str, Any]) -> tuple[str, Any]:

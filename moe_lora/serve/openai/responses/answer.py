@@ -8,7 +8,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from moe_lora.serve.http_errors import ApiError
-from moe_lora.serve.openai.converted import Block, BlockFormat
+from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat
 
 from .request import ENCRYPTED, ResponsesChat, encrypted, messages_of
 from .store import STORE_HEADERS, Stored
@@ -48,7 +48,7 @@ class ResponseFormat(BlockFormat):
         started = self._response("in_progress")
         return [self._event(f"response.{name}", response=started) for name in ("created", "in_progress")]
 
-    def block_opened(self, block: Block) -> list[dict[str, Any]]:
+    def block_opened(self, block: AnswerBlock) -> list[dict[str, Any]]:
         self._name(block)
         item = self._item(block, "in_progress")
         events = [self._placed("response.output_item.added", item=item)]
@@ -57,11 +57,11 @@ class ResponseFormat(BlockFormat):
             events.append(self._of_block("response.content_part.added", block, part=part))
         return events
 
-    def block_grown(self, block: Block, text: str) -> list[dict[str, Any]]:
+    def block_grown(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
         more: dict[str, Any] = {"logprobs": self._logprobs} if block.kind == "content" else {}
         return [self._of_block(f"response.{_subject(block)}.delta", block, delta=text, **more)]
 
-    def block_closed(self, block: Block) -> list[dict[str, Any]]:
+    def block_closed(self, block: AnswerBlock) -> list[dict[str, Any]]:
         done, item = f"response.{_subject(block)}.done", self._item(block)
         if block.kind == "call":
             events = [self._of_block(done, block, arguments=block.text, name=block.name)]
@@ -90,14 +90,14 @@ class ResponseFormat(BlockFormat):
     def _placed(self, name: str, /, **fields: Any) -> dict[str, Any]:
         return self._event(name, output_index=len(self.blocks) - 1, **fields)
 
-    def _of_block(self, name: str, block: Block, /, **fields: Any) -> dict[str, Any]:
+    def _of_block(self, name: str, block: AnswerBlock, /, **fields: Any) -> dict[str, Any]:
         place = {} if block.kind == "call" else {"content_index": 0}
         return self._placed(name, item_id=block.item_id, **place, **fields)
 
-    def _name(self, block: Block) -> None:
+    def _name(self, block: AnswerBlock) -> None:
         block.item_id = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
 
-    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, status: str | None = None) -> dict[str, Any]:
         is_new = status is not None
         status = status or ("incomplete" if block.is_cut else "completed")
         head = {"id": block.item_id, "status": status}
@@ -171,13 +171,13 @@ class ResponseFormat(BlockFormat):
         }
 
 
-def _subject(block: Block) -> str:
+def _subject(block: AnswerBlock) -> str:
     """The part of events' names for the text of a block."""
     names = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
     return names[block.kind]
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}

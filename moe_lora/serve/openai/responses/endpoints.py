@@ -14,7 +14,7 @@ from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
-from moe_lora.serve.openai.converted import renamed
+from moe_lora.serve.openai.converted import renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
 from moe_lora.serve.openai.preparing import Prepared, Preparer
 
@@ -55,12 +55,10 @@ class Endpoints:
     async def create(self, request: Request) -> Response:
         owner, most = _owner(caller_of(request.scope)), self._frontend.limits.config.max_body_bytes
         continuing = Continuing(self._preparer, self._store, owner, most)
-        try:
+        with renaming(CHAT_NAMES):
             return await prepared_answer(
                 self._frontend, continuing.prepare, ResponsesChat, self._answer, request
             )
-        except ApiError as error:
-            raise renamed(error, CHAT_NAMES) from None
 
     async def _answer(self, body: ResponsesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None

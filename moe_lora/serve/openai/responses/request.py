@@ -12,6 +12,7 @@ from moe_lora.serve.openai.converted import (
     ConvertedBody,
     ConvertedChat,
     Fields,
+    as_tool,
     content_of,
     expect,
     joined_system,
@@ -212,8 +213,7 @@ def _tools(tools: list[dict[str, Any]], unknown: dict[str, None]) -> list[dict[s
                 "parameters": tool.get("parameters", dict),
                 "strict": tool.get("strict", bool),
             }
-        kept = {name: value for name, value in function.items() if value is not None}
-        found.append({"type": "function", "function": kept})
+        found.append(as_tool(function))
     return found
 
 
