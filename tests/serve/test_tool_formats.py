@@ -303,26 +303,117 @@ def test_held_text_is_bounded_and_long_texts_are_the_same_however_they_are_cut(n
     for start in STARTS:
         for piece in LONG_TEXTS[kind]:
             text = start + piece * (1200 // len(piece)) + "end"
-            choice, cuts = ParsedChoice(found), [text[at : at + 7] for at in range(0, len(text), 7)]
-            for cut in cuts:
-                choice.read(cut, ended=False)
-                answer = getattr(choice._parser, "_answer", choice._parser)
-                held = len(choice._parser._rest), len(answer._rest)
-                assert max(held) < 1100 or answer._rest.startswith("{"), (start, piece)
+            cuts = [text[at : at + 7] for at in range(0, len(text), 7)]
+            assert held_most(found, cuts) < 1100, (start, piece)
             assert streamed(found, [text]) == streamed(found, [*cuts, ""]), (start, piece)
 
 
-def test_a_value_is_read_once_however_long_it_is():
-    """Of a type that waits for its end."""
-    for name, opening, mark in [
-        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=days>\n", "</parameter> x"),
-        ("glm4", "<tool_call>weather<arg_key>days</arg_key><arg_value>", "</arg_valu "),
+def held_most(found, pieces):
+    """The longest buffer that a parser reads again at the next piece."""
+    parser, most = found.new(), 0
+    for piece in pieces:
+        parser.push(piece)
+        answer = getattr(parser, "_answer", parser)
+        most = max(most, len(parser._rest), len(answer._rest))
+    return most
+
+
+NUM_CHARS = 100_000
+WHITE = " " * NUM_CHARS
+LONG = "long text, " * (NUM_CHARS // 11)
+LONG_LIST = "[" + "1, " * (NUM_CHARS // 3) + "1]"
+WORST = [
+    ("hermes", '<tool_call>{"arguments": {"a": "' + LONG),
+    ("hermes", '<tool_call>{"arguments": {"a": ' + LONG_LIST + '}, "name": "now"}</tool_call>end'),
+    ("hermes", "<tool_call>[[{" * (NUM_CHARS // 14)),
+    ("hermes", '<tool_call>{"a' * (NUM_CHARS // 14)),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + LONG_LIST + "}}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + WHITE + "}}</tool_call>"),
+    ("hermes", "<tool_call>" + WHITE + "end"),
+    ("llama3_json", '{"name": "' + LONG),
+    ("llama3_json", '{"parameters": {"a": "' + LONG),
+    (
+        "llama3_json",
+        '{"parameters": {"a": ' + LONG_LIST + '}, "name": "now"}; {"name": "now", "parameters": {}}',
+    ),
+    ("llama3_json", "{" + WHITE),
+    ("mistral", '[TOOL_CALLS][{"arguments": {"a": "' + LONG),
+    ("mistral", "[TOOL_CALLS][{[[[" * (NUM_CHARS // 17)),
+    ("mistral", "[TOOL_CALLS]" + WHITE),
+    ("mistral", "[TOOL_CALLS]" + "a" * NUM_CHARS),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "a" * NUM_CHARS),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>" + WHITE),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>{"arguments": {"a": "' + LONG),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}" + "`" * NUM_CHARS),
+    ("kimi", '<|tool_call_begin|>{"arguments": {"a": "' + LONG),
+    ("kimi", "<|tool_call_begin|>now:" + "1" * NUM_CHARS),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + LONG_LIST + "</parameter></function>"),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + "</parameter> x" * (NUM_CHARS // 14)),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + "\n" * NUM_CHARS),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=" + WHITE),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=city>x</parameter>" + WHITE),
+    ("glm4", "<tool_call>weather<arg_key>at</arg_key><arg_value>" + LONG_LIST + "</arg_value></tool_call>"),
+    ("glm4", "<tool_call>weather<arg_key>days</arg_key><arg_value>" + LONG),
+    ("glm4", "<tool_call>weather<arg_key>" + WHITE),
+    ("harmony", "<|channel|>" + LONG),
+    ("harmony", "<|channel|>final<|message|>x<|end|>" + WHITE),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|>" + LONG_LIST),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), WORST, ids=lambda one: one[:40].strip())
+def test_the_worst_texts_are_read_in_linear_work_and_are_the_same_however_they_are_cut(name, text):
+    found = parsers(name)
+    tokens = [text[at : at + 5] for at in range(0, len(text), 5)]
+    assert held_most(found, tokens) < 1100
+    assert streamed(found, [*tokens, ""]) == streamed(found, [text, ""])
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_long_reasoning_is_read_in_linear_work(name):
+    marks = REASONING_FORMATS[name]
+    found = AnswerParsers(reasoning=name)
+    for piece in (" ", "long text, ", f"{marks.closing[:-1]} "):
+        text = marks.opening + "a" + piece * (NUM_CHARS // len(piece))
+        tokens = [text[at : at + 5] for at in range(0, len(text), 5)]
+        assert held_most(found, tokens) < 300
+        assert streamed(found, [text, ""]) == streamed(found, [*tokens, ""])
+
+
+@pytest.mark.parametrize("size", [60_000, 65_536, 65_537, 70_000])
+def test_text_that_waits_for_its_end_is_bounded(size):
+    """A too long object is content, and a too long value a string."""
+    words = '["' + "a" * (size - 4) + '"]'
+    tags = "<tool_call>now<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"
+    schemas = {"now": {"type": "object", "properties": {"a": {"type": "array"}}}}
+    glm = AnswerParsers(tool_format="glm4", tools=schemas)
+    head, tail = '{"arguments": {"a": "', '"}, "name": "now"}'
+    named = head + "1" * (size - len(head) - len(tail)) + tail
+    for found, text, is_read in [
+        (glm, words.join(tags), True),
+        (parsers("hermes"), f"<tool_call>{named}</tool_call>", size <= 65_536),
+        (parsers("mistral"), f"[TOOL_CALLS]{named}", size <= 65_536),
     ]:
-        parser = parsers(name).new()
-        parser.push(opening)
-        for number in range(500):
-            parser.push(mark)
-            assert parser._read > number * len(mark) - len(mark)
+        content, _, calls = streamed(found, [text, ""])
+        tokens = [text[at : at + 3] for at in range(0, len(text), 3)]
+        assert streamed(found, [*tokens, ""]) == (content, "", calls)
+        assert bool(calls) == is_read
+        assert content == ("" if is_read else text)
+        if found is glm:
+            value = json.loads(calls[0][1])["a"]
+            assert value == (json.loads(words) if size <= 65_536 else words)
+
+
+@pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
+def test_many_malformed_calls_stay_in_order(name, text):
+    malformed = MALFORMED[name].removesuffix(" end")
+    many = "".join(f"{malformed}\n{number};" for number in range(50))
+    found = parsers(name)
+    assert streamed(found, [*many, ""]) == streamed(found, [many, ""])
+    content, _, _ = whole(found, many)
+    assert [content.find(f"{number};") for number in range(50)] == sorted(
+        content.find(f"{number};") for number in range(50)
+    )
 
 
 def test_channels_of_harmony():

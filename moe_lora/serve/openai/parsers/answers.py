@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -43,9 +44,13 @@ class ToolCall:
     call_id: str
     name: str
     from_char: int = 0
-    arguments: str = ""
+    parts: list[str] = field(default_factory=list)
     source: str = ""
     is_cut: bool = False
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.parts)
 
     def shown(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -78,36 +83,40 @@ class ParsedChoice:
         self._num_chars = 0
 
     def read(self, text: str, *, ended: bool) -> Pieces:
-        pieces = Pieces()
+        known = len(self.calls)
+        texts: defaultdict[str | int, list[str]] = defaultdict(list)
         for event in self._parser.push(text):
-            self._add(event, pieces)
+            self._add(event, texts)
         if ended:
             for event in self._parser.end():
-                self._add(event, pieces)
+                self._add(event, texts)
+        pieces = Pieces("".join(texts.pop("content", ())), "".join(texts.pop("reasoning", ())))
+        for index, parts in texts.items():
+            call = self.calls[int(index)]
+            is_new = call.index >= known
+            part = call.shown() if is_new else {"function": {"arguments": "".join(parts)}}
+            pieces.calls[call.index] = {"index": call.index, **part}
         return pieces
 
-    def _add(self, event: Event, pieces: Pieces) -> None:
+    def _add(self, event: Event, texts: defaultdict[str | int, list[str]]) -> None:
+        """Keep the event's text under its kind, or under the call's index."""
         if event.kind == "content":
-            pieces.content += event.text
+            texts["content"].append(event.text)
             self._num_chars += len(event.text)
         elif event.kind == "reasoning":
             if self._parsers.shows_reasoning:
-                pieces.reasoning += event.text
+                texts["reasoning"].append(event.text)
         elif event.kind == "call":
             index = len(self.calls)
-            name = event.text
-            call_id = event.call_id or self._new_id(name, index)
-            self.calls.append(ToolCall(index, call_id, name, self._num_chars))
+            call_id = event.call_id or self._new_id(event.text, index)
+            self.calls.append(ToolCall(index, call_id, event.text, self._num_chars))
             if self._is_shown(index):
-                pieces.calls[index] = {"index": index, **self.calls[-1].shown()}
+                texts[index] = []
         elif event.kind == "arguments":
             call = self.calls[-1]
-            call.arguments += event.text
+            call.parts.append(event.text)
             if self._is_shown(call.index):
-                part = pieces.calls.setdefault(
-                    call.index, {"index": call.index, "function": {"arguments": ""}}
-                )
-                part["function"]["arguments"] += event.text
+                texts[call.index].append(event.text)
         else:
             self.calls[-1].source, self.calls[-1].is_cut = event.text, event.kind == "cut"
 
@@ -118,13 +127,15 @@ class ParsedChoice:
         """The answer in one piece.  A call without a JSON object as arguments becomes content."""
         pieces = self.read(text, ended=True)
         kept: list[ToolCall] = []
-        content = pieces.content
-        for call in reversed(self.calls):
+        content: list[str] = []
+        start = 0
+        for call in self.calls:
             if call.is_valid():
-                kept.insert(0, call)
+                kept.append(call)
             else:
-                content = content[: call.from_char] + call.source + content[call.from_char :]
-        pieces.content = content
+                content += pieces.content[start : call.from_char], call.source
+                start = call.from_char
+        pieces.content = "".join((*content, pieces.content[start:]))
         return pieces, kept if self._parsers.parallel else kept[:1]
 
 

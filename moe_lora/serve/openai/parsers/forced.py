@@ -15,7 +15,7 @@ class ForcedCalls(ListedCalls):
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
-        self._source, self._state = "", self._header
+        self._source, self._state = [], self._header
 
 
 def forced_functions(

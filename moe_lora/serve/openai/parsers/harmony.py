@@ -38,7 +38,7 @@ class Harmony(Parser):
         rest = self._rest[gap : gap + max(map(len, _BEGINNINGS))]
         if gap <= MAX_GAP_CHARS:
             if rest.startswith(_BEGINNINGS):
-                self._source, self._state = "", self._header
+                self._source, self._state = [], self._header
                 return True
             if not self._ended and any(mark.startswith(rest) for mark in _BEGINNINGS):
                 return False
@@ -57,7 +57,7 @@ class Harmony(Parser):
             self._reject()
             return True
         self._consume(at + len(MESSAGE))
-        header = self._source or ""
+        header = self._source_text()
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = "" if recipient is None else recipient[1]
         self._has_text, self._has_message = False, True

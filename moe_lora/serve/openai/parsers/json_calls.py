@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, JsonScan, Parser
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, MAX_HELD_CHARS, JsonScan, Parser
 
 OBJECT = (
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,'
@@ -31,31 +31,46 @@ class JsonCalls(Parser):
         super().__init__(tools)
         self._scan = JsonScan()
         self._is_outer = self.OUTER
-        self._close_from = 0
-        self._is_long = False
-        """The start is not a header, but perhaps an object with other keys first."""
+        self._num_before = self._num_held = 0
+        """Characters of the source before objects without a header, and of these."""
 
     def _header(self) -> bool:
-        close = self._rest.find(self.CLOSE, self._close_from) if self.CLOSE else -1
-        self._close_from = max(0, len(self._rest) - len(self.CLOSE))
-        most = MAX_HEADER_CHARS if close < 0 else min(MAX_HEADER_CHARS, close + len(self.CLOSE) - 1)
-        found = None if self._is_long else self.HEADER.match(self._rest, 0, most)
+        close = self._rest.find(self.CLOSE, 0, MAX_HEADER_CHARS) if self.CLOSE else -1
+        most = MAX_HEADER_CHARS if close < 0 else close + len(self.CLOSE) - 1
+        found = self.HEADER.match(self._rest, 0, most)
         name = None if found is None else self._name(found)
         if found is not None and name is not None:
-            self._close_from, self._is_long = 0, False
             self._is_outer = self.OUTER or ("quoted" in found.groupdict() and bool(found["quoted"]))
             self._consume(found.end())
             self._start_call(name, found.groupdict().get("id") or "")
             self._scan, self._state = JsonScan(), self._arguments
             return True
         if found is None and close < 0 and not self._ended:
-            self._is_long = len(self._rest) >= MAX_HEADER_CHARS
-            if not self._is_long or _may_be_objects(self._rest):
+            if len(self._rest) < MAX_HEADER_CHARS:
                 return False
-        self._close_from, self._is_long = 0, False
-        text = self._rest if close < 0 else self._rest[:close]
-        if not self._complete(text, len(text) + (len(self.CLOSE) if close >= 0 else 0)):
+            if _OBJECTS.match(self._rest, 0, MAX_HEADER_CHARS):
+                self._scan, self._state = JsonScan(), self._objects
+                self._num_before, self._num_held = len(self._source_text()), 0
+                return True
             self._reject()
+            return True
+        if not self._complete(self._rest if close < 0 else self._rest[:close]):
+            self._reject()
+        return True
+
+    def _objects(self) -> bool:
+        """Objects without a header, up to their end."""
+        room = MAX_HELD_CHARS - self._num_held
+        self._num_held += len(self._consume(self._scan.feed(self._rest[:room])))
+        is_open = not (self._scan.done or self._scan.broken or self._ended)
+        if is_open and self._num_held < MAX_HELD_CHARS:
+            return False
+        source = self._source_text()
+        before, text = source[: self._num_before], source[self._num_before :]
+        if not self._scan.done or not self._add_calls(text):
+            self._source = [before]
+            self._reject()
+            self._read_again(text)
         return True
 
     def _name(self, found: re.Match[str]) -> str | None:
@@ -68,18 +83,24 @@ class JsonCalls(Parser):
         except ValueError:
             return None
 
-    def _complete(self, text: str, num_chars: int) -> bool:
-        """Read whole objects, with keys in any order.  False: no calls."""
-        calls = _calls_in(text) if _may_be_objects(text) else []
+    def _complete(self, text: str) -> bool:
+        """Read whole objects at the start, with keys in any order.  False: no calls."""
+        if not self._add_calls(text):
+            return False
+        self._consume(len(text))
+        return True
+
+    def _add_calls(self, text: str) -> bool:
+        """Start the calls of whole objects.  False: no calls."""
+        calls = _calls_in(text) if _OBJECTS.match(text, 0, MAX_HEADER_CHARS) else []
         if not calls or not all(self._is_known(name) for name, _ in calls):
             return False
-        self._consume(num_chars)
-        source = self._source or ""
-        for name, arguments in calls:
+        for place, (name, arguments) in enumerate(calls):
+            if place:  # the last call has the source
+                self._emit("end", "")
             self._start_call(name)
             self._emit("arguments", arguments)
-            self._source, source = source, ""
-            self._end_call()
+        self._is_outer, self._state = text.lstrip().startswith("{"), self._close
         return True
 
     def _is_known(self, name: str) -> bool:
@@ -124,16 +145,12 @@ class ListedCalls(JsonCalls):
             return False
         self._state = self._content
         if self._rest[gap : gap + 1] in {",", "]"}:
-            self._source = ""
+            self._source = []
             if self._consume(gap + 1)[-1] == ",":
                 self._state = self._header
             else:
                 self._source = None
         return True
-
-
-def _may_be_objects(text: str) -> bool:
-    return _OBJECTS.match(text, 0, MAX_HEADER_CHARS) is not None
 
 
 def _calls_in(text: str) -> list[tuple[str, str]]:

@@ -39,7 +39,7 @@ class Llama3Calls(JsonCalls):
         if not rest.startswith((TAG, "{")):
             self._state = self._content
             return True
-        self._source = ""
+        self._source = []
         self._consume(gap + (len(TAG) if rest == TAG else 0))
         self._state = self._header
         return True
@@ -60,8 +60,8 @@ class Llama3Calls(JsonCalls):
     def _is_known(self, name: str) -> bool:
         return name in self._tools
 
-    def _complete(self, text: str, num_chars: int) -> bool:
-        return self._ended and super()._complete(text, num_chars)
+    def _complete(self, text: str) -> bool:
+        return self._ended and super()._complete(text)
 
     def _close(self) -> bool:
         self._end_call()

@@ -16,6 +16,10 @@ MAX_HEADER_CHARS = 1024
 """Longest text between a mark and a call's arguments."""
 MAX_GAP_CHARS = 256
 """Longest white space that a state looks over."""
+MAX_HELD_CHARS = 1 << 16
+"""Longest text that waits for its end: a value of a type, an object with other keys before the name."""
+CHUNK_CHARS = 1024
+"""Characters that join the buffer at once."""
 _OUTSIDE_STRINGS = frozenset(" \t\r\n:,0123456789+-.eEtrufalsn")
 
 Kind = Literal["content", "reasoning", "call", "arguments", "end", "cut"]
@@ -104,7 +108,7 @@ class Parser:
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._tools = tools
         self._rest = ""
-        self._source: str | None = None
+        self._source: list[str] | None = None
         """Text of the current call; None outside of calls."""
         self._ended = self._had_call = False
         self._events: list[Event] = []
@@ -117,19 +121,29 @@ class Parser:
 
     def push(self, text: str) -> list[Event]:
         """Events made certain by further text."""
-        self._rest += text
-        return self._run()
+        self._events = []
+        self._feed(text)
+        return self._events
 
     def end(self) -> list[Event]:
         """The remaining events."""
-        self._ended = True
-        return self._run()
-
-    def _run(self) -> list[Event]:
-        self._events = []
+        self._ended, self._events = True, []
         while self._state():
             pass
         return self._events
+
+    def _feed(self, text: str) -> None:
+        for start in range(0, len(text), CHUNK_CHARS):
+            self._rest += text[start : start + CHUNK_CHARS]
+            while self._state():
+                pass
+
+    def _read_again(self, text: str) -> None:
+        """Put the text before the buffer, for the current state."""
+        ended, text, self._rest = self._ended, text + self._rest, ""
+        self._ended = False
+        self._feed(text)
+        self._ended = ended
 
     def _emit(self, kind: Kind, text: str, call_id: str = "") -> None:
         if text or kind in ("end", "cut"):
@@ -138,8 +152,11 @@ class Parser:
     def _consume(self, num_chars: int) -> str:
         text, self._rest = self._rest[:num_chars], self._rest[num_chars:]
         if self._source is not None:
-            self._source += text
+            self._source.append(text)
         return text
+
+    def _source_text(self) -> str:
+        return "".join(self._source or ())
 
     def _gap_chars(self, chars: str | None = None) -> int:
         """The number of these characters at the start; one more than MAX_GAP_CHARS for any longer run.
@@ -164,7 +181,7 @@ class Parser:
             return False
         text = self._consume(found.start())
         self._emit("content", without_gap(text, self.GAP))
-        self._source = ""
+        self._source = []
         if self._consume(len(found[0])) in self.OPEN:
             self._state = self._header
         else:
@@ -180,7 +197,7 @@ class Parser:
         self._had_call = True
 
     def _end_call(self, kind: Kind = "end") -> None:
-        self._emit(kind, self._source or "")
+        self._emit(kind, self._source_text())
         self._source, self._state = None, self._content
 
     def _close(self) -> bool:
@@ -197,5 +214,5 @@ class Parser:
 
     def _reject(self) -> None:
         """No call: the mark is content."""
-        self._emit("content", self._source or "")
+        self._emit("content", self._source_text())
         self._source, self._state = None, self._content

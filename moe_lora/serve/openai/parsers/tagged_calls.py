@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, Parser, held_chars
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, MAX_HELD_CHARS, Parser, held_chars
 
 STRING = frozenset({"string"})
 ANY: frozenset[str] = frozenset()
@@ -39,12 +39,9 @@ class TaggedCalls(Parser):
         self._schema: Any = None
         self._separator = ""
         self._types = STRING
-        self._read = 0
-        """Characters of the buffer without the value's end."""
-
-    def _consume(self, num_chars: int) -> str:
-        self._read = max(0, self._read - num_chars)
-        return super()._consume(num_chars)
+        self._held: list[str] = []
+        """Pieces of a value, and the number of their characters."""
+        self._num_held = 0
 
     def _header(self) -> bool:
         close = self._rest.find(self.CLOSE, 0, MAX_HEADER_CHARS + len(self.CLOSE))
@@ -97,6 +94,7 @@ class TaggedCalls(Parser):
             self._emit("arguments", '"')
             self._state = self._string
         else:
+            self._held, self._num_held = [], 0
             self._state = self._other
         return True
 
@@ -106,30 +104,41 @@ class TaggedCalls(Parser):
         if is_whole:
             self._emit("arguments", _escaped(self._read_value(end)) + '"')
             return True
-        head = self._rest[:end]
-        if self.TRIM and head.endswith("\n"):
-            head = head[:-1]
-        self._emit("arguments", _escaped(self._consume(len(self._rest) if self._ended else len(head))))
+        self._emit("arguments", _escaped(self._read_start(end)))
         if self._ended:
             self._end_call()
         return self._ended
 
     def _other(self) -> bool:
+        """A value of a type, passed on after its end.  A too long value is a string."""
         end, is_whole = self._value_end()
         if is_whole:
-            self._emit("arguments", as_json(self._read_value(end), self._types))
+            text = "".join((*self._held, self._read_value(end)))
+            is_long = len(text) > MAX_HELD_CHARS
+            self._emit("arguments", f'"{_escaped(text)}"' if is_long else as_json(text, self._types))
             return True
+        self._held.append(self._read_start(end))
+        self._num_held += len(self._held[-1])
         if self._ended:
-            self._consume(len(self._rest))
             self._end_call()
+        elif self._num_held > MAX_HELD_CHARS:
+            self._emit("arguments", '"' + _escaped("".join(self._held)))
+            self._state = self._string
+            return True
         return self._ended
+
+    def _read_start(self, end: int) -> str:
+        """The certain part of a value, without a line end before the value's end."""
+        if self._ended:
+            return self._consume(len(self._rest))
+        return self._consume(end - (self.TRIM and self._rest[:end].endswith("\n")))
 
     def _value_end(self) -> tuple[int, bool]:
         """The value's end and True, or the end of its certain part and False."""
         rest = self._rest
         marks = (self.VALUE_END, *self.EARLY)
         most = max(map(len, self.NEXT))
-        for found in re.compile("|".join(map(re.escape, marks))).finditer(rest, self._read):
+        for found in re.compile("|".join(map(re.escape, marks))).finditer(rest):
             if found[0] != self.VALUE_END:
                 return found.start(), True
             after = rest[found.end() : found.end() + MAX_GAP_CHARS + most].lstrip()
@@ -137,10 +146,8 @@ class TaggedCalls(Parser):
                 return found.start(), True
             may_follow = any(one.startswith(after) for one in self.NEXT)
             if may_follow and len(rest) < found.end() + MAX_GAP_CHARS + most:
-                self._read = found.start()
                 return found.start(), False
-        self._read = len(rest) - held_chars(rest, marks)
-        return self._read, False
+        return len(rest) - held_chars(rest, marks), False
 
     def _read_value(self, end: int) -> str:
         text = self._consume(end)
