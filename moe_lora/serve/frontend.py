@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.engine.text.text import Tokenizer
 
+    from .api_keys import ApiKey
+
 
 CUT = "the server is shutting down and does not finish this request; send it again"
 
@@ -62,7 +64,7 @@ class Frontend:
     cluster: ClusterConfig
     controller: ClusterController | ControllerLink
     name: str | None = None
-    adapter_texts: Callable[[], AdapterTexts] | None = None
+    adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None
     checks: CheckingProcess | None = None
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -105,21 +107,27 @@ def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class AdapterTexts:
-    """Adapters with text files.  adapters: by name.  root: see `EngineConfig.adapter_root`."""
+    """Adapters with text files.
+
+    adapters: by name.  root: see `EngineConfig.adapter_root`.  key: of the caller; None: every adapter.
+    """
 
     adapters: Mapping[str, ServedVersion]
     root: str | None
+    key: ApiKey | None = None
 
     def applied(self, name: str, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files."""
         adapter = self.adapters.get(name)
-        if adapter is None:
+        if adapter is None or (self.key is not None and not self.key.may_use(name)):
             return tokenizer
         return with_adapter_text(tokenizer, adapter.path, adapter.version, self.root)
 
 
-def adapter_texts(cluster: ClusterConfig, registry: InstanceRegistry) -> Callable[[], AdapterTexts] | None:
-    """Returns the current `AdapterTexts`; None without --adapter-chat-template."""
+def adapter_texts(
+    cluster: ClusterConfig, registry: InstanceRegistry
+) -> Callable[[ApiKey | None], AdapterTexts] | None:
+    """Returns the current `AdapterTexts` of a key; None without --adapter-chat-template."""
     if not cluster.front_end.adapter_chat_template:
         return None
-    return lambda: AdapterTexts(registry.adapters, cluster.engine.adapter_root)
+    return lambda key: AdapterTexts(registry.adapters, cluster.engine.adapter_root, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
+import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -173,12 +173,20 @@ class AlreadyLoadedError(ApiError):
 
 
 def to_json(content: Any) -> bytes:
-    """Plain ASCII JSON: encoding never fails on a client's characters.  Accepts data classes."""
-    with suppress(UnicodeEncodeError):
+    """Plain ASCII JSON: encoding never fails on a client's characters.  Accepts data classes, msgspec.Raw."""
+    try:
         found = msgspec.json.encode(content)
-        if found.isascii():
-            return found
-    return json.dumps(msgspec.to_builtins(content), separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        whole = msgspec.to_builtins(content, enc_hook=msgspec.json.decode)
+        return json.dumps(whole, separators=(",", ":")).encode()
+    return found if found.isascii() else _NOT_ASCII.sub(_escaped, found)
+
+
+_NOT_ASCII = re.compile(rb"[\x80-\xff]+")
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return json.dumps(found[0].decode())[1:-1].encode()
 
 
 class JsonResponse(Response):

@@ -20,6 +20,8 @@ from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
 from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.serve.access import ANYONE, Caller
+from moe_lora.serve.api_keys import ApiKey
 from moe_lora.serve.frontend import AdapterTexts
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits
@@ -46,6 +48,7 @@ INFO = ModelInfo(
     eos_token_ids=(2,),
 )
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+SCOPE = {"client": ("127.0.0.1", 5), "state": {"caller": ANYONE}}
 
 
 PATIENT = LimitsConfig(check_timeout_s=PATIENCE_S)
@@ -57,7 +60,7 @@ def _patient(monkeypatch):
     monkeypatch.setattr(checking_process, "START_S", PATIENCE_S)
 
 
-def prepare(bodies, tokenizer, adapter_texts=None, **limits):
+def prepare(bodies, tokenizer, adapter_texts=None, caller=ANYONE, **limits):
     """What each of (kind, body) asks for, or the error."""
 
     async def run():
@@ -65,10 +68,11 @@ def prepare(bodies, tokenizer, adapter_texts=None, **limits):
             Preparer(tokenizer, Limits(replace(PATIENT, **limits)), adapter_texts=adapter_texts),
             [],
         )
+        scope = {**SCOPE, "state": {"caller": caller}}
         for kind, body in bodies:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             try:
-                found.append(await preparer.prepare(kind, bytearray(content), INFO, "client"))
+                found.append(await preparer.prepare(kind, bytearray(content), INFO, scope))
             except ApiError as error:
                 found.append(error.body)
         return found
@@ -126,10 +130,10 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
         preparer = Preparer(tokenizer, limits)
         for _ in range(4):
             with pytest.raises(ApiError) as refused:
-                await preparer.prepare(CompletionRequest, body, INFO, "client")
+                await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
             assert refused.value.status == 503
         limits.change(PATIENT)
-        found = await preparer.prepare(CompletionRequest, body, INFO, "client")
+        found = await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
         assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, checking_process.CHECK_NICE)
         return found.prompts, [one.returncode for one in started]
 
@@ -148,7 +152,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_check(tokenizer, started):
         for _ in range(2):
             os.kill(started[0].pid, signal.SIGINT)
             body = bytearray(b'{"prompt": "hello"}')
-            found.append(await preparer.prepare(CompletionRequest, body, INFO, "client"))
+            found.append(await preparer.prepare(CompletionRequest, body, INFO, SCOPE))
         return [one.prompts for one in found], [one.returncode for one in started]
 
     prompts, codes = asyncio.run(run())
@@ -165,7 +169,7 @@ def test_the_process_starts_with_the_server_and_the_first_body_finds_it(tokenize
             while sent == "later" and not process._starting.done():
                 await asyncio.sleep(0.01)
             body = bytearray(b'{"prompt": "hello"}')
-            found = await preparer.prepare(CompletionRequest, body, INFO, "client")
+            found = await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
             return found.prompts, [one.returncode for one in started]
 
     prompts, codes = asyncio.run(run())
@@ -243,7 +247,7 @@ def test_a_start_that_fails_is_tried_again_by_the_first_body(tokenizer, started,
             while not process._starting.done():
                 await asyncio.sleep(0.01)
             body = bytearray(b'{"prompt": "hello"}')
-            return (await preparer.prepare(CompletionRequest, body, INFO, "client")).prompts
+            return (await preparer.prepare(CompletionRequest, body, INFO, SCOPE)).prompts
 
     assert asyncio.run(run()) == [tuple(tokenizer.encode("hello"))]
 
@@ -255,13 +259,13 @@ def test_a_process_that_stands_still_between_two_bodies_is_ended_and_the_next_on
 
     async def run():
         preparer = Preparer(tokenizer, Limits(PATIENT))
-        await preparer.prepare(CompletionRequest, body, INFO, "client")
+        await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
         stop(started[0].pid)
         monkeypatch.setattr(checking_process, "START_S", 0.05)
         with pytest.raises(ApiError) as refused:
-            await preparer.prepare(CompletionRequest, body, INFO, "client")
+            await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
         monkeypatch.setattr(checking_process, "START_S", PATIENCE_S)
-        await preparer.prepare(CompletionRequest, body, INFO, "client")
+        await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
         return refused.value.status, len(started), started[0].returncode
 
     assert asyncio.run(run()) == (503, 2, -signal.SIGKILL)
@@ -279,7 +283,7 @@ def test_a_check_that_is_given_up_ends_with_its_process(tokenizer, started, tmp_
 
     async def run():
         preparer = Preparer(tokenizer, Limits(PATIENT))
-        check = asyncio.create_task(preparer.prepare(CompletionRequest, body, INFO, "client"))
+        check = asyncio.create_task(preparer.prepare(CompletionRequest, body, INFO, SCOPE))
         while not begun.exists():
             assert not check.done()
             await asyncio.sleep(0.01)
@@ -309,12 +313,16 @@ def test_an_adapter_s_template_and_end_token_are_its_requests(tmp_path, monkeypa
     texts = AdapterTexts(served, None)
     bodies = [(ChatRequest, {**CHAT, "model": name}) for name in ("base", "own", "bad")]
     bodies.append((CompletionRequest, {"prompt": "fox", "model": "own"}))
-    of_base, of_own, of_bad, completion = prepare(bodies, base, lambda: texts)
+    of_base, of_own, of_bad, completion = prepare(bodies, base, lambda _: texts)
     assert of_base.prompts == [tuple(base.encode("fox", add_special_tokens=False))]
     assert of_own.prompts == [tuple(base.encode("hello", add_special_tokens=False))]
     assert of_base.sampling.stop_token_ids == ()
     assert of_own.sampling.stop_token_ids == completion.sampling.stop_token_ids == (0,)
     assert "the text files of adapter 'bad' can't be used" in of_bad["error"]["message"]
+    key = ApiKey(id="a", digest="0" * 64, tenant="a", adapters=("ow?",))
+    caller = Caller(key, is_admin=False)
+    found = prepare(bodies, base, lambda key: AdapterTexts(served, None, key), caller)
+    assert [one.prompts for one in found] == [one.prompts for one in (of_base, of_own, of_base, completion)]
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from moe_lora.engine.text.text import Tokenizer, load_tokenizer
+from moe_lora.serve.http_errors import to_json
+from moe_lora.serve.openai import prompt_side
 from tests.oracle import reference_logits
 from tests.small_tokenizers import characters
 
@@ -233,3 +237,43 @@ def test_wrong_values_are_refused(demo, body, param, message):
     error = refused(demo, prompt="hello", **body)
     assert error["param"] == param
     assert message in error["message"]
+
+
+def test_long_answers_are_encoded_in_slices(monkeypatch):
+    monkeypatch.setattr(prompt_side, "SLICE_S", 0.0)
+
+    async def run() -> tuple[bytes, list[int]]:
+        seen: list[int] = []
+        made = 0
+
+        async def other() -> None:
+            while made < 5:
+                seen.append(made)
+                await asyncio.sleep(0)
+
+        def parts():
+            nonlocal made
+            for made in range(1, 6):
+                yield b"%d" % made
+
+        task = asyncio.create_task(other())
+        found = await prompt_side.in_slices(parts())
+        await task
+        return bytes(found), seen
+
+    found, seen = asyncio.run(run())
+    assert found == b"12345"
+    assert seen == [1, 2, 3, 4]
+
+
+def test_encoded_parts_are_json_beside_any_text():
+    for text in ("plain", "é 😀 \x80", "half \ud83d of a pair"):
+        found = to_json({"text": text, "scores": msgspec.Raw(b'[1,null,{"a":2}]')})
+        assert found.isascii()
+        assert json.loads(found) == {"text": text, "scores": [1, None, {"a": 2}]}
+
+
+def test_many_log_probabilities_of_an_echo_are_refused_in_a_stream(tokenizer):
+    body = {"prompt": [5] * 1500, "echo": True, "logprobs": 10, "max_tokens": 1}
+    with serving(scripted(tokenizer, max_model_len=2000), tokenizer) as server:
+        assert refused(server, **body, stream=True)["param"] == "stream"

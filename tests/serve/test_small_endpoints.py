@@ -15,6 +15,9 @@ from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.openai import LATER
 from tests.oracle import reference_hidden
 
+from .conftest import scripted, serving
+from .test_limits import limited_server
+from .test_limits import refused as num_refused
 from .test_prompt_side import MODEL, NAMES, ask, demo, refused  # noqa: F401  (the fixture)
 
 TOKENIZER = load_tokenizer(MODEL)
@@ -111,6 +114,53 @@ def test_wrong_bodies_are_refused(demo, path, body, message):  # noqa: F811
     answer = demo.post(path, body)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {"prompt": "a" * 21}, "prompt"),
+        ("/tokenize", {"prompt": "a" * 20_000}, "prompt"),
+        ("/detokenize", {"tokens": [5] * 21}, "tokens"),
+        ("/v1/embeddings", {"input": [[5] * 7] * 3}, "input"),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": "hello " * 20}], "model": "base"},
+            "messages",
+        ),
+    ],
+)
+def test_requests_have_a_limit_of_tokens(tokenizer, path, body, field):
+    with limited_server(tokenizer, max_request_tokens=20) as (served, _):
+        answer = served.post(path, body)
+        assert answer.status_code == 400
+        assert "more than the 20 of one request" in answer.text
+        assert field in answer.text
+        assert num_refused(served, "request_tokens") == 1
+
+
+def test_embeddings_have_a_timeout_and_name_ignored_fields(tokenizer):
+    body = {"input": "hello", "zz": 1}
+    with serving(scripted(tokenizer, step_s=5.0), tokenizer) as served:
+        for header, status in (("0.1", 408), ("soon", 400)):
+            headers = {"X-Request-Timeout": header}
+            answer = served.http.post("/v1/embeddings", json={**body, "timeout": 60}, headers=headers)
+            assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_ignored_fields_are_named(demo, path, body):  # noqa: F811
+    answer = demo.post(path, {**body, "zz": 1})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-ignored-fields"] == "zz"
+    assert "x-ignored-fields" not in demo.post(path, body).headers
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])

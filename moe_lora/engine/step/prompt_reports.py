@@ -8,6 +8,7 @@ Legend: T token rows, N scored rows, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,10 +45,18 @@ class PromptRecord:
         self.wants_hidden = sampling.hidden_state
         self.hidden: HostCopy | None = None
         self._scores: dict[int, tuple[_Chunk, int]] = {}
+        self._latest: deque[_Chunk] = deque(maxlen=2)
 
     def add(self, position: int, chunk: _Chunk, row: int) -> None:
-        """The token after this position has the scores of the chunk's row."""
+        """The token after this position has the scores of the chunk's row.
+
+        Reads the chunk before the last, whose step is over: a prompt's end would read all chunks at once.
+        """
         self._scores[position] = chunk, row
+        if chunk not in self._latest:
+            if len(self._latest) == 2:
+                _ = self._latest[0].entries
+            self._latest.append(chunk)
 
     def read(self) -> PromptReport:
         """The report; waits for the device."""

@@ -37,7 +37,7 @@ from moe_lora.engine.text.adapter_text import FILES as TEXT_FILES
 from moe_lora.serve.frontend import Frontend, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
-from moe_lora.serve.openai.fields import ignored_header, shown_name
+from moe_lora.serve.openai.fields import shown_name
 from moe_lora.serve.openai.protocol import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
@@ -360,7 +360,4 @@ def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Fronte
     if frontend.limits.config.unknown_fields == "error":
         refuse_unknown(body)
     names = [shown_name(name) for name in body.unknown_fields()]
-    if not names:
-        return {}
-    frontend.ignored_fields.note(names)
-    return ignored_header(names)
+    return frontend.ignored_fields.note(names) if names else {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import caller_of
@@ -15,9 +16,8 @@ from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import JsonResponse
 from moe_lora.serve.openai.converted import renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
-from moe_lora.serve.openai.fields import ignored_header
 from moe_lora.serve.openai.preparing import Prepared, Preparer
-from moe_lora.serve.openai.prompt_bodies import check_model
+from moe_lora.serve.openai.prompt_bodies import check_model, check_total
 
 from .answer import MessageFormat
 from .request import CHAT_NAMES, CountedChat, MessagesChat
@@ -48,16 +48,16 @@ class Endpoints:
         form = MessageFormat(self._frontend.tokenizer, request.state.prepared)
         return await answer(self._frontend, request, form)
 
-    async def _prepare(self, kind: Any, content: bytearray, info: ModelInfo, client: str) -> Prepared:
+    async def _prepare(self, kind: Any, content: bytearray, info: ModelInfo, scope: Scope) -> Prepared:
         return await self._preparer.prepare(
-            kind, content, replace(info, max_model_len=MAX_COUNTED_TOKENS), client
+            kind, content, replace(info, max_model_len=MAX_COUNTED_TOKENS), scope
         )
 
     async def _counted(self, body: MessagesChat, request: Request) -> Response:
         """Raises ApiError for a model without this name."""
         prepared: Prepared = request.state.prepared
         await check_model(body.model, self._frontend, caller_of(request.scope))
-        self._frontend.ignored_fields.note(prepared.ignored)
-        return JsonResponse(
-            {"input_tokens": len(prepared.prompts[0])}, headers=ignored_header(prepared.ignored)
-        )
+        num_tokens = len(prepared.prompts[0])
+        check_total(num_tokens, self._frontend.limits, "messages")
+        headers = self._frontend.ignored_fields.note(prepared.ignored)
+        return JsonResponse({"input_tokens": num_tokens}, headers=headers)

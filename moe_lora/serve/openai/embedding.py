@@ -4,29 +4,77 @@
 from __future__ import annotations
 
 import base64
-import math
-import sys
-import time
-from array import array
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
 from fastapi import Request
 from starlette.responses import Response
 
 from moe_lora.core.request import SamplingParams
-from moe_lora.serve.http_errors import JsonResponse, bad_request
-from moe_lora.serve.limits import client_of
+from moe_lora.serve.http_errors import JsonResponse, bad_request, to_json
 
-from .endpoints import CLIENT_GONE, name_request, unless_disconnected
+from .endpoints import CLIENT_GONE, ChoiceFormat, answer, unless_disconnected
 from .generation import Delta, Generation
-from .preparing import Preparer, check_prompt
+from .preparing import Prepared, Preparer, check_prompt
 from .prompt_bodies import MAX_INPUTS, EmbeddingRequest, ReadBody, read_body
-from .prompt_side import shortened
+from .prompt_side import in_slices, shortened
 
 if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
+
+
+class EmbeddingFormat(ChoiceFormat):
+    """A list of vectors.  is_unit: of length 1; None: as usual."""
+
+    id_prefix = "embd-"
+    object_name, key, is_unit = "embedding", "embedding", True
+
+    def __init__(self, *, is_unit: bool | None, in_base64: bool) -> None:
+        super().__init__(None, with_token_ids=False)
+        if is_unit is not None:
+            self.is_unit = is_unit
+        self._in_base64 = in_base64
+
+    async def respond(
+        self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
+    ) -> Response:
+        """The vectors of the prompts, encoded in slices."""
+        data = await unless_disconnected(request.receive, self._data(generation))
+        if data is None:
+            return Response(status_code=CLIENT_GONE)
+        num_tokens = sum(map(len, generation.prompts))
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+        return JsonResponse({**head, "object": "list", "data": data, "usage": usage}, headers=headers)
+
+    async def _data(self, generation: Generation) -> msgspec.Raw:
+        return await in_slices(self._parts(await generation.whole()))
+
+    def _parts(self, whole: Sequence[Delta]) -> Iterator[bytes]:
+        opening = b"["
+        for delta in whole:
+            entry = {"object": self.object_name, "index": delta.index, self.key: self._vector(delta)}
+            yield opening + to_json(entry)
+            opening = b","
+        yield b"]"
+
+    def _vector(self, delta: Delta) -> Any:
+        assert delta.prompt is not None
+        assert delta.prompt.hidden is not None
+        values = np.frombuffer(delta.prompt.hidden, "<f4")
+        if self.is_unit:
+            values = (values / (np.linalg.norm(values.astype(np.float64)) or 1.0)).astype("<f4")
+        return base64.b64encode(values.tobytes()).decode() if self._in_base64 else values.tolist()
+
+
+class PoolingFormat(EmbeddingFormat):
+    """A list of hidden states."""
+
+    id_prefix = "pool-"
+    object_name, key, is_unit = "pooling", "data", False
 
 
 class Endpoints:
@@ -38,46 +86,27 @@ class Endpoints:
 
     async def embed(self, request: Request) -> Response:
         """Vectors of length 1, unless the body says otherwise."""
-        return await self._answer(request, "embd", "embedding", "embedding", unit=True)
+        return await self._answer(request, EmbeddingFormat)
 
     async def pool(self, request: Request) -> Response:
         """The hidden states as they are, unless the body says otherwise."""
-        return await self._answer(request, "pool", "pooling", "data", unit=False)
+        return await self._answer(request, PoolingFormat)
 
-    async def _answer(self, request: Request, prefix: str, kind: str, key: str, *, unit: bool) -> Response:
+    async def _answer(self, request: Request, form: type[EmbeddingFormat]) -> Response:
         frontend = self._frontend
         found = await read_body(request, EmbeddingRequest, frontend, self._preparer)
-        body, prompts = found.body, await self._prompts(found)
-        model = frontend.model_name if body.model is None else body.model
-        adapter = None if model in frontend.model_names else model
-        generation = Generation(
-            frontend=frontend,
-            client=client_of(request.scope),
-            caller=request.state.caller,
-            adapter=adapter,
+        prompts = await self._prompts(found)
+        request.state.prepared = Prepared(
+            body=found.body,
+            sampling=_SAMPLING,
             prompts=prompts,
             answer_tokens=[1] * len(prompts),
-            num_choices=1,
-            sampling=_SAMPLING,
-            tokenizer=None,
-            continues_prompt=False,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            timeout_s=body.timeout,
+            ignored=found.ignored,
         )
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
-        asked = next((one for one in (body.use_activation, body.normalize) if one is not None), unit)
-        data = [
-            {"object": kind, "index": delta.index, key: _shown(delta, body.encoding_format, unit=asked)}
-            for delta in whole
-        ]
-        num_tokens = sum(map(len, prompts))
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
-        head = {"id": f"{prefix}-{name_request(request, body.request_id)}", "created": int(time.time())}
-        shown = adapter or frontend.model_name
-        return JsonResponse({**head, "object": "list", "model": shown, "data": data, "usage": usage})
+        body: EmbeddingRequest = found.body
+        is_unit = body.normalize if body.use_activation is None else body.use_activation
+        in_base64 = body.encoding_format == "base64"
+        return await answer(frontend, request, form(is_unit=is_unit, in_base64=in_base64))
 
     async def _prompts(self, found: ReadBody) -> list[tuple[int, ...]]:
         info, limits = await self._frontend.client.model_info(), self._frontend.limits
@@ -87,22 +116,4 @@ class Endpoints:
         prompts = [tuple(shortened(one, found.body, info, 1)) for one in found.prompts]
         for one in prompts:
             check_prompt(one, _SAMPLING, info)
-        num_tokens, most = sum(map(len, prompts)), limits.config.max_request_tokens
-        if num_tokens > most:
-            what = f"input has {num_tokens} tokens, more than the {most} of one request; send several"
-            raise limits.refusal("request_tokens", bad_request(what, "input"))
         return prompts
-
-
-def _shown(delta: Delta, encoding: str | None, *, unit: bool) -> Any:
-    assert delta.prompt is not None
-    assert delta.prompt.hidden is not None
-    values = array("f", delta.prompt.hidden)
-    if sys.byteorder == "big":
-        values.byteswap()
-    if unit:
-        length = math.sqrt(math.fsum(one * one for one in values)) or 1.0
-        values = array("f", (one / length for one in values))
-    if encoding == "base64":
-        return base64.b64encode(values.tobytes()).decode()
-    return values.tolist()

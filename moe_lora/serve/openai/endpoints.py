@@ -25,7 +25,6 @@ from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, to_api_error, to_json
 from moe_lora.serve.limits import Handler, body_of, client_of
 
-from .fields import ignored_header
 from .generation import Delta, Generation
 from .preparing import Prepared, Preparer
 from .protocol import MAX_TIMEOUT_S, ChatRequest, CompletionRequest, SamplingFields, StreamOptions
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from .parsers.choice import AnswerParsers
 
 T = TypeVar("T")
-Prepare: TypeAlias = "Callable[[type[SamplingFields], bytearray, ModelInfo, str], Awaitable[Prepared]]"
+Prepare: TypeAlias = "Callable[[type[SamplingFields], bytearray, ModelInfo, Scope], Awaitable[Prepared]]"
 Respond: TypeAlias = "Callable[[Request, Generation, dict[str, Any], dict[str, str]], Awaitable[Response]]"
 CLIENT_GONE = 499
 """Status without a receiver: proxies log a client's early close by this number."""
@@ -49,11 +48,12 @@ class ChoiceFormat:
 
     continues_prompt: the answer's text continues the prompt's.  prompt_of: token ids of a choice's prompt;
     None: not in the answer.  respond: the answer of another interface, from request, generation, head and
-    headers; None: choices.
+    headers; None: choices.  collect: replaces `Generation.whole`.
     """
 
     prompt_of: Callable[[int], tuple[int, ...]] | None = None
     respond: Respond | None = None
+    collect: Callable[[Generation], Coroutine[Any, Any, list[Delta]]] | None = None
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""
@@ -314,7 +314,7 @@ async def prepared_answer(
         raise bad_request(NOT_JSON)
     limits, info = frontend.limits, await frontend.client.model_info()
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
-        prepared = await prepare(kind, content, info, client_of(request.scope))
+        prepared = await prepare(kind, content, info, request.scope)
     request.state.prepared = prepared
     return await endpoint(prepared.body, request)
 
@@ -350,15 +350,13 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
     if body.return_token_ids:
         form.prompt_of = generation.prompt_of
-    headers: dict[str, str] = {}
-    if prepared.ignored:
-        frontend.ignored_fields.note(prepared.ignored)
-        headers = ignored_header(prepared.ignored)
+    headers = frontend.ignored_fields.note(prepared.ignored) if prepared.ignored else {}
     if form.respond is not None:
         return await form.respond(request, generation, head, headers)
     if body.stream:
         return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
-    whole = await unless_disconnected(request.receive, generation.whole())
+    work = generation.whole() if form.collect is None else form.collect(generation)
+    whole = await unless_disconnected(request.receive, work)
     if whole is None:
         return Response(status_code=CLIENT_GONE)
     choices = [{**form.whole(delta), **form.in_choice} for delta in whole]

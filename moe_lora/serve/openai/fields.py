@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -249,12 +249,13 @@ def _edits(first: str, second: str) -> int:
 
 
 class IgnoredFields:
-    """Logs the unknown fields of requests, each name once."""
+    """Names the unknown fields of requests: in the log once, and in the answer's header."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def note(self, names: Iterable[str]) -> None:
+    def note(self, names: Collection[str]) -> dict[str, str]:
+        """The answer's header; empty without names."""
         for name in names:
             if name in self._logged or len(self._logged) >= MAX_NAMED:
                 continue
@@ -262,14 +263,9 @@ class IgnoredFields:
             logger.warning("requests have the unknown field %s, which is ignored (unknown_fields=warn)", name)
             if len(self._logged) == MAX_NAMED:
                 logger.warning("%d unknown fields of requests are named; further ones are not", MAX_NAMED)
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
 def shown_name(name: str) -> str:
     """Returns an unknown name in ASCII, without a list's separators, for headers and the log."""
     return quote(name[:MAX_NAME_CHARS], safe="[]{}()$@!~*'+./:", errors="replace") or '""'
-
-
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Returns the answer's header with the ignored fields, or no header."""
-    listed = ", ".join(names)
-    return {IGNORED_HEADER: listed} if listed else {}

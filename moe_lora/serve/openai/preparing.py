@@ -15,14 +15,16 @@ from weakref import WeakValueDictionary
 
 from anyio import BrokenWorkerProcess, fail_after, to_process
 from pydantic import ValidationError
+from starlette.types import Scope
 
 from moe_lora.config import LimitsConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.text.text import LONG_TEXT_CHARS
+from moe_lora.serve.access import caller_of
 from moe_lora.serve.http_errors import ApiError, ContextLengthError, bad_request, describe_validation
-from moe_lora.serve.limits import RETRY_S, Limits
+from moe_lora.serve.limits import RETRY_S, Limits, client_of
 
 from .checking_process import CheckingProcess
 from .fields import shown_name
@@ -38,6 +40,7 @@ from .protocol import (
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.api_keys import ApiKey
     from moe_lora.serve.frontend import AdapterTexts
 
     from .parsers.choice import AnswerParsers
@@ -99,7 +102,7 @@ class Preparer:
         tokenizer: Tokenizer | None,
         limits: Limits,
         process: CheckingProcess | None = None,
-        adapter_texts: Callable[[], AdapterTexts] | None = None,
+        adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.adapter_texts = adapter_texts
@@ -110,11 +113,12 @@ class Preparer:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
-        self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, client: str
+        self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, scope: Scope
     ) -> Prepared:
         """The request in a body of this kind.  Raises ApiError for the first problem."""
-        texts = None if self.adapter_texts is None else self.adapter_texts()
+        texts = None if self.adapter_texts is None else self.adapter_texts(caller_of(scope).key)
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
+        client = client_of(scope)
         try:
             if len(content) >= INLINE_BYTES:
                 args = kind, bytes(content), self.tokenizer, bounds

@@ -14,9 +14,10 @@ from pydantic import Field, ValidationError
 from moe_lora.core.host import return_memory
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, bad_request, describe_validation
-from moe_lora.serve.limits import body_of, client_of
+from moe_lora.serve.limits import Limits, body_of, client_of
 
 from .endpoints import JSON_MEDIA
+from .fields import shown_name
 from .preparing import INLINE_BYTES, Bounds, Preparer, encoded, no_tokenizer, parse, rendered, tokenizer_of
 from .protocol import (
     MAX_ID_CHARS,
@@ -95,6 +96,9 @@ class EmbeddingRequest(PromptBody):
     """POST /v1/embeddings and /pooling.  use_activation, normalize: scale to length 1."""
 
     prompt_field, generation_prompt = "input", False
+    max_tokens: ClassVar[int] = 1
+    num_choices: ClassVar[int] = 1
+    return_token_ids: ClassVar[bool] = False
 
     input: Text | Listed[Text] | Listed[int] | Listed[Listed[int]] | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -121,22 +125,26 @@ class DetokenizeRequest(ApiRequest):
 
 @dataclass(frozen=True)
 class ReadBody:
-    """body: checked.  prompts: token ids; empty for a body without prompts."""
+    """body: checked.  prompts: token ids; empty for a body without prompts.  ignored: as `Prepared`'s."""
 
     body: Any
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds) -> ReadBody:
     """The body in this content.  Raises ApiError for the first problem."""
     try:
         body: Any = parse(cast("Any", kind), content, bounds)
+        ignored = tuple(map(shown_name, body.unknown_fields()))
+        body.drop_unknown()
         if not isinstance(body, PromptBody):
-            return ReadBody(body, [])
+            return ReadBody(body, ignored=ignored)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         prompts = encoded(body.texts(tokenizer), tokenizer, add_special=special)
-        return ReadBody(body.model_copy(update={"messages": None, body.prompt_field: None}), prompts)
+        body = body.model_copy(update={"messages": None, body.prompt_field: None})
+        return ReadBody(body, prompts, ignored)
     finally:
         if len(content) >= INLINE_BYTES:  # in the other process
             return_memory()
@@ -149,7 +157,8 @@ async def read_body(
     if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
         raise bad_request(NOT_JSON)
     info, limits = await frontend.client.model_info(), frontend.limits
-    texts = None if preparer.adapter_texts is None else preparer.adapter_texts()
+    caller = caller_of(request.scope)
+    texts = None if preparer.adapter_texts is None else preparer.adapter_texts(caller.key)
     bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         args = kind, bytes(content), preparer.tokenizer, bounds
@@ -157,8 +166,18 @@ async def read_body(
             found = await preparer.elsewhere(client_of(request.scope), read_now, *args)
         else:
             found = await asyncio.to_thread(read_now, *args)
-    await check_model(found.body.model, frontend, caller_of(request.scope))
+    await check_model(found.body.model, frontend, caller)
+    if isinstance(found.body, PromptBody):
+        check_total(sum(map(len, found.prompts)), limits, found.body.prompt_field)
     return found
+
+
+def check_total(num_tokens: int, limits: Limits, field: str) -> None:
+    """Raises ApiError for more tokens than a request may have."""
+    most = limits.config.max_request_tokens
+    if num_tokens > most:
+        what = f"{field} has {num_tokens} tokens, more than the {most} of one request; send several"
+        raise limits.refusal("request_tokens", bad_request(what, field))
 
 
 async def check_model(model: str | None, frontend: Frontend, caller: Caller) -> None:

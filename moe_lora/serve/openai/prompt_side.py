@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 from msgspec import structs
 
 from moe_lora.core.request import ModelInfo, SamplingParams, TokenLogprobs, TokenOutput
-from moe_lora.serve.http_errors import bad_request
+from moe_lora.serve.http_errors import bad_request, to_json
 
 from .endpoints import LEAST_LOGPROB, ChatFormat, ChoiceFormat, CompletionFormat
 from .generation import Delta, Generation
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import TextStream, Tokenizer
 
     from .preparing import Prepared
+
+SLICE_S = 1e-3
+"""Longest time that other requests wait for the encoding of an answer."""
+SLICE_TOKENS = 16
+MAX_STREAMED_SCORES = 1 << 14
+"""Log probabilities of prompt tokens in one event."""
 
 
 class PromptSide(NamedTuple):
@@ -47,6 +56,10 @@ def prompt_side(
         return PromptSide(sampling, kept, (_last_message(body),))
     if sampling.logprobs is not None:
         asked = sampling.logprobs, body.prompt_logprobs or 0
+        width = 1 + (info.vocab_size if sampling.logprobs == -1 else sampling.logprobs)
+        if body.stream and width * max(map(len, kept)) > MAX_STREAMED_SCORES:
+            what = f"echo has more than {MAX_STREAMED_SCORES} log probabilities of a prompt in a stream"
+            raise bad_request(f"{what}; leave stream out, or lower logprobs", "stream")
         sampling = replace(sampling, prompt_logprobs=-1 if -1 in asked else max(asked))
     texts = zip(cast("CompletionRequest", body).prompts, prompts, kept, strict=True)
     echo = tuple(
@@ -104,6 +117,22 @@ class PromptCompletion(CompletionFormat):
         self._prepared = prepared
         self._echoed: set[int] = set()
         self._scores: Sequence[TokenLogprobs] = ()
+        self._echoing: Sequence[int] = ()
+        self._encoded: dict[int, msgspec.Raw] = {}
+        self._shown_scores: dict[int, msgspec.Raw] = {}
+
+    async def collect(self, generation: Generation) -> list[Delta]:
+        """The choices, with long log probabilities encoded in slices."""
+        whole = await generation.whole()
+        for delta in whole:
+            scores = None if delta.prompt is None else delta.prompt.logprobs
+            prompt, asked = generation.prompt_of(delta.index), self._prepared.body.prompt_logprobs
+            if scores is not None and asked is not None:
+                self._shown_scores[delta.index] = await in_slices(score_parts(self, prompt, scores, asked))
+            if scores is not None and self._prepared.echo is not None and delta.logprobs is not None:
+                entries = self._echo_entries(delta.index, prompt, scores, delta.token_ids, delta.logprobs)
+                self._encoded[delta.index] = await in_slices(_object_of_lists(entries))
+        return whole
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         entry = self.whole(delta)
@@ -113,31 +142,46 @@ class PromptCompletion(CompletionFormat):
     def whole(self, delta: Delta) -> dict[str, Any]:
         prepared, index = self._prepared, delta.index
         number = index // prepared.body.num_choices
-        scores = None if delta.prompt is None else delta.prompt.logprobs
         first = prepared.echo is not None and index not in self._echoed
-        self._scores = scores or () if first else ()
+        self._scores = (delta.prompt and delta.prompt.logprobs) or () if first else ()
         self._echoing = prepared.prompts[number] if first else ()
         entry = super().whole(delta)
         if first and prepared.echo is not None:
             self._echoed.add(index)
             entry["text"] = prepared.echo[number] + entry["text"]
-        asked = prepared.body.prompt_logprobs
-        told = None if asked is None or scores is None else scores
-        prompt = prepared.prompts[number]
-        entry["prompt_logprobs"] = None if told is None else shown_scores(self, prompt, told, asked or 0)
+        entry["prompt_logprobs"] = self._shown_scores.pop(index, None)
         return entry
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
+        if index in self._encoded:
+            return self._encoded.pop(index)
         if not self._echoing:
             return super().logprobs(index, token_ids, logprobs)
-        first, *others = self._echoing
-        text = self.token_text(first)
+        found: dict[str, list[Any]] = {}
+        for entry in self._echo_entries(index, self._echoing, self._scores, token_ids, logprobs):
+            for name, values in entry.items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+    def _echo_entries(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        scores: Sequence[TokenLogprobs],
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+    ) -> Iterator[dict[str, list[Any]]]:
+        """Log probabilities of prompt and answer, some tokens at a time."""
+        text = self.token_text(prompt[0])
         self._offsets[index] = len(text)
+        yield {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         num = self._prepared.sampling.logprobs or 0
-        scores = [structs_top(one, num) for one in self._scores]
-        found = super().logprobs(index, [*others, *token_ids], [*scores, *logprobs])
-        begun = {"tokens": text, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        return {name: [begun[name], *values] for name, values in found.items()}
+        all_ids, all_scores = [*prompt[1:], *token_ids], [*scores, *logprobs]
+        num_cut = len(scores)  # the report may have more likely tokens than the answer
+        for start in range(0, len(all_ids), SLICE_TOKENS):
+            part = range(start, min(start + SLICE_TOKENS, len(all_ids)))
+            cut = [structs_top(all_scores[one], num) if one < num_cut else all_scores[one] for one in part]
+            yield super().logprobs(index, [all_ids[one] for one in part], cut)
 
 
 def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
@@ -145,25 +189,48 @@ def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
     return scores if num == -1 else replace(scores, top=scores.top[:num])
 
 
-def shown_scores(
+async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:
+    """JSON in joined parts; between slices of SLICE_S the event loop serves other requests."""
+    found, until_s = list[bytes](), time.monotonic() + SLICE_S
+    for part in parts:
+        found.append(part)
+        if time.monotonic() >= until_s:
+            await asyncio.sleep(0)
+            until_s = time.monotonic() + SLICE_S
+    return msgspec.Raw(b"".join(found))
+
+
+def score_parts(
     form: ChoiceFormat, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
-) -> list[dict[str, Any] | None]:
+) -> Iterator[bytes]:
     """vLLM's prompt_logprobs: of each token, its entry and those of the likeliest; null for the first."""
-    found: list[dict[str, Any] | None] = [None]
+    yield b"[null"
     for token_id, one in zip(prompt[1:], scores, strict=True):
         top = structs_top(one, num_top).top
         ranked = {token_id: (one.logprob, one.position)}
         ranked |= {other: (value, rank) for rank, (other, value) in enumerate(top, 1) if other != token_id}
-        entry = {
-            str(other): {
+        opening = b",{"
+        for other, (value, rank) in ranked.items():
+            entry = {
                 "logprob": max(value, LEAST_LOGPROB),
                 "rank": rank,
                 "decoded_token": form.token_text(other),
             }
-            for other, (value, rank) in ranked.items()
-        }
-        found.append(entry)
-    return found
+            yield b'%s"%d":%s' % (opening, other, to_json(entry))
+            opening = b","
+        yield b"}"
+    yield b"]"
+
+
+def _object_of_lists(entries: Iterable[dict[str, list[Any]]]) -> Iterator[bytes]:
+    """An object whose lists come in pieces."""
+    encoded: dict[str, list[bytes]] = {}
+    for entry in entries:
+        for name, values in entry.items():
+            encoded.setdefault(name, []).append(to_json(values)[1:-1])
+        yield b""
+    lists = (b'"%s":[%s]' % (name.encode(), b",".join(parts)) for name, parts in encoded.items())
+    yield b"{%s}" % b",".join(lists)
 
 
 class PromptChat(ChatFormat):
@@ -186,12 +253,16 @@ class PromptChat(ChatFormat):
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self._with_echo(self._form.chunk(delta), delta.index, "delta")
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        asked, report = self._prepared.body.prompt_logprobs, delta.prompt
+    async def collect(self, generation: Generation) -> list[Delta]:
+        """The choices, with long log probabilities encoded in slices."""
+        whole = await generation.whole()
+        asked, report = self._prepared.body.prompt_logprobs, whole[0].prompt
         if asked is not None and report is not None and report.logprobs is not None:
-            prompt = self._prepared.prompts[delta.index // self._prepared.body.num_choices]
-            shown = shown_scores(self._form, prompt, report.logprobs, asked)
-            self.beside_choices["prompt_logprobs"] = shown
+            parts = score_parts(self._form, generation.prompt_of(0), report.logprobs, asked)
+            self.beside_choices["prompt_logprobs"] = await in_slices(parts)
+        return whole
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
         return self._with_echo(self._form.whole(delta), delta.index, "message")
 
     def _with_echo(self, entry: dict[str, Any], index: int, key: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -13,7 +14,7 @@ from moe_lora.engine.text.tokenizer_files import CONFIG, read_json
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 
 from .preparing import Preparer
-from .prompt_bodies import DetokenizeRequest, TokenizeRequest, read_body
+from .prompt_bodies import DetokenizeRequest, ReadBody, TokenizeRequest, check_total, read_body
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -40,15 +41,16 @@ class Endpoints:
         [token_ids] = found.prompts
         strings = None
         if found.body.return_token_strs:
-            strings = [tokenizer.backend.id_to_token(one) or "" for one in token_ids]
-        info = await self._frontend.client.model_info()
+            strings = await asyncio.to_thread(_strings, tokenizer, token_ids)
+        info, headers = await self._frontend.client.model_info(), self._note(found)
         return JsonResponse(
             {
                 "count": len(token_ids),
                 "max_model_len": info.max_model_len,
                 "tokens": list(token_ids),
                 "token_strs": strings,
-            }
+            },
+            headers=headers,
         )
 
     async def detokenize(self, request: Request) -> Response:
@@ -56,12 +58,16 @@ class Endpoints:
         tokenizer = self._tokenizer
         found = await read_body(request, DetokenizeRequest, self._frontend, self._preparer)
         info, tokens = await self._frontend.client.model_info(), found.body.tokens
-        wrong = next((one for one in tokens if one >= info.vocab_size), None)
-        if wrong is not None:
+        check_total(len(tokens), self._frontend.limits, "tokens")
+        wrong = max(tokens, default=0)
+        if wrong >= info.vocab_size:
             what = f"tokens: token id {wrong} is not in the vocabulary (0 to {info.vocab_size - 1})"
             raise bad_request(what, "tokens")
         text = await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
-        return JsonResponse({"prompt": text})
+        return JsonResponse({"prompt": text}, headers=self._note(found))
+
+    def _note(self, found: ReadBody) -> dict[str, str]:
+        return self._frontend.ignored_fields.note(found.ignored)
 
     async def info(self, request: Request) -> Response:
         """The content of tokenizer_config.json, with the served chat templates."""
@@ -73,3 +79,7 @@ class Endpoints:
             only = list(sources) == ["default"]
             found["chat_template"] = sources["default"] if only else sources
         return JsonResponse(found)
+
+
+def _strings(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    return [tokenizer.backend.id_to_token(one) or "" for one in token_ids]

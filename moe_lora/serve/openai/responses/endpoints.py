@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import Caller, caller_of
@@ -32,9 +33,9 @@ class Continuing:
     owner: str
     most_bytes: int
 
-    async def prepare(self, kind: Any, content: bytearray, info: ModelInfo, client: str) -> Prepared:
+    async def prepare(self, kind: Any, content: bytearray, info: ModelInfo, scope: Scope) -> Prepared:
         try:
-            return await self.preparer.prepare(kind, content, info, client)
+            return await self.preparer.prepare(kind, content, info, scope)
         except PreviousNeeded as needed:
             previous = self.store.get(self.owner, needed.message).messages
         text = bytes(content).decode(json.detect_encoding(content), "surrogatepass")
@@ -42,7 +43,7 @@ class Continuing:
         if len(both) > self.most_bytes:
             what = f"the conversation has {len(both)} bytes, and a body may have {self.most_bytes}"
             raise ApiError(413, f"{what}; begin a new conversation, or send its end as input", "input")
-        return await self.preparer.prepare(ContinuedChat, both, info, client)
+        return await self.preparer.prepare(ContinuedChat, both, info, scope)
 
 
 class Endpoints:
