@@ -116,17 +116,13 @@ def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
 def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:
     offsets: list[tuple[int, int]] = []
     size = 0
+    align = MATRIX_ALIGN_BYTES // itemsize
     for pair in pairs:
         for matrix in (pair.shrink, *pair.expands):
-            stride = _stride(matrix, itemsize)
+            stride = -(-matrix.shape[1] * matrix.shape[2] // align) * align
             offsets.append((size, stride))
             size += stride * matrix.shape[0]
     return offsets, size
-
-
-def _stride(matrix: torch.Tensor, itemsize: int) -> int:
-    align = MATRIX_ALIGN_BYTES // itemsize
-    return -(-matrix.shape[1] * matrix.shape[2] // align) * align
 
 
 def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:

@@ -113,7 +113,11 @@ class OwnFolder:
         self._handle = -1
         try:
             self._handle = os.open(new, os.O_RDONLY)
-            _lock(self._handle)
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+            except OSError as error:  # maybe temporary: without a lock the folder could be swept while in use
+                if error.errno not in _NO_LOCKS:
+                    raise
             self.path = new.rename(parent / new.name.removeprefix(_NEW))
         except BaseException:
             if self._handle >= 0:
@@ -140,14 +144,6 @@ def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(13, "Permission denied")
-
-
-def _lock(handle: int) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:  # maybe temporary: without a lock the folder could be swept while in use
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def sweep_folders(parent: Path, prefix: str) -> None:

@@ -188,7 +188,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     else:
         adapters = []
         measured = contents.layer_bytes(config.adapters, leave_out_bad=config.leave_out_bad)
-        adapter_pages = [sum(map(sizes.num_pages, layers)) for layers in measured]
+        adapter_pages = [sum(sizes.in_pages(layers)) for layers in measured]
     kept_bytes = _kept_originals(config, rank, [packed for packed, _ in adapters])
     size = arena_size(
         *(

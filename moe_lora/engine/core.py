@@ -267,7 +267,9 @@ class EngineCore:
 
     def _hear_failures(self) -> None:
         """Record other processes' reports of failed adapters, for the current versions only."""
-        for content_hash, error in self._adapters.failures.reported():
+        reports = self._adapters.failures.reports
+        while not reports.empty():
+            content_hash, error = reports.get()
             for adapter in self._adapters.versions.values():
                 if adapter.packed.content_hash == content_hash:
                     self._adapters.failures.load_failed(adapter, error, may_repeat=False)

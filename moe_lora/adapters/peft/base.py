@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base model named by an adapter's config, compared with the served model if present locally."""
+"""The base beside an adapter: the model named by the config, and copies of its embeddings in the file.
+
+Torch-free: compares the config's sizes with the served model, if present locally.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from moe_lora.families import shape_of
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 from .files import MAX_CONFIG_BYTES, confined, open_file
+from .places import Shaped
 
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
@@ -27,6 +31,9 @@ _QUANTISED_NAME = re.compile(
     r"(?<![a-z])(?:(?:bnb-)?[48]-?bit|awq|gptq|gguf|(?:nv|mx)fp4|fp8|int[48]|w[48]a(?:16|8))(?![a-z0-9])",
     re.IGNORECASE,
 )
+
+EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
+_LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 
 
 def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
@@ -83,6 +90,37 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
             f"{_key(config)} says that it was trained beside weights quantised as {kind}; beside a base that "
             "is held otherwise its answers are not quite those of its training"
         )
+
+
+def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
+    """Keys of the base's weights that PEFT saves beside a LoRA pair on the embedding or the head.
+
+    Raises AdapterError for other base embeddings, with the cause: PEFT saves them after a change of
+    vocabulary, or on request.
+    """
+    copies = tuple(sorted(key for key in tensors if EMBEDDING.fullmatch(key)))
+    adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
+    for key in copies:
+        if tuple(tensors[key].shape)[:1] != (shape.vocab_size,):
+            raise resized(key, tensors[key], shape, where)
+        [leaf] = {"embed_tokens", "wte", "lm_head"} & set(key.split("."))
+        if leaf not in adapted:
+            raise AdapterError(
+                f"{where}: {key}: the base model's own embeddings, which PEFT adds with "
+                "save_embedding_layers; they may have been trained, and an adapter that replaces base "
+                "weights is not supported; if they were not, save the adapter again with "
+                "save_pretrained(..., save_embedding_layers=False)"
+            )
+    return copies
+
+
+def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:
+    """The error for a base embedding of another vocabulary."""
+    return AdapterError(
+        f"{where}: {key}: shape {list(tensor.shape)}, the base model's vocabulary has {shape.vocab_size} "
+        "tokens: it was resized for training, and an adapter that replaces the base's embeddings is not "
+        "supported; train without new tokens, or save the resized base model, and train and serve on that"
+    )
 
 
 def _key(config: AdapterConfig) -> str:

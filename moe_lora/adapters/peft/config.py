@@ -59,7 +59,8 @@ class ExpertLayout:
         sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
         details = [source[DETAIL_KEY] for source in sources if source.get(DETAIL_KEY) is not None]
         layouts = [source[FLAT_KEY] for source in sources if source.get(FLAT_KEY) is not None]
-        layouts += self._in_details(details, parameter)
+        if details:
+            layouts += self._in_details(details, parameter)
         for layout in layouts:
             if layout not in (RANK_MAJOR, GROUPED_BY_EXPERT):
                 raise AdapterError(
@@ -247,9 +248,9 @@ class AdapterConfig(
     use_rslora: bool = False
     rank_pattern: dict[str, _Rank] = {}
     alpha_pattern: dict[str, _Number] = {}
-    target_modules: tuple[str, ...] | str = ()
-    target_parameters: tuple[str, ...] = ()
-    exclude_modules: tuple[str, ...] | str = ()
+    target_modules: frozenset[str] | str = frozenset()
+    target_parameters: frozenset[str] = frozenset()
+    exclude_modules: frozenset[str] | str = frozenset()
     layers_to_transform: frozenset[_Layer] = frozenset()
     layers_pattern: tuple[str, ...] = ()
     base_model: str = ""
@@ -284,9 +285,9 @@ class AdapterConfig(
         config = msgspec.structs.replace(
             read,
             where=where,
-            target_modules=_sorted(read.target_modules),
-            target_parameters=_sorted(read.target_parameters),
-            exclude_modules=_sorted(read.exclude_modules),
+            target_modules=_without_marker(read.target_modules),
+            target_parameters=_without_marker(read.target_parameters),
+            exclude_modules=_without_marker(read.exclude_modules),
             expert_layout=ExpertLayout(fields, where),
         )
         expressions = config._expressions()
@@ -323,7 +324,7 @@ class AdapterConfig(
         """True if exclude_modules names this module path."""
         if isinstance(self.exclude_modules, str):
             return bool(self.exclude_modules) and self._is(self.exclude_modules, path)
-        return _has_suffix(path, frozenset(self.exclude_modules))
+        return _has_suffix(path, self.exclude_modules)
 
     def targets_module(self, path: str) -> bool:
         """True if target_modules (list or regex, not all-linear) names this module path."""
@@ -331,29 +332,24 @@ class AdapterConfig(
             return False
         if isinstance(self.target_modules, str):
             return self._is(self.target_modules, path)
-        return _has_suffix(path, self._module_names) and self._in_layers(path)
+        named = _has_suffix(path, self.target_modules)
+        return named and (not self.layers_to_transform or self._in_layers(path))
 
     def targets_parameter(self, path: str) -> bool:
         """True if target_parameters names this parameter path."""
-        return _has_suffix(path, self._parameter_names)
+        return _has_suffix(path, self.target_parameters)
 
-    def rank_of(self, path: str) -> int:
-        """LoRA rank of a module or parameter path: the first rank_pattern at its end, else r."""
-        return int(self._matching.first(self._ranks, path, self.lora_rank))
+    def rank_and_scale(self, path: str) -> tuple[int, float]:
+        """LoRA rank of a module or parameter path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
 
-    def scale_of(self, path: str) -> float:
-        """alpha / rank (rsLoRA: alpha / sqrt(rank)) of a module or parameter path."""
-        rank = self.rank_of(path)
-        alpha = self._matching.first(self._alphas, path, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    @cached_property
-    def _module_names(self) -> frozenset[str]:
-        return frozenset(self.target_modules)
-
-    @cached_property
-    def _parameter_names(self) -> frozenset[str]:
-        return frozenset(self.target_parameters)
+        Rank and alpha: of the first pattern at the path's end, else r and lora_alpha.
+        """
+        rank, alpha = self.lora_rank, self.lora_alpha
+        if self.rank_pattern:
+            rank = int(self._matching.first(self._ranks, path, rank))
+        if self.alpha_pattern:
+            alpha = self._matching.first(self._alphas, path, alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @cached_property
     def _ranks(self) -> Rules:
@@ -368,8 +364,6 @@ class AdapterConfig(
         return [regex.compile(as_layer(pattern)) for pattern in self.layers_pattern or (r"[^.]*",)]
 
     def _in_layers(self, path: str) -> bool:
-        if not self.layers_to_transform:
-            return True
         for pattern in self._layer_patterns:
             found = self._matching.run(pattern.match, path)
             if found:
@@ -401,8 +395,8 @@ def _check_lengths(fields: Mapping[str, Any], where: str) -> None:
             raise AdapterError(f"{where}: {key} has {len(value)} {what}, at most {limit} are read; {way_out}")
 
 
-def _sorted(names: tuple[str, ...] | str) -> Any:
-    """Sorted names, or a regular expression, without PEFT's marker of no target."""
+def _without_marker(names: frozenset[str] | str) -> Any:
+    """Names, or a regular expression, without PEFT's marker of no target."""
     if isinstance(names, str):
-        return () if names == _DUMMY_TARGET else names
-    return tuple(sorted(name for name in names if name != _DUMMY_TARGET))
+        return frozenset() if names == _DUMMY_TARGET else names
+    return names - {_DUMMY_TARGET}

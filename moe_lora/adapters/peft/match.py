@@ -13,23 +13,21 @@ from typing import Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape, rank_problem
 
-from .base import check_base, quantised_base
+from .base import base_copies, check_base, quantised_base
 from .config import AdapterConfig, shown, suffixes
 from .names import TINKER_HEAD, Names, TensorName, read_names, stranger, unplaced
 from .places import (
+    STACKED_NAMES,
     STRANGERS,
     PairSource,
     Place,
     PlaceMap,
     Shaped,
     check_pair,
-    has_older_names,
     is_swapped,
     max_tensors,
     place_map,
 )
-from .stacked import placed, present_styles
-from .training_state import base_copies
 
 _MAX_SHOWN_NAMES = 10
 _MODULES = ("matrix", "stacked")
@@ -72,10 +70,11 @@ def match(
     _check_gathered(tensors, where)
     copies = base_copies(tensors, shape, where)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
-    names = read_names(tensors, place_map(shape).layer_prefix, place_map(shape).outer, where)
-    paths = {name.path for name in names.by_key.values()}
-    places = place_map(shape, has_older_names(shape, paths))
-    names = names.moved(placed(names.by_key, places.by_path))
+    places = place_map(shape)
+    names = read_names(tensors, places.layer_prefix, places.outer, where)
+    if places.older and any(f".{places.older}" in name.path for name in names.by_key.values()):
+        places = place_map(shape, older_names=True)
+    names = names.with_stacked(places.by_path, places.stacked)
     expected = _expected(config, places, {name.path for name in names.by_key.values()}, names)
     found: dict[tuple[str, int], dict[str, dict[int | None, str]]] = {}
     for key, name in names.by_key.items():
@@ -144,14 +143,15 @@ def _expected(
     has_experts = any(place.expert is not None for place in firsts)
     has_gate = has_experts or any(place.site == "router" for place in firsts)
     is_split = any(place.is_split for place in firsts)
-    stacked = present_styles(path for path in present if _is_stacked(path, places))
+    leaves = {path.rpartition(".")[2] for path in present & places.stacked}
+    stacked = {leaf for one in STACKED_NAMES if leaves.intersection(one) for leaf in one}
     expected: dict[str, list[Place]] = {}
     for path, (_, in_order) in places.by_path.items():
         if in_order[0].expert is not None and not has_experts:
             continue
         if in_order[0].is_split not in (None, is_split):
             continue
-        if in_order[0].form == "stacked" and path.rpartition(".")[2] not in stacked:
+        if path in places.stacked and path.rpartition(".")[2] not in stacked:
             continue
         readings = names.readings(path)
         for place in in_order:
@@ -162,10 +162,6 @@ def _expected(
             if targeted:
                 expected.setdefault(path, []).append(place)
     return expected
-
-
-def _is_stacked(path: str, places: PlaceMap) -> bool:
-    return path in places.by_path and places.by_path[path][1][0].form == "stacked"
 
 
 def _targets_module(config: AdapterConfig, path: str, place: Place) -> bool:
@@ -253,7 +249,7 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
 def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], names: Names) -> Iterable[str]:
     modules = [(one, places) for path, places in expected.items() for one in names.readings(path)]
     parameters = [f"{path}.{place.parameter}" for path, places in modules for place in places]
-    lists: list[tuple[str, tuple[str, ...], Iterable[str]]] = [
+    lists: list[tuple[str, frozenset[str], Iterable[str]]] = [
         ("target_parameters", config.target_parameters, parameters)
     ]
     if not isinstance(config.target_modules, str):
@@ -334,7 +330,7 @@ def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names
     found: dict[tuple[int, float], str] = {}
     for one in readings:
         pattern_path = f"{one}.{place.parameter}" if is_parameter else one
-        found.setdefault((config.rank_of(pattern_path), config.scale_of(pattern_path)), pattern_path)
+        found.setdefault(config.rank_and_scale(pattern_path), pattern_path)
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise AdapterError(

@@ -8,7 +8,7 @@ config against names with or without the segment, so both readings are kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ _KEY = re.compile(
 )
 TINKER_HEAD = "unembed_tokens"
 """Tinker's name of lm_head, below `model`."""
+_SHORT, _LONG = ".attn.", ".self_attn."
 _WRAPPER = "|".join(map(re.escape, WRAPPERS))
 _OUTERMOST = re.compile(rf"(?:(?:{_WRAPPER})\.)*base_model\.(?:(?:{_WRAPPER})\.)*model\.")
 _IN_STACK = re.compile(r"(?P<front>(?:[^.]+\.)*?)(?P<stack>layers|blocks)\.(?P<rest>\d+\..+)")
@@ -77,7 +78,8 @@ class TensorName:
     path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
     "A" or "B".  adapter: the adapter's name in the key, or None.  front: prefix of the layers, without
     wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.  is_embedding: of PEFT's
-    LoRA layer of an embedding.  expert: of a tensor of one expert beside a matrix of all (`stacked`).
+    LoRA layer of an embedding.  expert: of a tensor of one expert beside a matrix of all (see
+    `PlaceMap`).
     """
 
     path: str
@@ -103,8 +105,23 @@ class Names:
     _fronts: tuple[str, ...]
     _read_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def moved(self, by_key: dict[str, TensorName]) -> Names:
-        """These names at other paths.  The config may name one expert's module by its path before."""
+    def with_stacked(self, known: Container[str], stacked: Container[str]) -> Names:
+        """Names with Tinker's `attn` as `self_attn`, and with the partners of a shared matrix at its path.
+
+        known: paths of all modules.  stacked: of matrices of all experts.  The config may name a partner's
+        former path.
+        """
+        by_key, parts = dict(self.by_key), dict[str, set[str]]()
+        for key, name in self.by_key.items():
+            long = name.path.replace(_SHORT, _LONG)
+            if long in known and name.path not in known:
+                by_key[key] = name = replace(name, path=long)
+            if name.path in stacked:
+                parts.setdefault(name.path, set()).add(name.part)
+        partners = {path: ({"A", "B"} - found).pop() for path, found in parts.items() if len(found) == 1}
+        if not partners:
+            return replace(self, by_key=by_key)
+        by_key = {key: _joined(name, partners) for key, name in by_key.items()}
         read_as = {path: dict.fromkeys(paths) for path, paths in self._read_as.items()}
         for key, name in by_key.items():
             if name.expert is not None:
@@ -120,6 +137,16 @@ class Names:
         rest = path.removeprefix(self._layer_prefix)
         others = (*(front + rest for front in fronts), *self._read_as.get(path, ()))
         return tuple(dict.fromkeys((path, *others)))
+
+
+def _joined(name: TensorName, partners: Mapping[str, str]) -> TensorName:
+    """A partner of one expert, moved to the shared matrix's place."""
+    front, _, leaf = name.path.rpartition(".")
+    container, _, number = front.rpartition(".")
+    path = f"{container}.{leaf}"
+    if number.isdecimal() and partners.get(path) == name.part:
+        return replace(name, path=path, expert=int(number))
+    return name
 
 
 class OuterPaths(NamedTuple):

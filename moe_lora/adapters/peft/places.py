@@ -7,6 +7,10 @@ places are in order of definition.
 
 Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
 
+Tinker and Megatron-Bridge stack experts: A [E or 1, R, I] and B [E or 1, O, R], with 1 shared by all.
+Megatron-Bridge writes the other matrix of a pair with a shared one once per expert.
+Source: tinker-cookbook, weights/_merge.py; Megatron-Bridge, models/conversion/peft_bridge.py.
+
 PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Versions
 that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and B [I, R·E] instead ("swapped"): the
 same delta with A and B exchanged.
@@ -14,7 +18,7 @@ same delta with A and B exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,27 +26,33 @@ from typing import TYPE_CHECKING, Any, Protocol
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape, Site
 from moe_lora.families import family_named
-from moe_lora.families.schema.family import Place, of_all_experts
+from moe_lora.families.schema.family import PROJECTIONS, Place, of_all_experts
 
 from .names import OuterPaths
-from .stacked import stacked_places
 
 if TYPE_CHECKING:
     import torch
 
     from moe_lora.adapters.packed import Pair
 
+STACKED_NAMES = (("w1", "w3", "w2"), PROJECTIONS)
+"""Gate, up and down with a dim of experts, by Tinker and by Megatron-Bridge."""
+_STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
+
 
 @dataclass(frozen=True)
 class PlaceMap:
     """All places of a model: module path → (layer, places in order of definition).
 
-    The head and the embedding are in one more layer, after the last.
+    The head and the embedding are in one more layer, after the last.  older: front of module paths in files
+    with the family's older names; None: the family has none.  stacked: paths of matrices of all experts.
     """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
     layer_prefix: str
     outer: OuterPaths
+    older: str | None
+    stacked: frozenset[str]
 
 
 @lru_cache(maxsize=8)
@@ -51,7 +61,7 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
     family = family_named(shape.family)
     new, old = family.older_path or ("", "")
     in_layer: dict[str, tuple[Place, ...]] = {}
-    listed = (*family.attention, *family.beside, *family.adapted, *stacked_places(family.adapted))
+    listed = (*family.attention, *family.beside, *family.adapted, *_stacked_places(family.adapted))
     for place in of_all_experts(listed, shape.num_experts):
         renamed = older_names and place.path.startswith(new)
         path = old + place.path.removeprefix(new) if renamed else place.path
@@ -65,18 +75,21 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
     outer = OuterPaths(family.head.removesuffix(".weight"), family.embedding.removesuffix(".weight"))
     for path, site in zip(outer, shape.outer_sites, strict=True):
         by_path[path] = shape.num_layers, (Place(path=path, site=site.name),)
-    return PlaceMap(by_path, family.stack, outer)
+    stacked = frozenset(path for path, (_, places) in by_path.items() if places[0].form == "stacked")
+    return PlaceMap(by_path, family.stack, outer, old or None, stacked)
+
+
+def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
+    """Gate, up and down below each module with fused experts, by both tools' names."""
+    for container in dict.fromkeys(place.path for place in adapted if place.form == "fused"):
+        for names in STACKED_NAMES:
+            for leaf, (site, modules) in zip(names, _STACKED_SITES, strict=True):
+                yield Place(path=f"{container}.{leaf}", site=site, modules=modules, form="stacked")
 
 
 def site_named(shape: ModelShape, name: str) -> Site:
     """A site of the layers, or an outer site."""
     return next((site for site in shape.outer_sites if site.name == name), None) or shape.site(name)
-
-
-def has_older_names(shape: ModelShape, paths: Iterable[str]) -> bool:
-    """True for a file with the older names of the family's modules."""
-    older = family_named(shape.family).older_path
-    return older is not None and any(f".{older[1]}" in path for path in paths)
 
 
 STRANGERS = 1000
@@ -132,10 +145,15 @@ def make_pair(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
 ) -> Pair:
     """Views [N, R, D] of the pair's tensors, after `check_pair`; a copy of tensors of single experts."""
+    import torch
+
     from moe_lora.adapters.packed import Pair
 
     place, site = source.place, site_named(shape, source.place.site)
-    a, b = (_whole([tensors[key] for key in keys]) for keys in (source.keys_a, source.keys_b))
+    a, b = (
+        tensors[keys[0]] if len(keys) == 1 else torch.stack([tensors[key] for key in keys])
+        for keys in (source.keys_a, source.keys_b)
+    )
     experts = range(max(1, site.num_experts))
     if place.expert is not None:
         experts = range(place.expert, place.expert + 1)
@@ -250,13 +268,6 @@ def _views(
     if source.place.form == "stacked":
         return a, b.transpose(1, 2)
     return a.unsqueeze(0), b.t().unsqueeze(0)
-
-
-def _whole(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The tensor, or those of all experts in one."""
-    import torch
-
-    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:

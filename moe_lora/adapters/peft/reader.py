@@ -89,7 +89,8 @@ def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
             "memory free; free some, or save the adapter with a lower rank or in bfloat16"
         )
     tensors = {}
-    for key, entry in sorted(entries.items(), key=lambda item: item[1].span):
+    for _, key in sorted((entry.span, key) for key, entry in entries.items()):
+        entry = entries[key]
         dtype = getattr(torch, entry.dtype.removeprefix("torch."))
         tensor = tensors[key] = torch.empty(entry.shape, dtype=dtype)
         found.weights.seek(entry.span[0])

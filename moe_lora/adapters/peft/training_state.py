@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
+from .base import EMBEDDING, resized
 from .names import without_wrappers
 from .places import Shaped
 
-_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
-_LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?:model|transformer|lm_head)\.")
 _TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
 
@@ -55,48 +54,18 @@ def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str
     Raises AdapterError for embeddings of another size than the base's.
     """
     wrapped = any(
-        ".base_layer." in key and not _EMBEDDING.fullmatch(key) and not _is_trained(key) for key in state_dict
+        ".base_layer." in key and not EMBEDDING.fullmatch(key) and not _is_trained(key) for key in state_dict
     )
     if not wrapped:
         return dict(state_dict)
     for key, tensor in state_dict.items():
-        if _EMBEDDING.fullmatch(key) and tensor.shape[0] != shape.vocab_size:
-            raise _resized(key, tensor, shape, where)
+        if EMBEDDING.fullmatch(key) and tensor.shape[0] != shape.vocab_size:
+            raise resized(key, tensor, shape, where)
     return {
         key: tensor
         for key, tensor in state_dict.items()
         if _is_trained(key) or not _BASE_WEIGHT.match(without_wrappers(key))
     }
-
-
-def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
-    """Keys of the base's weights that PEFT saves beside a LoRA pair on the embedding or the head.
-
-    Raises AdapterError for other base embeddings, with the cause: PEFT saves them after a change of
-    vocabulary, or on request.
-    """
-    copies = tuple(sorted(key for key in tensors if _EMBEDDING.fullmatch(key)))
-    adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
-    for key in copies:
-        if tuple(tensors[key].shape)[:1] != (shape.vocab_size,):
-            raise _resized(key, tensors[key], shape, where)
-        [leaf] = {"embed_tokens", "wte", "lm_head"} & set(key.split("."))
-        if leaf not in adapted:
-            raise AdapterError(
-                f"{where}: {key}: the base model's own embeddings, which PEFT adds with "
-                "save_embedding_layers; they may have been trained, and an adapter that replaces base "
-                "weights is not supported; if they were not, save the adapter again with "
-                "save_pretrained(..., save_embedding_layers=False)"
-            )
-    return copies
-
-
-def _resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:
-    return AdapterError(
-        f"{where}: {key}: shape {list(tensor.shape)}, the base model's vocabulary has {shape.vocab_size} "
-        "tokens: it was resized for training, and an adapter that replaces the base's embeddings is not "
-        "supported; train without new tokens, or save the resized base model, and train and serve on that"
-    )
 
 
 def _is_trained(key: str) -> bool:

@@ -7,8 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -75,20 +74,14 @@ def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tupl
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
     """`asyncio.to_thread` for calls that may hang, e.g. on a network disk: the process can still end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(tell: Callable[[Any], None], what: Any) -> None:
-        if not done.done():
-            tell(what)
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            settled = partial(settle, done.set_result, function(*args))
+            done.set_result(function(*args))
         except BaseException as error:
-            settled = partial(settle, done.set_exception, error)
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(settled)
+            done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

@@ -229,19 +229,20 @@ class ShardSizes:
         return len(packed.layers) > self._shape.num_layers
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
+        """Whole pages of each layer."""
         if self._all_kept:
-            return [self.num_pages(layer.nbytes) for layer in packed.layers]
-        return [
-            self.num_pages(
+            return self.in_pages([layer.nbytes for layer in packed.layers])
+        return self.in_pages(
+            [
                 max(shard_layer(layer, self._shape, kept, self._shard).num_elements for kept in self._kept)
                 * layer.data.element_size()
-            )
-            for layer in packed.layers
-        ]
+                for layer in packed.layers
+            ]
+        )
 
-    def num_pages(self, num_bytes: int) -> int:
-        """Bytes in whole pages, rounded up."""
-        return -(-num_bytes // self.page_bytes)
+    def in_pages(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes in whole pages, each rounded up."""
+        return [-(-num_bytes // self.page_bytes) for num_bytes in sizes]
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class Failure:
 class AdapterFailures:
     """Failures by adapter version, until a load of the adapter succeeds.
 
-    Belongs to the engine's thread; any thread may call `report`.  reports: unread ones.
+    Belongs to the engine's thread; any thread may call `report`.  reports: content hash and error, unread.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -265,15 +266,8 @@ class AdapterFailures:
         self.reports: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
 
     def report(self, content_hash: str, error: Exception) -> None:
-        """Record another process's failure, for `reported` in the engine's thread."""
+        """Record another process's failure, for the engine's thread."""
         self.reports.put((content_hash, error))
-
-    def reported(self) -> list[tuple[str, Exception]]:
-        """Reports since the last call: content hash and error."""
-        found = []
-        while not self.reports.empty():
-            found.append(self.reports.get())
-        return found
 
     def load_failed(self, adapter: AdapterVersion, error: Exception, *, may_repeat: bool = True) -> bool:
         """Record a failed load; True if the adapter's requests must end, False for another try at once.

@@ -113,7 +113,7 @@ class AdapterLoads:
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> None:
         """Serves the body's adapter; in_place: as a new version of a loaded name.  Raises ApiError."""
         folder = await self._checked(body)
-        await self._load(body, await in_daemon_thread(_Files.at, folder), in_place=in_place)
+        await self._load(body, _Files(folder, await in_daemon_thread(_stamps, folder)), in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
         """As `load` in place, without a load if the name has the files' content.  Raises ApiError."""
@@ -144,7 +144,10 @@ class AdapterLoads:
         """Check the body before any file is read.  Returns the adapter's folder.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
-        folder = await self._find(body)
+        if body.lora_path is not None:
+            folder = await in_daemon_thread(find_files, body.lora_path, body.lora_name, self._frontend)
+        else:
+            folder = await self._registered(body.lora_name)
         if body.is_3d_lora_weight is not None:
             words = body.lora_name, folder, self._root, body.is_3d_lora_weight
             await in_daemon_thread(_compare_layout, *words)
@@ -195,17 +198,14 @@ class AdapterLoads:
         found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
         return next(found, None)
 
-    async def _find(self, body: LoadAdapterRequest) -> str:
-        frontend = self._frontend
-        if body.lora_path is not None:
-            return await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
-        if frontend.cluster.registry is None:
+    async def _registered(self, name: str) -> str:
+        if self._frontend.cluster.registry is None:
             raise bad_request(
                 "lora_path is missing; give the directory of a PEFT adapter, or start the server with "
                 "--registry",
                 "lora_path",
             )
-        found: RegisteredAdapter = await frontend.controller.call("registry_resolve", body.lora_name)
+        found: RegisteredAdapter = await self._frontend.controller.call("registry_resolve", name)
         return found.path
 
 
@@ -219,10 +219,6 @@ class _Files:
     folder: str
     stamps: Stamps
     digest: str | None = None
-
-    @staticmethod
-    def at(folder: str) -> _Files:
-        return _Files(folder, _stamps(folder))
 
     @staticmethod
     def read(folder: str, root: str | None) -> _Files:
