@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +14,8 @@ from typing import TYPE_CHECKING
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.text.adapter_text import log_adapter_text, with_adapter_text
 from moe_lora.engine.text.text import served_tokenizer
-from moe_lora.engine.text.tokenizer_files import log_generation_config
+from moe_lora.engine.text.tokenizer_files import TEXT_FILES, log_generation_config
 from moe_lora.serve.metrics.metrics import Metrics
 
 from .limits import REFUSALS, Limits
@@ -100,7 +100,11 @@ def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
 
 
 def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
-    """Log an adapter's text files.  Blocking: reads files."""
+    """Log an adapter's text files, if any.  Blocking: reads files."""
+    if not any(os.path.exists(os.path.join(path, name)) for name in TEXT_FILES):
+        return
+    from moe_lora.engine.text.adapter_text import log_adapter_text
+
     used, engine = cluster.front_end.adapter_chat_template, cluster.engine
     log_adapter_text(name, path, engine.model_dir, used=used, root=engine.adapter_root)
 
@@ -118,6 +122,8 @@ class AdapterTexts:
 
     def applied(self, name: str, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files."""
+        from moe_lora.engine.text.adapter_text import with_adapter_text
+
         adapter = self.adapters.get(name)
         if adapter is None or (self.key is not None and not self.key.may_use(name)):
             return tokenizer

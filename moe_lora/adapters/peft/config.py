@@ -11,24 +11,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import regex
 
 from moe_lora.core.errors import AdapterError
 
-from .patterns import (
-    MAX_EXPANDED_CHARS,
-    Matching,
-    Rules,
-    as_end,
-    as_layer,
-    compiled,
-    compiles,
-    expanded_chars,
-)
+if TYPE_CHECKING:
+    from .patterns import Patterns
 
 FLAT_KEY, DETAIL_KEY = "lora_B_layout", "unsloth_fused_expert_lora"
 RANK_MAJOR, GROUPED_BY_EXPERT = "rank_major", "grouped_by_expert"
@@ -290,18 +280,11 @@ class AdapterConfig(
             exclude_modules=_without_marker(read.exclude_modules),
             expert_layout=ExpertLayout(fields, where),
         )
-        expressions = config._expressions()
-        if sum(map(expanded_chars, chain.from_iterable(expressions.values()))) > MAX_EXPANDED_CHARS:
-            raise AdapterError(
-                f"{where}: {', '.join(key for key, listed in expressions.items() if listed)}: regular "
-                f"expressions of more than {MAX_EXPANDED_CHARS} characters together, counted repeats written "
-                "out; write them shorter, or list modules by name"
-            )
-        for key, listed in expressions.items():
-            form = as_layer if key == "layers_pattern" else as_end
-            for expression in listed:
-                if not compiles(expression, form):
-                    raise wrong(key, f"see {shown(expression)}")
+        if expressions := config._expressions():
+            from .patterns import check_expressions
+
+            if problem := check_expressions(expressions, where):
+                raise wrong(problem[0], f"see {shown(problem[1])}")
         if config.layers_to_transform and isinstance(config.target_modules, str):
             raise wrong("layers_to_transform", "it is one")
         return config
@@ -312,8 +295,8 @@ class AdapterConfig(
             for key in ("target_modules", "exclude_modules")
             if isinstance(given := getattr(self, key), str)
         }
-        patterns = {key: list(getattr(self, key)) for key in ("rank_pattern", "alpha_pattern")}
-        return {**patterns, **modules, "layers_pattern": self.layers_pattern}
+        patterns = {key: list(getattr(self, key)) for key in _PATTERN_KEYS}
+        return {key: listed for key, listed in (patterns | modules).items() if listed}
 
     @property
     def all_linear(self) -> bool:
@@ -323,7 +306,7 @@ class AdapterConfig(
     def excludes(self, path: str) -> bool:
         """True if exclude_modules names this module path."""
         if isinstance(self.exclude_modules, str):
-            return bool(self.exclude_modules) and self._is(self.exclude_modules, path)
+            return bool(self.exclude_modules) and self._patterns.matches(self.exclude_modules, path)
         return _has_suffix(path, self.exclude_modules)
 
     def targets_module(self, path: str) -> bool:
@@ -331,9 +314,9 @@ class AdapterConfig(
         if self.excludes(path):
             return False
         if isinstance(self.target_modules, str):
-            return self._is(self.target_modules, path)
+            return self._patterns.matches(self.target_modules, path)
         named = _has_suffix(path, self.target_modules)
-        return named and (not self.layers_to_transform or self._in_layers(path))
+        return named and (not self.layers_to_transform or self._patterns.in_layers(path))
 
     def targets_parameter(self, path: str) -> bool:
         """True if target_parameters names this parameter path."""
@@ -346,36 +329,16 @@ class AdapterConfig(
         """
         rank, alpha = self.lora_rank, self.lora_alpha
         if self.rank_pattern:
-            rank = int(self._matching.first(self._ranks, path, rank))
+            rank = int(self._patterns.rank(path, rank))
         if self.alpha_pattern:
-            alpha = self._matching.first(self._alphas, path, alpha)
+            alpha = self._patterns.alpha(path, alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @cached_property
-    def _ranks(self) -> Rules:
-        return Rules(self.rank_pattern)
+    def _patterns(self) -> Patterns:
+        from .patterns import Patterns
 
-    @cached_property
-    def _alphas(self) -> Rules:
-        return Rules(self.alpha_pattern)
-
-    @cached_property
-    def _layer_patterns(self) -> list[regex.Pattern[str]]:
-        return [regex.compile(as_layer(pattern)) for pattern in self.layers_pattern or (r"[^.]*",)]
-
-    def _in_layers(self, path: str) -> bool:
-        for pattern in self._layer_patterns:
-            found = self._matching.run(pattern.match, path)
-            if found:
-                return int(found[pattern.groups]) in self.layers_to_transform
-        return False
-
-    def _is(self, pattern: str, path: str) -> bool:
-        return self._matching.run(compiled(pattern).fullmatch, path) is not None
-
-    @cached_property
-    def _matching(self) -> Matching:
-        return Matching(self.where)
+        return Patterns(self)
 
 
 def _has_suffix(path: str, names: frozenset[str]) -> bool:

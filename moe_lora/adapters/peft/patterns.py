@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import regex
 
 from moe_lora.core.errors import AdapterError
+
+from .config import AdapterConfig
 
 MAX_MATCH_S = 1.0
 """Time for all matches of one config; 40 000 modules take a tenth."""
@@ -29,6 +32,24 @@ def expanded_chars(pattern: str) -> int:
             break
         num *= max([1, *(int(number.lstrip("0")[:9] or 0) for number in found.groups() if number)])
     return num
+
+
+def check_expressions(expressions: Mapping[str, Sequence[str]], where: str) -> tuple[str, str] | None:
+    """Key and text of the first expression that can't be used; None: all can.
+
+    expressions: by key of the config.  Raises AdapterError for expressions that are too long together.
+    """
+    if sum(map(expanded_chars, chain.from_iterable(expressions.values()))) > MAX_EXPANDED_CHARS:
+        raise AdapterError(
+            f"{where}: {', '.join(expressions)}: regular expressions of more than {MAX_EXPANDED_CHARS} "
+            "characters together, counted repeats written out; write them shorter, or list modules by name"
+        )
+    for key, listed in expressions.items():
+        form = as_layer if key == "layers_pattern" else as_end
+        for expression in listed:
+            if not compiles(expression, form):
+                return key, expression
+    return None
 
 
 def compiles(pattern: str, form: Callable[[str], str]) -> bool:
@@ -84,35 +105,62 @@ class Rules:
         return self._by_leaf[leaf]
 
 
-class Matching:
-    """Matches of one config's expressions, within one time limit.
+class Patterns:
+    """Matches of one config's expressions.
 
-    where: the config's name in errors.
+    All methods raise AdapterError after `MAX_MATCH_S` in total.
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, config: AdapterConfig) -> None:
+        self._config = config
         self._left_s = MAX_MATCH_S
 
-    def run(self, method: Callable[..., Any], path: str) -> Any:
-        """method(path), a method of a compiled expression.
+    def matches(self, pattern: str, path: str) -> bool:
+        """True if the whole path matches."""
+        return self._run(compiled(pattern).fullmatch, path) is not None
 
-        Raises AdapterError after a total of `MAX_MATCH_S`.
-        """
+    def in_layers(self, path: str) -> bool:
+        """True if the path is in one of `layers_to_transform`."""
+        for pattern in self._layers:
+            found = self._run(pattern.match, path)
+            if found:
+                return int(found[pattern.groups]) in self._config.layers_to_transform
+        return False
+
+    def rank(self, path: str, default: int) -> float:
+        """Of the first rank_pattern at the path's end."""
+        return self._first(self._ranks, path, default)
+
+    def alpha(self, path: str, default: float) -> float:
+        """Of the first alpha_pattern at the path's end."""
+        return self._first(self._alphas, path, default)
+
+    @cached_property
+    def _ranks(self) -> Rules:
+        return Rules(self._config.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> Rules:
+        return Rules(self._config.alpha_pattern)
+
+    @cached_property
+    def _layers(self) -> list[regex.Pattern[str]]:
+        return [regex.compile(as_layer(pattern)) for pattern in self._config.layers_pattern or (r"[^.]*",)]
+
+    def _first(self, rules: Rules, path: str, default: float) -> float:
+        for pattern, value in rules.of(path):
+            if self._run(pattern.match, path):
+                return value
+        return default
+
+    def _run(self, method: Callable[..., Any], path: str) -> Any:
         begun_s = time.thread_time()
         try:
             found = method(path, timeout=max(self._left_s, 1e-6))
         except TimeoutError as error:
             raise AdapterError(
-                f"{self._where}: its regular expressions take more than {MAX_MATCH_S:g} s to match; write "
-                "them simpler, without repeats in repeats, or list the modules by name"
+                f"{self._config.where}: its regular expressions take more than {MAX_MATCH_S:g} s to match; "
+                "write them simpler, without repeats in repeats, or list the modules by name"
             ) from error
         self._left_s -= time.thread_time() - begun_s
         return found
-
-    def first(self, rules: Rules, path: str, default: float) -> float:
-        """The value of the first rule that matches the path's end."""
-        for pattern, value in rules.of(path):
-            if self.run(pattern.match, path):
-                return value
-        return default

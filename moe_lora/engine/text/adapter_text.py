@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING
 from moe_lora.adapters.peft.files import confined
 from moe_lora.core.errors import ConfigError
 
-from .text import OLDER_FORMATS
 from .tokenizer_files import (
+    ADDED_TOKENS,
     CONFIG,
-    MORE_TEMPLATES,
-    PROCESSOR_TEMPLATE,
-    SPECIAL_TOKENS_MAP,
-    TEMPLATE,
+    OLDER_FORMATS,
+    TEXT_FILES,
     TOKENIZER,
     read_chat_templates,
     read_json,
@@ -36,17 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADDED_TOKENS = "added_tokens.json"
-FILES = (
-    TOKENIZER,
-    CONFIG,
-    SPECIAL_TOKENS_MAP,
-    ADDED_TOKENS,
-    TEMPLATE,
-    MORE_TEMPLATES,
-    PROCESSOR_TEMPLATE,
-    *OLDER_FORMATS,
-)
 NUM_NAMED = 4
 """Tokens named in a message."""
 OPTION = "--adapter-chat-template"
@@ -88,7 +75,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
 
     Raises ConfigError for an unreadable file.
     """
-    present = [name for name in FILES if (folder / name).exists()]
+    present = [name for name in TEXT_FILES if (folder / name).exists()]
     if not present:
         return None
     for name in present:

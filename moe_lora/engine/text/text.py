@@ -18,13 +18,20 @@ import msgspec
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import HEAD_BYTES, content_of, read_config
 
-from .chat_template import ChatTemplates
-from .tokenizer_files import CONFIG, TOKENIZER, read_chat_templates, read_json, read_special_tokens
+from .tokenizer_files import (
+    CONFIG,
+    OLDER_FORMATS,
+    TOKENIZER,
+    read_chat_templates,
+    read_json,
+    read_special_tokens,
+)
 
 if TYPE_CHECKING:
     import tokenizers
 
-OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+    from .chat_template import ChatTemplates
+
 LONG_TEXT_CHARS = 2000
 """Longer texts go to a separate thread, so that other threads continue."""
 logger = logging.getLogger(__name__)
@@ -68,7 +75,11 @@ class Tokenizer:
         eos_id = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids = () if eos_id is None else (eos_id,)
         sources = {"default": chat_template} if isinstance(chat_template, str) else chat_template
-        self.chat_templates = ChatTemplates(sources, self.special_tokens, folder) if sources else None
+        self.chat_templates: ChatTemplates | None = None
+        if sources:
+            from .chat_template import ChatTemplates
+
+            self.chat_templates = ChatTemplates(sources, self.special_tokens, folder)
 
     @property
     def vocab_size(self) -> int:

@@ -18,6 +18,12 @@ TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE = (
     "additional_chat_templates",
     "chat_template.json",
 )
+ADDED_TOKENS = "added_tokens.json"
+OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TEXT_FILES = (
+    *(TOKENIZER, CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS),
+    *(TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE, *OLDER_FORMATS),
+)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 logger = logging.getLogger(__name__)
 

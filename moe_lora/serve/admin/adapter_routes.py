@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
@@ -30,10 +30,8 @@ from moe_lora.core.errors import (
     CapacityError,
     MoeLoraError,
 )
-from moe_lora.core.records import RegisteredAdapter
 from moe_lora.core.request import AdapterInfo, name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
-from moe_lora.engine.text.adapter_text import FILES as TEXT_FILES
 from moe_lora.serve.frontend import Frontend, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
@@ -43,6 +41,9 @@ from moe_lora.serve.openai.protocol import (
     UnloadAdapterRequest,
     refuse_unknown,
 )
+
+if TYPE_CHECKING:
+    from moe_lora.core.records import RegisteredAdapter
 
 DONE = {"status": "ok", "success": True}
 """Answer of the routes at the root, in the words of prime-rl and SGLang."""
@@ -179,8 +180,7 @@ class AdapterLoads:
     def _look_again(self, name: str, files: _Files) -> bool:
         """Log text files beside the adapter; True if its files are unchanged since before the load."""
         with suppress(OSError):
-            if frozenset(TEXT_FILES).intersection(os.listdir(files.folder)):
-                log_text_of(self._frontend.cluster, name, files.folder)
+            log_text_of(self._frontend.cluster, name, files.folder)
         return files.are_unchanged()
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from moe_lora.config import MAX_COUNT
-from moe_lora.core.records import REMOVED
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
@@ -73,6 +72,8 @@ def registry_router(frontend: Frontend) -> APIRouter:
     @router.delete("/adapters/{name:path}", response_model=None)
     async def remove(name: str, version: Version = None) -> Response:
         """Remove a version of a name, or all versions; running instances keep serving the adapter."""
+        from moe_lora.core.records import REMOVED
+
         versions = [one for one in await ask("versions", name) if version in (None, one.version)]
         doomed = [one.path for one in versions if one.state != REMOVED]
         if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):

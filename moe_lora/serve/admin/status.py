@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,7 +16,6 @@ from starlette.responses import HTMLResponse, Response
 import moe_lora
 from moe_lora.config.devices import LORA_SERVER, device_name
 from moe_lora.core.errors import EngineDeadError, LoraServerError
-from moe_lora.core.records import ServerState
 from moe_lora.core.request import FleetStats, InstanceStats
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.serve.access import caller_of
@@ -24,6 +23,9 @@ from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 from moe_lora.serve.limits import bounded_route
 from moe_lora.serve.openai.protocol import CapacityRequest, MigrateRequest
+
+if TYPE_CHECKING:
+    from moe_lora.core.records import ServerState
 
 RESTART_S = 300.0
 RestartLimit = Annotated[float, Query(gt=0, le=3600)]

@@ -13,22 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.records import ServerState
 from moe_lora.core.request import AdapterInfo, EngineStats, ModelInfo, RequestTiming
 
-from .collectors import (
-    OUTLOOK_GAUGES,
-    cache_config_family,
-    engine_families,
-    histogram,
-    link_families,
-    loaded_family,
-    placement_families,
-    server_families,
-    table,
-)
-
 if TYPE_CHECKING:
+    from moe_lora.core.records import ServerState
     from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
     from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.provision.online import Visit
@@ -147,26 +135,31 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Families computed for each scrape, by prometheus_client's interface."""
+        from . import collectors as families
+
         name = self.model_name
-        yield from engine_families(name, self.stats, self.info.max_loras if self.info is not None else 0)
-        yield cache_config_family(name, self._cluster.engine, self.info)
-        yield loaded_family(self.adapters or (), self._cluster.front_end.metrics_by_name)
+        yield from families.engine_families(
+            name, self.stats, self.info.max_loras if self.info is not None else 0
+        )
+        yield families.cache_config_family(name, self._cluster.engine, self.info)
+        yield families.loaded_family(self.adapters or (), self._cluster.front_end.metrics_by_name)
         for counts in (self.by_adapter, self.by_tenant):
             if counts is not None:
                 yield from counts.collect(name)
         cluster, figures = self._cluster, self._controller.figures
         if cluster.provisioning is not None:
-            yield from table(GaugeMetricFamily, OUTLOOK_GAUGES, name, figures.outlook)
+            yield from families.table(GaugeMetricFamily, families.OUTLOOK_GAUGES, name, figures.outlook)
         if cluster.lora_server is not None:
-            yield from server_families(name, self.server)
+            yield from families.server_families(name, self.server)
         if cluster.front_end.placement is not None:
             has_points = cluster.front_end.operating_points is not None
-            yield from placement_families(name, figures, has_points)
+            yield from families.placement_families(name, figures, has_points)
         if self._controller.link is not None:
-            yield from link_families(name, self._controller.link)
+            yield from families.link_families(name, self._controller.link)
         text = "Time from one token to the next."
         for gap_name in GAP_NAMES:
-            yield histogram(gap_name, text, name, TOKEN_BUCKETS_S, self._gap_counts, self._gaps_s)
+            times = (TOKEN_BUCKETS_S, self._gap_counts, self._gaps_s)
+            yield families.histogram(gap_name, text, name, *times)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -22,7 +22,6 @@ from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import Heartbeat
 
-from .cluster_state import Figures
 from .instance_control import InstanceControl
 from .routes import Routes
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from moe_lora.provision.online import DemandWindow
 
     from .capacity_controller import CapacityController
+    from .cluster_state import Figures
     from .controller_link import ControllerLink
     from .migration_controller import MigrationController
     from .placement_controller import PlacementController
@@ -70,6 +70,8 @@ class ClusterController:
     @property
     def figures(self) -> Figures:
         """The latest figures."""
+        from .cluster_state import Figures
+
         placement = self.placement
         return Figures(
             num_tables=0 if placement is None else placement.version,
