@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
 _EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", *MESSAGES, *_EMBEDDING})
+_CHATS = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", *MESSAGES}
+GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info"}

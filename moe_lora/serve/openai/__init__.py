@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
     from .preparing import Preparer
 
+CHAT_BATCH = "moe_lora.serve.openai.chat_batch"
 RESPONSES = "moe_lora.serve.openai.responses.endpoints"
 MESSAGES = "moe_lora.serve.anthropic.endpoints"
 TOKENIZING = "moe_lora.serve.openai.tokenizing"
 EMBEDDING = "moe_lora.serve.openai.embedding"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 LATER = (
+    ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
     ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),
     ("DELETE /v1/responses/{response_id}", RESPONSES, "remove", "Delete a stored response."),

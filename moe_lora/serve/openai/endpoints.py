@@ -388,7 +388,7 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         prepared: Prepared = request.state.prepared
-        form = _chat_format(body, frontend.tokenizer, prepared.parsers)
+        form = chat_format(body, frontend.tokenizer, prepared.parsers)
         if body.echo or body.prompt_logprobs is not None:
             from .prompt_side import PromptChat
 
@@ -404,7 +404,7 @@ def _prompt_only() -> type[Generation]:
     return PromptOnly
 
 
-def _chat_format(body: ChatRequest, tokenizer: Tokenizer | None, parsers: AnswerParsers | None) -> ChatFormat:
+def chat_format(body: ChatRequest, tokenizer: Tokenizer | None, parsers: AnswerParsers | None) -> ChatFormat:
     shown = None if body.return_tokens_as_token_ids else tokenizer
     with_token_ids = bool(body.return_token_ids)
     if parsers is None or tokenizer is None:

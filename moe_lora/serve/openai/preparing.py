@@ -278,11 +278,12 @@ def asked_of(
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(logprobs, limit, defaults)
-        if body.num_choices > most:
-            raise _too_many_choices(1, body.num_choices, most)
+        chats = body.conversations
+        if len(chats) * body.num_choices > most:
+            raise _too_many_choices(len(chats), body.num_choices, most)
         if tokenizer is None:
             raise no_tokenizer("/v1/chat/completions")
-        return sampling, [rendered(body, tokenizer)]
+        return sampling, [rendered(chat, tokenizer) for chat in chats]
     assert isinstance(body, CompletionRequest)
     limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
     sampling = body.sampling(body.logprobs, limit, defaults)

@@ -53,7 +53,7 @@ def prompt_side(
     if not body.echo:
         return PromptSide(sampling, kept, None)
     if isinstance(body, ChatRequest):
-        return PromptSide(sampling, kept, (_last_message(body),))
+        return PromptSide(sampling, kept, tuple(map(_last_message, body.conversations)))
     if sampling.logprobs is not None:
         asked = sampling.logprobs, body.prompt_logprobs or 0
         width = 1 + (info.vocab_size if sampling.logprobs == -1 else sampling.logprobs)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -329,6 +329,11 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+
+    @property
+    def conversations(self) -> Sequence[ChatRequest]:
+        """A chat per prompt."""
+        return (self,)
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def parsers_for(
     return AnswerParsers(
         tool_format=tool_format,
         reasoning=reasoning,
-        **_begun(reasoning, prompt if body.continue_final_message else prompt[-TAIL_TOKENS:], tokenizer),
+        **begun(reasoning, prompt, tokenizer, whole=bool(body.continue_final_message)),
         tools={tool["function"]["name"]: tool["function"].get("parameters") for tool in body.tools or ()},
         shows_reasoning=shows,
         parallel=body.parallel_tool_calls is not False,
@@ -145,12 +145,12 @@ def _reasoning_format(setting: str, template: str) -> str:
     return next((name for sign, name in _REASONING_SIGNS.items() if sign in template), "")
 
 
-def _begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer) -> dict[str, bool]:
-    """Is the reasoning open, or closed, at the prompt's end?"""
+def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, *, whole: bool) -> dict[str, Any]:
+    """Is the reasoning open, or closed, at the prompt's end?  whole: reads all of the prompt."""
     if reasoning in ("", HARMONY):
         return {}
     marks = REASONING_FORMATS[reasoning]
-    tail = tokenizer.decode(list(prompt), skip_special_tokens=False)
+    tail = tokenizer.decode(list(prompt if whole else prompt[-TAIL_TOKENS:]), skip_special_tokens=False)
     opened, closed = tail.rfind(marks.opening), tail.rfind(marks.closing)
     is_open = opened > closed or (marks.is_open and closed < 0)
     return {"is_open": is_open, "is_closed": closed >= 0 and not is_open}

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/chat/completions/batch: conversations in one body, answered by choices, as vLLM has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from moe_lora.serve.http_errors import bad_request
+
+from .endpoints import ChatFormat, answer, chat_format, prepared_answer
+from .fields import FieldError
+from .generation import Delta
+from .prompt_side import PromptChat
+from .protocol import ChatMessage, ChatRequest, Listed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from moe_lora.serve.frontend import Frontend
+
+    from .parsers.choice import AnswerParsers
+    from .preparing import Prepared, Preparer
+
+_REFUSED = ("stream", "tools", "prompt_logprobs")
+
+
+class BatchChat(ChatRequest):
+    """A body with conversations as `messages` and common other fields."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        Listed[Annotated[Listed[ChatMessage], Field(min_length=1)]], Field(min_length=1)
+    ]
+
+    @property
+    def conversations(self) -> Sequence[ChatRequest]:
+        return [self.model_copy(update={"messages": one}) for one in self.messages]
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        for name in _REFUSED:
+            if getattr(self, name) not in (None, False, []):
+                what = f"{name} is not supported for lists of conversations; leave {name} out"
+                raise FieldError(name, f"{what}, or send the chats to /v1/chat/completions")
+        if self.num_choices > 1:
+            raise FieldError("n", f"n={self.n} is not supported for lists of conversations; n must be 1")
+        return self
+
+
+class BatchFormat(ChatFormat):
+    """Choices in the format of their own conversations."""
+
+    def __init__(self, forms: Sequence[ChatFormat]) -> None:
+        self.text = forms[0].text
+        self._forms = forms
+
+    def beside(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        return self._forms[delta.index].whole(delta)
+
+
+class Endpoints:
+    """The endpoint of one front end."""
+
+    def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
+        self._frontend, self._preparer = frontend, preparer
+
+    async def create(self, request: Request) -> Response:
+        return await prepared_answer(self._frontend, self._preparer.prepare, BatchChat, self._answer, request)
+
+    async def _answer(self, body: BatchChat, request: Request) -> Response:
+        prepared: Prepared = request.state.prepared
+        forms = [chat_format(body, self._frontend.tokenizer, one) for one in self._parsers(body, prepared)]
+        if body.echo:
+            forms = [PromptChat(form, prepared) for form in forms]
+        return await answer(self._frontend, request, BatchFormat(forms))
+
+    def _parsers(self, body: BatchChat, prepared: Prepared) -> list[AnswerParsers | None]:
+        """Parsers by conversation.
+
+        Raises ApiError for a grammar after reasoning in different states.
+        """
+        parsers, tokenizer = prepared.parsers, self._frontend.tokenizer
+        if parsers is None or tokenizer is None:
+            return [None] * len(prepared.prompts)
+        from .parsers.choice import begun
+
+        whole = bool(body.continue_final_message)
+        found = [
+            replace(parsers, **begun(parsers.reasoning, prompt, tokenizer, whole=whole))
+            for prompt in prepared.prompts
+        ]
+        if prepared.sampling.grammar is not None and any(one != parsers for one in found):
+            what = "a grammar follows the reasoning, and the conversations end within and after reasoning"
+            raise bad_request(f"{what}; send the chats to /v1/chat/completions", "messages")
+        return list(found)
