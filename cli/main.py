@@ -22,6 +22,7 @@ from moe_lora.core.teardown import quick_teardown, quiet_teardown
 
 COMMANDS = {
     "serve": "Serve a model and its adapters over HTTP.",
+    "batch": "Answer a file of requests, offline.",
     "settings": "List all settings of serve.",
     "cluster": "Make the certificates of a cluster of several hosts.",
     "replay": "Send a trace's traffic to a server and measure it.",

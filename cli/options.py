@@ -75,6 +75,62 @@ def headed(heading: str, *names: str, **attributes: Any) -> Callable[[Any], Any]
     return click.option(*names, cls=HeadedOption, heading=heading, **attributes)
 
 
+_FOLDER = click.Path(exists=True, file_okay=False)
+_MODEL = (
+    click.argument("model_dir", type=_FOLDER, required=False),
+    headed(
+        "Model",
+        "--served-model-name",
+        metavar="NAME...",
+        multiple=True,
+        help="Names of the base model in requests.  [default: the folder's]",
+    ),
+    headed(
+        "Adapters",
+        "--lora-modules",
+        multiple=True,
+        metavar="NAME=PATH...",
+        help="Serve these PEFT adapters; or JSON as in vLLM.",
+    ),
+    headed(
+        "Adapters",
+        "--lora-dir",
+        multiple=True,
+        type=_FOLDER,
+        metavar="FOLDER...",
+        help="Serve every PEFT adapter below, by folder name.",
+    ),
+    headed(
+        "Adapters",
+        "--skip-bad-adapters",
+        is_flag=True,
+        help="Start without adapters that can't be served.",
+    ),
+    headed(
+        "More",
+        "--config",
+        "config_file",
+        metavar="FILE",
+        help="Read settings from a file; options override.",
+    ),
+    headed(
+        "More",
+        "--set",
+        "further_settings",
+        metavar="SECTION.NAME=VALUE",
+        multiple=True,
+        help="Give any setting of `moe-lora settings`.",
+    ),
+)
+
+
+def model_options(command: Any) -> Any:
+    """MODEL_DIR and options of the model, its adapters and the file of settings."""
+    for option in reversed(_MODEL):
+        command = option(command)
+    return command
+
+
 def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
     """The arguments with the name repeated before each further value."""
     expanded: list[str] = []

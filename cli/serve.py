@@ -15,10 +15,9 @@ from moe_lora.config import (
 )
 
 from .errors import user_errors
-from .options import headed, section_options
+from .options import headed, model_options, section_options
 from .vllm_words import NOTES, VllmCommand, show_vllm_options
 
-_FOLDER = click.Path(exists=True, file_okay=False)
 _HEADINGS = ("Model", "Adapters", "LoRA Server", "Scaling", "Access", "More")
 """Of --help, in this order."""
 _EXAMPLES = """\b
@@ -44,35 +43,7 @@ Further settings: --set SECTION.NAME=VALUE; `moe-lora settings` lists them all.
     context_settings={"max_content_width": 100},
     epilog=_EXAMPLES,
 )
-@click.argument("model_dir", type=_FOLDER, required=False)
-@headed(
-    "Model",
-    "--served-model-name",
-    metavar="NAME...",
-    multiple=True,
-    help="Names of the base model in requests.  [default: the folder's]",
-)
-@headed(
-    "Adapters",
-    "--lora-modules",
-    multiple=True,
-    metavar="NAME=PATH...",
-    help="Serve these PEFT adapters; or JSON as in vLLM.",
-)
-@headed(
-    "Adapters",
-    "--lora-dir",
-    multiple=True,
-    type=_FOLDER,
-    metavar="FOLDER...",
-    help="Serve every PEFT adapter below, by folder name.",
-)
-@headed(
-    "Adapters",
-    "--skip-bad-adapters",
-    is_flag=True,
-    help="Start without adapters that can't be served.",
-)
+@model_options
 @headed(
     "Scaling",
     "--front-ends",
@@ -91,13 +62,6 @@ Further settings: --set SECTION.NAME=VALUE; `moe-lora settings` lists them all.
 )
 @headed(
     "More",
-    "--config",
-    "config_file",
-    metavar="FILE",
-    help="Read settings from a file; options override.",
-)
-@headed(
-    "More",
     "--role",
     type=click.Choice(["all", "front-end", "controller"]),
     metavar="ROLE",
@@ -105,14 +69,6 @@ Further settings: --set SECTION.NAME=VALUE; `moe-lora settings` lists them all.
     help="Part of --config: all, front-end or controller.",
 )
 @headed("More", "--name", metavar="NAME", help="Front end of --config, with --role front-end.")
-@headed(
-    "More",
-    "--set",
-    "further_settings",
-    metavar="SECTION.NAME=VALUE",
-    multiple=True,
-    help="Give any setting of `moe-lora settings`.",
-)
 @headed(
     "More",
     "--help-vllm",

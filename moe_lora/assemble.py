@@ -7,7 +7,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -28,11 +28,14 @@ from moe_lora.policies.routing.routing import Router
 from .config import ONE_FRONT_END, EngineConfig, FrontEndConfig, LoraServerConfig
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, ServedFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
     from moe_lora.dist.launch.host_roles import HostRoles
     from moe_lora.engine.text.text import Tokenizer
 
+    from .serve.frontend import Frontend
     from .serve.reload import Reload
 
 logger = logging.getLogger(__name__)
@@ -81,13 +84,22 @@ async def serve_http(
 
     fleet: opened here, beside the checking process's start.  socks, reload, at_once: see `serve_forever`.
     """
+    from moe_lora.serve.server import serve_forever
+
+    async with _opened_frontend(cluster, fleet, tokenizer) as frontend:
+        await serve_forever(frontend, socks, cluster.front_end.drain_s, reload, at_once)
+
+
+@asynccontextmanager
+async def _opened_frontend(
+    cluster: ClusterConfig, fleet: AbstractAsyncContextManager[ServedFleet], tokenizer: Tokenizer | None
+) -> AsyncIterator[Frontend]:
     from moe_lora.serve.frontend import Frontend, adapter_texts
     from moe_lora.serve.openai.checking_process import CheckingProcess
-    from moe_lora.serve.server import serve_forever
 
     checks = CheckingProcess(tokenizer)
     async with checks.started(), fleet as served:
-        frontend = Frontend(
+        yield Frontend(
             client=served.fleet,
             tokenizer=tokenizer,
             cluster=cluster,
@@ -96,7 +108,30 @@ async def serve_http(
             adapter_texts=adapter_texts(cluster, served.instance_registry),
             checks=checks,
         )
-        await serve_forever(frontend, socks, cluster.front_end.drain_s, reload, at_once)
+
+
+def with_local_app(cluster: ClusterConfig, use: Callable[[FastAPI], Awaitable[T]]) -> T:
+    """The result of `use`, called with the HTTP application over instances of this host, without a socket.
+
+    Raises as `serve`.
+    """
+    from moe_lora.serve.frontend import read_served_text
+    from moe_lora.serve.server import create_app
+
+    cluster, at_once = _checked(cluster), asyncio.Event()
+    tokenizer = read_served_text(cluster)
+
+    async def run(fleet: AbstractAsyncContextManager[ServedFleet]) -> T:
+        async with _opened_frontend(cluster, fleet, tokenizer) as frontend:
+            deciding = asyncio.create_task(frontend.controller.run())
+            try:
+                await frontend.controller.ready()
+                return await use(create_app(frontend))
+            finally:
+                deciding.cancel()
+
+    with _opened_registry(cluster) as (started, registry):
+        return _run(run(_local_fleet(started, registry, at_once, None)))
 
 
 def _opened_registry(

@@ -33,6 +33,7 @@ OFF = (
     "moe_lora.report",
     "moe_lora.serve.anthropic",
     "moe_lora.serve.api_keys",
+    "moe_lora.serve.batches",
     "moe_lora.serve.openai.chat_batch",
     "moe_lora.serve.openai.converted",
     "moe_lora.serve.openai.responses",

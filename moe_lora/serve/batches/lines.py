@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of OpenAI's batch files: requests in, results out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""Paths of requests."""
+MAX_LINE_BYTES = 16 << 20
+MAX_ID_CHARS = 512
+_ID = "batch_req_"
+_START = f'{{"id": "{_ID}'.encode()
+_FIELDS = ("custom_id", "method", "url", "body")
+
+
+class BatchLine(NamedTuple):
+    """A request's place in the file.  number: from 1.  model: "" for the base model's own name."""
+
+    number: int
+    offset: int
+    size: int
+    custom_id: str
+    url: str
+    model: str
+
+
+class Problem(NamedTuple):
+    """A line without a request."""
+
+    number: int
+    message: str
+
+
+@dataclass
+class BatchLines:
+    """Requests by adapter, in the order of the adapters' first lines; and wrong lines."""
+
+    lines: list[BatchLine] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_lines(file: BinaryIO, urls: Container[str] = URLS) -> BatchLines:
+    """The requests of a file.  Empty lines are left out.  Holds a line's text at a time."""
+    found, numbers, first = BatchLines(), dict[str, int](), dict[str, int]()
+    for number, (offset, text) in enumerate(_texts(file), 1):
+        if not text.strip():
+            continue
+        try:
+            custom_id, url, model = _checked(text, urls)
+            if custom_id in numbers:
+                raise ValueError(f"line {numbers[custom_id]} has the custom_id {custom_id[:64]!r} too")
+        except (ValueError, RecursionError) as error:
+            what = "too many nested lists" if isinstance(error, RecursionError) else str(error)
+            found.problems.append(Problem(number, what))
+            continue
+        numbers[custom_id] = number
+        first.setdefault(model, number)
+        found.lines.append(BatchLine(number, offset, len(text), custom_id, url, model))
+    found.lines.sort(key=lambda line: first[line.model])
+    return found
+
+
+def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Offset and text of each line; of a long line the first MAX_LINE_BYTES + 1 bytes."""
+    file.seek(0)
+    offset = 0
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        yield offset, text
+        while not text.endswith(b"\n") and (more := file.readline(1 << 20)):
+            offset += len(text)
+            text = more
+        offset += len(text)
+
+
+def _checked(text: bytes, urls: Container[str]) -> tuple[str, str, str]:
+    """custom_id, url and model of a line.  Raises ValueError."""
+    if len(text) > MAX_LINE_BYTES:
+        raise ValueError(f"the line has more than {MAX_LINE_BYTES} bytes; send a shorter prompt")
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error}); give an object with {', '.join(_FIELDS)}") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"not an object; give an object with {', '.join(_FIELDS)}")
+    custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        raise ValueError(f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters")
+    if line.get("method", "POST") != "POST":
+        raise ValueError(f"method={str(line['method'])[:64]!r} is not allowed; method must be POST")
+    if not isinstance(url, str) or url not in urls:
+        allowed = ", ".join(one for one in URLS if one in urls)
+        raise ValueError(f"url={str(url)[:64]!r} is not allowed; allowed are {allowed}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be an object: the request for the url")
+    if body.get("stream"):
+        raise ValueError("stream is not supported in a batch; leave stream out")
+    model = body.get("model")
+    return custom_id, url, model if isinstance(model, str) else ""
+
+
+def body_at(file: BinaryIO, line: BatchLine) -> bytes:
+    """The request's body as JSON."""
+    file.seek(line.offset)
+    return json.dumps(json.loads(file.read(line.size))["body"]).encode()
+
+
+def result_line(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
+    """A result in OpenAI's form: an error's body has `error`."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _line(custom_id, response, None)
+
+
+def problem_line(custom_id: str | None, code: str, message: str) -> bytes:
+    """The result of a request without an answer."""
+    return _line(custom_id, None, {"code": code, "message": message})
+
+
+def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
+    fields = {"id": f"{_ID}{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(fields).encode() + b"\n"
+
+
+class Results:
+    """The file of results, for one process at a time.  finished: custom_id -> True for status 200.
+
+    Drops the torn last line of a process that died.  Raises ValueError for another file's content, and for
+    a file in use.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (until `close`)
+        self.finished: dict[str, bool] = {}
+        try:
+            self._lock(path)
+            self._read(path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self, path: str) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path}: another process writes results here; wait for its end") from None
+
+    def _read(self, path: str) -> None:
+        kept = 0
+        with open(path, "rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    if text[: len(_START)] != _START[: len(text)]:
+                        raise ValueError(_foreign(path, number))
+                    break
+                try:
+                    line = json.loads(text)
+                    response = line["response"] or {}
+                    is_whole = response.get("status_code") == 200
+                    self.finished[str(line["custom_id"])] = is_whole
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise ValueError(_foreign(path, number)) from None
+                kept += len(text)
+        self._file.truncate(kept)
+
+    def add(self, text: bytes, custom_id: str, *, is_whole: bool) -> None:
+        """Write a result line."""
+        view = memoryview(text)
+        while view:
+            view = view[self._file.write(view) :]
+        self.finished[custom_id] = is_whole
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _foreign(path: str, number: int) -> str:
+    return f"{path}: line {number} is no result of a batch; choose another file for results"

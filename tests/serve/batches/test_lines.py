@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of batch files: order, errors by number, files of results after a death."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from moe_lora.serve.batches.lines import (
+    MAX_LINE_BYTES,
+    Results,
+    body_at,
+    problem_line,
+    read_lines,
+    result_line,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id: object = "a", **fields: object) -> bytes:
+    given = {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": {"model": "m"}, **fields}
+    return json.dumps(given).encode() + b"\n"
+
+
+def test_requests_of_an_adapter_lie_together_in_the_order_of_first_lines():
+    models = ["b", "a", None, "b", "c", "a", "b"]
+    bodies = [{"model": one, "prompt": str(index)} for index, one in enumerate(models)]
+    text = b"\n".join(line(f"n{index}", body=body) for index, body in enumerate(bodies))
+    file = io.BytesIO(text)
+    found = read_lines(file)
+    assert [one.custom_id for one in found.lines] == ["n0", "n3", "n6", "n1", "n5", "n2", "n4"]
+    assert found.problems == []
+    for one in found.lines:
+        assert json.loads(body_at(file, one)) == bodies[int(one.custom_id[1:])]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{\n", "not valid JSON"),
+        (b"\xff\xfe\n", "not valid JSON"),
+        (b"[1]\n", "not an object"),
+        (b"[" * 100_000 + b"\n", "nested"),
+        (b'{"custom_id": "z"}\n', "url="),
+        (line(None), "custom_id must be"),
+        (line(""), "custom_id must be"),
+        (line("x" * 513), "custom_id must be"),
+        (line(3), "custom_id must be"),
+        (line(method="GET"), "method='GET'"),
+        (line(url="/v1/models"), "allowed are /v1/chat/completions"),
+        (line(url=[]), "allowed are"),
+        (line(body=[]), "body must be an object"),
+        (line(body={"stream": True}), "stream is not supported"),
+        (line("first"), "line 1 has the custom_id 'first' too"),
+        (line(body={"x": "y" * MAX_LINE_BYTES}), "more than"),
+        (line(body={"x": "y" * (MAX_LINE_BYTES + (3 << 20))}), "more than"),
+    ],
+)
+def test_a_wrong_line_is_told_by_its_number_and_stops_no_other(text, message):
+    file = io.BytesIO(line("first") + b"\n" + text + line("last").rstrip())
+    found = read_lines(file)
+    assert [one.custom_id for one in found.lines] == ["first", "last"]
+    [problem] = found.problems
+    assert problem.number == 3
+    assert message in problem.message
+    assert json.loads(body_at(file, found.lines[1])) == {"model": "m"}
+
+
+def test_results_go_on_after_a_torn_line(tmp_path):
+    path = tmp_path / "out"
+    results = Results(str(path))
+    results.add(result_line("good", 200, "r1", {"x": "é\n"}), "good", is_whole=True)
+    results.add(result_line("bad", 404, "r2", {"error": {}}), "bad", is_whole=False)
+    results.add(problem_line("gone", "batch_cancelled", "why"), "gone", is_whole=False)
+    results.close()
+    whole = path.read_bytes()
+    torn = result_line("torn", 200, "r3", {})
+    for size in (1, 9, 20, len(torn) - 1):
+        path.write_bytes(whole + torn[:size])
+        again = Results(str(path))
+        assert again.finished == {"good": True, "bad": False, "gone": False}
+        again.close()
+        assert path.read_bytes() == whole
+    first = json.loads(whole.splitlines()[0])
+    assert first["custom_id"] == "good"
+    assert first["response"] == {"status_code": 200, "request_id": "r1", "body": {"x": "é\n"}}
+    assert first["error"] is None
+
+
+@pytest.mark.parametrize("content", [b"notes", b"notes\n", b"[1]\n", b'{"custom_id": "a"}\n', b'{"id": 1'])
+def test_other_files_are_left_as_they_are(tmp_path, content):
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="line 1 is no result"):
+        Results(str(path))
+    assert path.read_bytes() == content
+
+
+def test_one_process_at_a_time_writes_results(tmp_path):
+    first = Results(str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="another process"):
+        Results(str(tmp_path / "out"))
+    first.close()
+    Results(str(tmp_path / "out")).close()
