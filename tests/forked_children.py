@@ -12,6 +12,7 @@ import asyncio
 import ctypes
 import fcntl
 import gc
+import importlib
 import os
 import pickle
 import runpy
@@ -33,6 +34,28 @@ from moe_lora.core import processes
 _PR_SET_CHILD_SUBREAPER = 36
 _COMMAND_LINE = "." * 400
 """Room for the command line of a child, which is written over this process's own."""
+_LOADED = (
+    "moe_lora.dist.host_workers.worker",
+    "moe_lora.engine.ranks.follower",
+    "moe_lora.dist.launch.devices",
+    "moe_lora.dist.launch.roles",
+    "moe_lora.engine.build",
+    "moe_lora.engine.loop",
+    "moe_lora.assemble",
+    "moe_lora.cli.serve",
+    "moe_lora.dist.cluster.controller.capacity_controller",
+    "moe_lora.dist.cluster.controller.cluster_controller",
+    "moe_lora.dist.cluster.listener",
+    "moe_lora.serve.openai.endpoints",
+    "moe_lora.serve.server",
+    "anyio._backends._asyncio",
+    "httptools",
+    "pydantic.v1",
+    "transformers.utils.chat_template_utils",
+    "uvicorn.lifespan.off",
+    "uvicorn.protocols.http.auto",
+)
+"""Modules of a server, its instances and its workers: a server's imports take two seconds of CPU time."""
 _FIRST_HIGH_FD = 512
 _START_AWAITED = asyncio.create_subprocess_exec
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -198,9 +221,8 @@ def children_start_anew() -> Iterator[None]:
 
 def main() -> None:
     """Fork until the other end hangs up."""
-    import moe_lora.dist.host_workers.worker
-    import moe_lora.engine.ranks.follower  # noqa: F401
-
+    for name in _LOADED:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     _fork_when_asked(socket.socket(fileno=int(sys.argv[1])))
