@@ -64,7 +64,8 @@ class Ranking:
         self._max_adapters = max_adapters
         self.columns = mover.tree.columns
         self.num_queries = 0
-        self._batches: deque[tuple[float, int]] = deque()
+        self.batches: deque[tuple[float, int]] = deque()
+        """Time and number of running requests, of the last BATCH_WINDOW_S."""
         self._queues: dict[tuple[Kind, int], list[tuple[Node, float]]] = {}
         self._ranked_s: dict[tuple[Kind, int], float] = {}
         self._within: set[tuple[Kind, int]] = set()
@@ -78,17 +79,11 @@ class Ranking:
         """The tenant that room is made for."""
         return NOBODY if self.shares is None else self.shares.asking
 
-    def note_batch(self, now_s: float, batch_size: int) -> None:
-        """One sample of the number of running requests."""
-        self._batches.append((now_s, batch_size))
-        while self._batches[0][0] < now_s - BATCH_WINDOW_S:
-            self._batches.popleft()
-
     def load(self, now_s: float) -> CacheLoad:
         columns = self.columns
         if self.policy.traits.learns_reuse:
             columns.refresh_reuse(now_s)
-        sizes = [size for _, size in self._batches]
+        sizes = [size for _, size in self.batches]
         return CacheLoad(
             num_queries=max(1, self.num_queries),
             adapter_visits=columns.visits[np.flatnonzero(columns.is_adapter[: len(columns)])],

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moe_lora.policies.caching.caching import BEYOND, WITHIN, Floats
 
 from .pages import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
-from .ranking import Ranking, first_to_go
+from .ranking import BATCH_WINDOW_S, Ranking, first_to_go
 from .room import Room
 
 
@@ -91,7 +91,10 @@ class Swapper:
     def tick(self, now_s: float, batch_size: int) -> bool:
         """One decision; True if more is to be forgotten."""
         more = self._mover.any_dying and self._mover.sweep()
-        self._ranking.note_batch(now_s, batch_size)
+        batches = self._ranking.batches
+        batches.append((now_s, batch_size))
+        while batches[0][0] < now_s - BATCH_WINDOW_S:
+            batches.popleft()
         if self._mover.host.num_pages:
             self._swap_out(now_s)
         if self._is_short:
