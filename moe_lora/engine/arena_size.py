@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of an engine for KV and adapters, from settings and model."""
+"""Memory of an engine for KV and adapters, from settings and model, and the cache over this memory."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import free_memory_bytes, host_memory_bytes, resident_bytes
 from moe_lora.core.shape import DEFAULT_LORA_RANK, DEFAULT_TARGETS, ModelShape
 from moe_lora.kernels.operands import KvLayout
+from moe_lora.policies.caching.caching import CachingPolicy
+from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
+from moe_lora.timing.host_times import CacheCosts
 
 logger = logging.getLogger(__name__)
 
@@ -226,3 +231,46 @@ def _resolve(
 
 def _rounded_up(size: float) -> str:
     return f"{math.ceil(size * 1e6) / 1e6:.6f}"
+
+
+def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
+    """The caching policy of the settings.  A static partition is shifted until either part has room for a
+    request.
+    """
+    costs = CacheCosts(page_bytes=page_bytes)
+    if config.emulation.load_gb_per_s is not None:
+        rate = config.emulation.load_gb_per_s * 1e9
+        costs = replace(costs, transfer_bytes_per_s=rate, disk_bytes_per_s=rate)
+    policy = make_caching_policy(config.cache_policy, costs)
+    if isinstance(policy, FastLibra) and config.swap_time_unit_s is not None:
+        return replace(policy, time_unit_s=config.swap_time_unit_s)
+    if isinstance(policy, Recency) and policy.traits.adapter_share is not None:
+        num_pages = round(policy.traits.adapter_share * size.num_pages)
+        if config.kv_cache_gb is not None:
+            num_pages = size.num_pages - size.max_kv_pages
+        num_pages = min(max(num_pages, size.adapter_pages), size.num_pages - size.request_pages)
+        share = (num_pages + 0.5) / size.num_pages  # half a page more: whole pages are counted
+        return replace(policy, traits=replace(policy.traits, adapter_share=share))
+    return policy
+
+
+def make_cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pages: int) -> UnifiedCache:
+    """The cache over the arenas.  state_pages: of each request, with recurrent layers."""
+    settings: dict[str, Any] = {
+        "num_device_pages": size.num_pages,
+        "num_host_pages": size.num_host_pages,
+        "block_size": config.block_size,
+        "policy": caching_policy(config, size, page_bytes),
+        "max_kv_pages": size.max_kv_pages,
+        "max_adapters": config.max_loras,
+    }
+    if not state_pages:
+        return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
+    from .step.recurrent import StateCache
+
+    logger.info(
+        "the state of each request takes %d pages (%.3g MB); prefix caching is off: a prefix of a model with "
+        "recurrent layers would need its state too",
+        *(state_pages, state_pages * page_bytes / 1e6),
+    )
+    return StateCache(state_pages=state_pages, **settings)

@@ -7,51 +7,50 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from moe_lora.adapters.contents import AdapterContents
-from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel, rank_limit
+from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
-from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
+from moe_lora.engine.ranks.followers import Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.ranks.rank_runner import make_runner
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.sampler import Sampler
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids, read_sampling_defaults
 from moe_lora.families import family_named, shape_of
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import RequestQueue, shortest_first
-from moe_lora.timing.host_times import CacheCosts
 
-from .arena_size import ArenaSize, arena_size, free_bytes, kept_originals, max_model_len, within_share
+from .adapters.make_store import instance_transport, leases_of, make_contents, make_store, pool_of
+from .arena_size import (
+    ArenaSize,
+    arena_size,
+    free_bytes,
+    kept_originals,
+    make_cache,
+    max_model_len,
+    within_share,
+)
 from .core import EngineCore
-from .ranks import exchange
 from .sequence import Sequence
 
 if TYPE_CHECKING:
-    from moe_lora.dist.host_workers.workers import HostWorkers
-    from moe_lora.dist.transport.contract import Transport
-    from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
-    from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
 
@@ -87,31 +86,7 @@ def check_ahead(config: EngineConfig, *, host: bool, merges: bool) -> str | None
     return reason
 
 
-def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
-    """The caching policy of the settings.  A static partition is shifted until either part has room for a
-    request.
-    """
-    costs = CacheCosts(page_bytes=page_bytes)
-    if config.emulation.load_gb_per_s is not None:
-        rate = config.emulation.load_gb_per_s * 1e9
-        costs = replace(costs, transfer_bytes_per_s=rate, disk_bytes_per_s=rate)
-    policy = make_caching_policy(config.cache_policy, costs)
-    if isinstance(policy, FastLibra) and config.swap_time_unit_s is not None:
-        return replace(policy, time_unit_s=config.swap_time_unit_s)
-    if isinstance(policy, Recency) and policy.traits.adapter_share is not None:
-        num_pages = round(policy.traits.adapter_share * size.num_pages)
-        if config.kv_cache_gb is not None:
-            num_pages = size.num_pages - size.max_kv_pages
-        num_pages = min(max(num_pages, size.adapter_pages), size.num_pages - size.request_pages)
-        share = (num_pages + 0.5) / size.num_pages  # half a page more: whole pages are counted
-        return replace(policy, traits=replace(policy.traits, adapter_share=share))
-    return policy
-
-
 logger = logging.getLogger(__name__)
-
-PEER_TIMEOUT_S = 10.0
-"""Time limit for a layer from an instance; then the next holder is tried."""
 
 
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
@@ -179,7 +154,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     rank = Rank(config)
     shape, page_bytes = rank.shape, rank.layout.page_bytes
     followers.settle()
-    contents = _contents(config, rank)
+    contents = make_contents(config, rank)
     kept = [rank.kept_entries(other) for other in range(config.num_ranks)]
     sizes = ShardSizes(shape, page_bytes, kept, rank.divides_adapters)
     if config.pool is None:
@@ -207,13 +182,14 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     followers.settle()
     alone = config.num_ranks == 1
     with ExitStack() as undo:
-        store = _store(config, rank, size, followers, contents, undo)
+        store = make_store(config, rank, size, followers, contents, undo)
         undo.callback(store.close)
         followers.settle()
         if alone:
-            runner = rank.runner(host=store.host, find=store.find)
+            runner = make_runner(rank, host=store.host, find=store.find)
         else:
-            runner = rank.runner(rank.join(followers.directory), followers.tell, store.host, find=store.find)
+            exchanges = rank.join(followers.directory)
+            runner = make_runner(rank, exchanges, followers.tell, store.host, find=store.find)
         followers.settle()
         core = _core(config, rank, size, sizes, followers, contents, runner, store)
         undo.pop_all()
@@ -247,27 +223,6 @@ def _host_free(config: EngineConfig) -> int:
     return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
-def _cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pages: int) -> UnifiedCache:
-    settings: dict[str, Any] = {
-        "num_device_pages": size.num_pages,
-        "num_host_pages": size.num_host_pages,
-        "block_size": config.block_size,
-        "policy": caching_policy(config, size, page_bytes),
-        "max_kv_pages": size.max_kv_pages,
-        "max_adapters": config.max_loras,
-    }
-    if not state_pages:
-        return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
-    from .step.recurrent import StateCache
-
-    logger.info(
-        "the state of each request takes %d pages (%.3g MB); prefix caching is off: a prefix of a model with "
-        "recurrent layers would need its state too",
-        *(state_pages, state_pages * page_bytes / 1e6),
-    )
-    return StateCache(state_pages=state_pages, **settings)
-
-
 def _core(
     config: EngineConfig,
     rank: Rank,
@@ -279,22 +234,16 @@ def _core(
     store: AdapterStore,
 ) -> EngineCore:
     page_bytes = rank.layout.page_bytes
-    clock, cache = WallClock(), _cache(config, size, page_bytes, rank.shape.state_pages(page_bytes))
-    pool = None if config.pool is None else cast("PoolAdapters", store)
-    leases = None if pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
-    host_loads = None
-    if store.host is not None:
-        from moe_lora.policies.admission.host_start import HostLoads
-
-        host_loads = HostLoads(rank.host.rule, config.max_num_batched_tokens)
+    clock, cache = WallClock(), make_cache(config, size, page_bytes, rank.shape.state_pages(page_bytes))
+    pool = pool_of(config, store)
     manager = AdapterManager(
         cache,
         store,
         sizes,
         clock,
         num_pages=size.num_pages - size.request_pages,
-        leases=leases,
-        host_loads=host_loads,
+        leases=leases_of(config, rank, store),
+        host_loads=None if store.host is None else rank.host.loads(config.max_num_batched_tokens),
     )
     transfers = Transfers(
         cache,
@@ -330,91 +279,13 @@ def _core(
     return core
 
 
-def _transport(config: EngineConfig, name: str) -> Transport:
-    from moe_lora.dist.transport.contract import make_transport
-
-    options: dict[str, Any] = {}
-    if config.pool is not None and config.pool.transport == "gloo":
-        options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
-    return make_transport("shm" if config.pool is None else config.pool.transport, name=name, **options)
-
-
 def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
     """Both ends of KV moves.  Several ranks, and recurrent layers, move requests by their tokens."""
     from moe_lora.engine.moving.kv_transfer import KvTransfer
 
     moves_kv = config.num_ranks == 1 and rank.shape.delta is None
-    transport = partial(_transport, config, f"{config.instance}-kv") if moves_kv else None
+    transport = partial(instance_transport, config, f"{config.instance}-kv") if moves_kv else None
     return KvTransfer(rank.arena, rank.layout, transport)
-
-
-def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """With a LoRA Server the server's store keeps the contents; this instance never removes them."""
-    store: HostStore | None = None
-    if rank.lora_server is not None:
-        store = rank.lora_server.store
-    elif config.contents_dir is not None:
-        store = HostStore(config.contents_dir)
-    return AdapterContents(
-        rank.shape,
-        rank.dtype,
-        store,
-        root=config.adapter_root,
-        max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
-        base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
-        beside_lora_server=rank.lora_server is not None,
-    )
-
-
-def _store(
-    config: EngineConfig,
-    rank: Rank,
-    size: ArenaSize,
-    followers: Followers,
-    contents: AdapterContents,
-    undo: ExitStack,
-) -> AdapterStore:
-    """Adapters in files if other processes read them, or if memory is for the host arena.
-
-    undo: ends the started parts.
-    """
-
-    def host_workers(where: HostStore | None) -> HostWorkers | None:
-        host = rank.host_workers(where)
-        if host is not None:
-            undo.callback(host.close)
-        return host
-
-    options: dict[str, Any] = {}
-    if config.pool is not None:
-        from moe_lora.engine.adapters.pool_store import PoolAdapters
-
-        host = host_workers(None)
-        transport = _transport(config, config.instance)
-
-        return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
-    if config.num_ranks > 1:
-
-        def all_read() -> None:
-            if host is not None:
-                host.settle()
-            followers.tell(RankReport())
-            followers.settle(exchange.TIMEOUT_S)
-
-        store = HostStore(followers.directory / HOST_STORE)
-        options = {"store": store, "before_removal": all_read}
-        if (host := host_workers(store)) is not None:
-            options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
-    elif (host := host_workers(contents.store)) is not None:
-        stays = None if contents.store is not None else host.settle
-        options = {"store": host.store, "before_removal": stays, "host": host}
-    elif rank.lora_server is None and size.num_host_pages:
-        options = {"in_files": True, "store": contents.store}
-    if rank.lora_server is None:
-        return AdapterStore(**options)
-    from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
-
-    return LeasedAdapters(rank.lora_server, **options)
 
 
 def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:

@@ -21,8 +21,7 @@ from moe_lora.engine.adapters.copies import Arenas, RankCopier, Steps
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
-from moe_lora.engine.arena_size import ArenaSize
-from moe_lora.engine.build import caching_policy
+from moe_lora.engine.arena_size import ArenaSize, caching_policy
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable

@@ -15,8 +15,7 @@ from moe_lora.config import CACHE_POLICIES, EmulationConfig, EngineConfig
 from moe_lora.config.devices import DeviceShare
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine import arena_size as sizing
-from moe_lora.engine.arena_size import ArenaSize, arena_size
-from moe_lora.engine.build import caching_policy
+from moe_lora.engine.arena_size import ArenaSize, arena_size, caching_policy
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import KvLayout

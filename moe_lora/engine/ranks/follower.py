@@ -45,6 +45,7 @@ from .followers import (
     host_counts,
 )
 from .rank import Rank
+from .rank_runner import make_runner
 
 
 def follow(connection: Connection) -> None:
@@ -72,7 +73,7 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, Ho
     host = rank.host_workers(store)
     _send(connection, Done())
     find = partial(_find, store)
-    return rank, rank.runner(rank.join(setup.directory), host=host, find=find), host
+    return rank, make_runner(rank, rank.join(setup.directory), host=host, find=find), host
 
 
 def _find(store: HostStore, content_hash: str) -> PackedAdapter:

@@ -14,7 +14,7 @@ from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
-from moe_lora.policies.admission.host_start import HostStart
+from moe_lora.policies.admission.host_start import HostLoads, HostStart
 
 logger = logging.getLogger(__name__)
 TOKENS_PER_WORKER = 32
@@ -45,6 +45,10 @@ class HostSettings:
     tokens_per_step: int = 0
     cores: tuple[int, ...] = ()
     rule: HostStart | None = None
+
+    def loads(self, max_num_batched_tokens: int) -> HostLoads:
+        """Decides when prompts begin on the workers."""
+        return HostLoads(self.rule, max_num_batched_tokens)
 
 
 def host_settings(

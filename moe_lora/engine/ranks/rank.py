@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of every process of an engine: its share of the weights, an arena, a runner."""
+"""Parts of every process of an engine: its share of the weights, an arena, host workers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,21 +24,14 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.adapters.copies import Arenas, RankCopier
 from moe_lora.engine.adapters.transfers import Mover
-from moe_lora.engine.arena_size import free_bytes, max_model_len, most_sharers
-from moe_lora.engine.step.execution_context import ExecutionContext
-from moe_lora.engine.step.runner import ModelRunner
-from moe_lora.engine.step.step_batch import CaptureSteps, StepBatch, StepBuffer
+from moe_lora.engine.arena_size import free_bytes, most_sharers
 from moe_lora.families import shape_of
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
-from moe_lora.lora.backend import LoraBackend, RoutedBackend
-from moe_lora.lora.local import LocalBackend
-from moe_lora.lora.row_routing import Source
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
 
 from .exchange import (
-    ALONE,
     RENDEZVOUS,
     Exchanges,
     ExpertExchange,
@@ -53,10 +46,6 @@ if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.lora_server.attach import LoraServerClient
     from moe_lora.engine.adapters.pool_store import PoolAdapters
-    from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
-    from moe_lora.engine.step.step_graphs import StepGraphs
-    from moe_lora.engine.step.step_pieces import StepCapture
-    from moe_lora.lora.outer import OuterDeltas
     from moe_lora.models.weight_merge import WeightMerge
 
     from .host_settings import HostSettings
@@ -69,9 +58,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Rank:
     """One of the `num_ranks` processes of an engine, with a loaded part of the model.
 
-    Call `allocate` next, then `join` with several ranks, then `runner`.  shape: of the whole model. shard:
-    this rank's part.  host_arena: page-locked if the device copies from it.  local_sites: sites with deltas
-    computed by this engine.
+    Call `allocate` next, then `join` with several ranks, then `make_runner` (`rank_runner`).  shape: of the
+    whole model.  shard: this rank's part.  host_arena: page-locked if the device copies from it.
+    local_sites: sites with deltas computed by this engine.
     """
 
     arena: torch.Tensor
@@ -272,119 +261,10 @@ class Rank:
             dist_rank=self.dist_rank,
         )
 
-    def runner(
-        self,
-        exchanges: Exchanges = ALONE,
-        announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
-        host: HostWorkers | None = None,
-        *,
-        find: Callable[[str], PackedAdapter],
-    ) -> ModelRunner:
-        """The runner of this rank's part of steps (see `ModelRunner` for `announce`).
-
-        host: computes for loading adapters.  find: see `copier`.
-        """
-        backends: dict[int, LoraBackend] = {}
-        pushed = None
-        if self.lora_server is not None:
-            backends[Source.LEASED] = self.lora_server.backend
-            pushed = self.lora_server.pushed
-        if self._capture is not None:
-            from moe_lora.engine.step.step_pieces import HostCalled, between_graphs
-
-            exchanges = between_graphs(exchanges, self._capture)
-            backends = {source: HostCalled(one, self._capture) for source, one in backends.items()}
-        if pushed is not None:
-            backends[Source.PUSHED] = pushed
-        if host is not None:
-            backends[Source.HOST] = host.backend
-        is_alone = self._capture is not None and self.config.num_ranks == 1 and not backends
-        backends[Source.LOCAL] = LocalBackend(
-            self.shard.shape, self.arena, self.slots, kernel=self.config.lora_kernel, beside=is_alone
-        )
-        routed = RoutedBackend(backends, None if host is None else self.present)
-        backend: LoraBackend = routed
-        profile = self.config.emulation.step_profile
-        if profile is not None:
-            from moe_lora.lora.paced import PacedBackend
-
-            backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
-        of_step, context = self._step_parts(backend, exchanges)
-        sources = [Source.LOCAL if s.name in self.local_sites else Source.LEASED for s in self.shape.sites]
-        return of_step(
-            self.model,
-            context,
-            self.device,
-            sources,
-            num_taken_over=lambda: routed.num_taken_over,
-            present=self.present if announce is not None and host is not None else None,
-            eager=self.config.eager,
-            decode_buckets=self.config.decode_buckets or (),
-            announce=announce,
-            merged=self._merged_weights(routed, find) if self.merges else None,
-            pushed=pushed,
-            graphs=self._graphs(backends, sources),
-            outer=cache(self._outer_deltas),
-        )
-
-    def _step_parts(
-        self, backend: LoraBackend, exchanges: Exchanges
-    ) -> tuple[type[ModelRunner], ExecutionContext]:
-        """The kind of runner, and the context of steps."""
-        if self.shape.delta is None:
-            return ModelRunner, ExecutionContext(self.arena, self.layout, backend, exchanges)
-        from moe_lora.engine.step.recurrent import RecurrentContext, RecurrentRunner
-
-        return RecurrentRunner, RecurrentContext(self.arena, self.layout, backend, self.shape, exchanges)
-
     @property
     def present(self) -> np.ndarray:
         """[slots, layers] bool: loaded layers, without the sites outside the layers."""
         return self.slots.present[:, : self.shape.num_layers]
-
-    def _outer_deltas(self) -> OuterDeltas:
-        from moe_lora.lora.outer import OuterDeltas
-
-        where = (self.shape.num_layers, self.arena, self.slots, self.config.lora_kernel)
-        return OuterDeltas(self.shard.outer_sites, *where)
-
-    @cached_property
-    def _capture(self) -> StepCapture | None:
-        """Records steps; None without CUDA graphs."""
-        config = self.config
-        if self.device.type != "cuda" or config.eager or config.emulation.step_profile is not None:
-            return None
-        from moe_lora.engine.step.step_pieces import CudaRecorder, StepCapture
-
-        return StepCapture(CudaRecorder())
-
-    def _graphs(self, backends: Mapping[int, LoraBackend], sources: Sequence[Source]) -> StepGraphs | None:
-        """Graphs of decode steps, and of steps with prompts in an instance of one rank.  sources: of each
-        site.  A runner numbers groups of sites by source; host workers compute prompts only.
-        """
-        config, capture = self.config, self._capture
-        if capture is None:
-            return None
-        from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
-        from moe_lora.engine.step.step_pieces import HostCalled
-
-        hosts = {source: one for source, one in backends.items() if isinstance(one, HostCalled)}
-        found = enumerate(sorted(set(sources)))
-        leased = Source.PUSHED if Source.PUSHED in backends else Source.LEASED
-        places = tuple((int(leased if one == Source.LEASED else one), group) for group, one in found)
-        return StepGraphs(
-            StepBuffer(self.device),
-            capture,
-            partial(self.slots.site_ranks, sites=(*self.shape.sites, *self.shape.outer_sites)),
-            rows=config.decode_buckets or (),
-            max_tokens=max_model_len(config, self.shape),
-            block_size=config.block_size,
-            kv_tokens=self.arena.numel() // self.layout.page_bytes * config.block_size,
-            places=places,
-            hosts=hosts,
-            prompt_rows=prompt_buckets(config.max_num_batched_tokens) if config.num_ranks == 1 else (),
-            max_sequences=config.max_num_seqs,
-        )
 
     @cached_property
     def merges(self) -> bool:
@@ -412,22 +292,6 @@ class Rank:
         from moe_lora.models.weight_merge import WeightMerge
 
         return WeightMerge(self.model)
-
-    def _merged_weights(self, backend: RoutedBackend, find: Callable[[str], PackedAdapter]) -> MergedWeights:
-        from moe_lora.engine.merging.merged_weights import MergedWeights
-
-        leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
-        return MergedWeights(
-            self.weight_merge,
-            backend,
-            self.arena,
-            self.slots,
-            leased=frozenset(leased),
-            kept=entries_of_experts(self.shape, self.shard.experts) & ~self.kept_entries(self.dist_rank),
-            find=find,
-            kernel=self.config.lora_kernel,
-            verify=self.config.verify_merge,
-        )
 
 
 def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:

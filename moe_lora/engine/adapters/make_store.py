@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of an engine's adapters by the settings: beside the weights, in a pool, or leased."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.config import EngineConfig
+from moe_lora.core.shape import rank_limit
+from moe_lora.engine.arena_size import ArenaSize
+from moe_lora.engine.ranks.exchange import TIMEOUT_S
+from moe_lora.engine.ranks.followers import HOST_STORE, Followers, RankReport
+from moe_lora.engine.ranks.rank import Rank
+
+from .adapter_store import AdapterStore
+
+if TYPE_CHECKING:
+    from moe_lora.dist.host_workers.workers import HostWorkers
+    from moe_lora.dist.transport.contract import Transport
+
+    from .leased_adapters import LeasedAdapters
+    from .pool_store import PoolAdapters
+
+PEER_TIMEOUT_S = 10.0
+"""Time limit for a layer from an instance; then the next holder is tried."""
+
+
+def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
+    """Contents of adapters.
+
+    With a LoRA Server the server's store keeps the contents; this instance never removes them.
+    """
+    store: HostStore | None = None
+    if rank.lora_server is not None:
+        store = rank.lora_server.store
+    elif config.contents_dir is not None:
+        store = HostStore(config.contents_dir)
+    return AdapterContents(
+        rank.shape,
+        rank.dtype,
+        store,
+        root=config.adapter_root,
+        max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
+        base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
+        beside_lora_server=rank.lora_server is not None,
+    )
+
+
+def make_store(
+    config: EngineConfig,
+    rank: Rank,
+    size: ArenaSize,
+    followers: Followers,
+    contents: AdapterContents,
+    undo: ExitStack,
+) -> AdapterStore:
+    """Adapters in files if other processes read them, or if memory is for the host arena.
+
+    undo: ends the started parts.
+    """
+
+    def host_workers(where: HostStore | None) -> HostWorkers | None:
+        host = rank.host_workers(where)
+        if host is not None:
+            undo.callback(host.close)
+        return host
+
+    options: dict[str, Any] = {}
+    if config.pool is not None:
+        from .pool_store import PoolAdapters
+
+        host = host_workers(None)
+        transport = instance_transport(config, config.instance)
+
+        return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
+    if config.num_ranks > 1:
+
+        def all_read() -> None:
+            if host is not None:
+                host.settle()
+            followers.tell(RankReport())
+            followers.settle(TIMEOUT_S)
+
+        store = HostStore(followers.directory / HOST_STORE)
+        options = {"store": store, "before_removal": all_read}
+        if (host := host_workers(store)) is not None:
+            options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
+    elif (host := host_workers(contents.store)) is not None:
+        stays = None if contents.store is not None else host.settle
+        options = {"store": host.store, "before_removal": stays, "host": host}
+    elif rank.lora_server is None and size.num_host_pages:
+        options = {"in_files": True, "store": contents.store}
+    if rank.lora_server is None:
+        return AdapterStore(**options)
+    from .leased_adapters import LeasedAdapters
+
+    return LeasedAdapters(rank.lora_server, **options)
+
+
+def pool_of(config: EngineConfig, store: AdapterStore) -> PoolAdapters | None:
+    """The store of `make_store` as a pool's; None without a pool."""
+    return None if config.pool is None else cast("PoolAdapters", store)
+
+
+def leases_of(config: EngineConfig, rank: Rank, store: AdapterStore) -> LeasedAdapters | None:
+    """The store of `make_store` as a LoRA Server's client; None without a LoRA Server."""
+    return None if config.pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
+
+
+def instance_transport(config: EngineConfig, name: str) -> Transport:
+    """Transport of one-sided copies between instances, of the pool's kind if there is a pool."""
+    from moe_lora.dist.transport.contract import make_transport
+
+    options: dict[str, Any] = {}
+    if config.pool is not None and config.pool.transport == "gloo":
+        options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
+    return make_transport("shm" if config.pool is None else config.pool.transport, name=name, **options)
