@@ -25,9 +25,14 @@ import numpy as np
 
 from bench.harness.records import Recorder
 from moe_lora.policies.routing.demand import DemandForecast
-from moe_lora.provision.placement.optimal import optimal_placement
+from moe_lora.provision.placement.optimal import OptimalPlacement, optimal_placement
 from moe_lora.provision.placement.placement import PLACEMENTS
-from moe_lora.provision.placement.placement_problem import Table, placement_quality
+from moe_lora.provision.placement.placement_problem import (
+    Placed,
+    Table,
+    placement_problem,
+    placement_quality,
+)
 from moe_lora.workload.popularity.named import parse_popularity
 
 from .placement_exact import exact_worst_load
@@ -47,8 +52,20 @@ NUM_PAIRS, GOAL_S = 7, 1.0
 Place = Callable[..., Table]
 
 
+def _optimum(
+    adapters: dict[str, int],
+    servers: list[int],
+    points: dict[int, float],
+    demand: dict[str, float],
+    previous: Placed | None = None,
+    **options: Any,
+) -> OptimalPlacement:
+    problem = placement_problem(adapters, servers, points, demand)
+    return optimal_placement(problem, problem.shares(previous), **options)
+
+
 def _optimal(*arguments: Any, **options: Any) -> Table:
-    return optimal_placement(*arguments, **options).table
+    return _optimum(*arguments, **options).table
 
 
 def methods(adapters: dict[str, int], share: float = BOUND) -> dict[str, Place]:
@@ -88,7 +105,7 @@ def quality(popularity: str, size: tuple[int, int], points: dict[int, float], *,
             known = forecaster.read() or demand if forecast else demand
             previous, table = table, place(adapters, servers, points, known, table)
             found = placement_quality(table, adapters, servers, points, demand, previous)
-            least = optimal_placement(adapters, servers, points, demand).optimum
+            least = _optimum(adapters, servers, points, demand).optimum
             rows.append((found, least))
             forecaster.observe(tokens, STEP_S)
         yield name, _summary(rows, sum(adapters.values()))
@@ -120,10 +137,11 @@ def against_exact(num_cases: int) -> dict[str, float]:
         demand = {name: float(rng.exponential(1000.0)) for name in adapters}
         previous = {name: [(int(rng.integers(3)), 1.0)] for name in adapters}
         bound = float(rng.integers(0, 300))
-        arguments = (adapters, [0, 1, 2], points, demand, previous)
-        exact = exact_worst_load(*arguments, max_copied_bytes=bound)
-        ratios.append(optimal_placement(*arguments, max_copied_bytes=bound).worst_load / exact)
-        stays.append(placement_quality(previous, *arguments[:4]).worst_padded_load / exact)
+        case = (adapters, [0, 1, 2], points, demand)
+        exact = exact_worst_load(*case, previous, max_copied_bytes=bound)
+        found = _optimum(*case, previous, max_copied_bytes=bound)
+        ratios.append(found.worst_load / exact)
+        stays.append(placement_quality(previous, *case).worst_padded_load / exact)
     return {
         "median": statistics.median(ratios),
         "p90": float(np.quantile(ratios, 0.9)),

@@ -15,15 +15,12 @@ from scipy.sparse import coo_matrix
 
 from .placement_problem import (
     ROUNDING,
-    Placed,
     PlacementProblem,
-    Server,
     Shares,
     Table,
     copied_bytes,
     loads,
     loads_of,
-    placement_problem,
     tokens_by_rank,
 )
 from .slots import Cap, Slots, least_caps
@@ -138,34 +135,21 @@ class OptimalPlacement:
 
 
 def optimal_placement(
-    adapters: Mapping[str, int],
-    servers: Sequence[Server],
-    operating_points: Mapping[int, float],
-    demand: Mapping[str, float],
-    previous: Placed | None = None,
-    *,
-    padded: bool = True,
-    slack: float = 0.0,
-    max_copied_bytes: float | None = None,
-    adapter_bytes: Mapping[str, float] | None = None,
+    problem: PlacementProblem, before: Shares, *, slack: float = 0.0, max_copied_bytes: float | None = None
 ) -> OptimalPlacement:
-    """Least worst load first, then fewest bytes copied from `previous`; arguments as of `place_adapters`.
+    """Least worst load first, then fewest bytes copied from `before`.
 
-    padded: a server's tokens count at its highest rank; False: at their own.  slack: accepts loads up to
-    (1 + slack) times the optimum to save copies.  max_copied_bytes: hard limit, never worse than staying.
-    adapter_bytes: None: proportional to ranks.
+    slack: accepts loads up to (1 + slack) times the optimum to save copies.  max_copied_bytes: hard limit,
+    never worse than staying.
 
     Without a limit, worst load <= (1 + slack) · optimum, and, with K ranks in demand on S >= K servers,
     optimum <= target utilisation · min(S / (S - K + 1), highest / lowest operating point of them).
-    Raises ValueError as `place_adapters`, for a negative slack and for a negative limit.
+    Raises ValueError for a negative slack and for a negative limit.
     """
     if not slack >= 0:
         raise ValueError(f"slack={slack} must be 0 or more; 0.05 lets loads be 5 % above the optimum")
     if max_copied_bytes is not None and not max_copied_bytes >= 0:
         raise ValueError(f"max_copied_bytes={max_copied_bytes} must be 0 or more; leave it out for no bound")
-    problem = placement_problem(adapters, servers, operating_points, demand, adapter_bytes)
-    problem = problem if padded else problem.without_padding()
-    before = problem.shares(previous)
     caps = least_caps(problem)
     optimum = max((cap.load for cap in caps), default=0.0)
     limit = optimum * (1 + slack) * (1 + ROUNDING)

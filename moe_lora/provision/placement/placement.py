@@ -251,8 +251,15 @@ def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Shares:
     return dict.fromkeys(range(len(problem.names)), row)
 
 
-def _optimal(*arguments: Any) -> Table:
-    return optimal_placement(*arguments, slack=0.05).table
+def _optimal(
+    adapters: Mapping[str, int],
+    servers: Sequence[Server],
+    operating_points: Mapping[int, float],
+    demand: Mapping[str, float],
+    previous: Placed | None = None,
+) -> Table:
+    problem = placement_problem(adapters, servers, operating_points, demand)
+    return optimal_placement(problem, problem.shares(previous), slack=0.05).table
 
 
 PLACEMENTS: dict[str, Callable[..., Table]] = {
