@@ -169,7 +169,7 @@ def uninitialised(log: Log) -> None:
 @contextmanager
 def _lora_goes_by(way: str) -> Iterator[None]:
     """Within the context sites run after their base layer, or shrink beside the layer on a second stream."""
-    from moe_lora.kernels.side_stream import SideStream
+    from moe_lora.lora.local import SideStream
 
     if way == "beside":
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -334,19 +334,3 @@ def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[
     begins = np.concatenate([[0], breaks])
     counts = np.add.reduceat(sizes, begins)
     return tuple(zip(starts[begins].tolist(), places[begins].tolist(), counts.tolist(), strict=True))
-
-
-def shard_adapter(
-    packed: PackedAdapter, shape: ModelShape, kept: Sequence[np.ndarray], shard: ModelShard | None = None
-) -> PackedAdapter:
-    """`packed` with only the entries kept[layer] ([X] bool) of each layer, in new memory.
-
-    shard: see `shard_layer`.
-    """
-    layers = []
-    for layer, mask in zip(packed.layers, kept, strict=True):
-        part = shard_layer(layer, shape, mask, shard)
-        data = layer.data.new_empty(part.num_elements)
-        part.copy(layer.data, data)
-        layers.append(PackedLayer(data=data, table=part.table, scale=part.scale))
-    return replace(packed, layers=tuple(layers), nbytes=sum(layer.nbytes for layer in layers))

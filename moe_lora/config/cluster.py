@@ -207,6 +207,11 @@ class ClusterConfig:
             address = "" if self.lora_server is None else self.lora_server.address
         return os.path.dirname(address) if address.startswith("/") else None
 
+    @property
+    def on_one_host(self) -> bool:
+        """True if instances dial sockets of their host only, and no certificates are given."""
+        return self.certificates is None and all(one.path for one in self.dialled_addresses().values())
+
     def dialled_addresses(self) -> dict[str, Address]:
         """Where everything is that an instance dials, by name: the controller and each front end.
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,6 @@ from .backend import AddTo, LoraBackend
 from .row_routing import Source
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.side_stream import SideStream
     from moe_lora.kernels.triton.lora.problem import Deltas
     from moe_lora.kernels.triton.lora.segments import RowsToSort
 
@@ -28,6 +27,35 @@ if TYPE_CHECKING:
 def _is_taken_before(site: Site) -> bool:
     """True if the base layer takes the deltas before its launch."""
     return site.num_experts > 0 and len(site.modules) > 1
+
+
+class SideStream:
+    """A second CUDA stream: its launches run beside the next launches of the main stream.
+
+    For steps under capture: a graph replays both branches without the host.
+
+    Each fork is joined before the next fork, and before the capture ends.  Memory of a fork is freed on its
+    own stream, and reused after the next fork's wait: later than all launches that read it before the join.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @property
+    def is_open(self) -> bool:
+        """True under capture."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Within the context launches go to the side, after all earlier launches of the main stream."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Later launches of the main stream wait for the side."""
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class LocalDeltas:
@@ -72,8 +100,6 @@ class LocalBackend(LoraBackend):
     ) -> None:
         self._side: SideStream | None = None
         if beside:
-            from moe_lora.kernels.side_stream import SideStream
-
             self._side = SideStream(arena.device)
         self._sites = shape.sites
         self._arena = arena

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.packed import PackedAdapter, PackedLayer, shard_layer
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from tests.families import LATER_MOE, load_model, targets_as_given
 
 Deltas = dict[tuple[int, str, int], torch.Tensor]
@@ -111,3 +115,19 @@ def assert_same_deltas(found: Deltas, expected: Deltas) -> None:
     for key, delta in expected.items():
         assert found[key].shape == delta.shape, key
         torch.testing.assert_close(found[key], delta, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def shard_adapter(
+    packed: PackedAdapter, shape: ModelShape, kept: Sequence[np.ndarray], shard: ModelShard | None = None
+) -> PackedAdapter:
+    """`packed` with only the entries kept[layer] ([X] bool) of each layer, in new memory.
+
+    shard: see `shard_layer`.
+    """
+    layers = []
+    for layer, mask in zip(packed.layers, kept, strict=True):
+        part = shard_layer(layer, shape, mask, shard)
+        data = layer.data.new_empty(part.num_elements)
+        part.copy(layer.data, data)
+        layers.append(PackedLayer(data=data, table=part.table, scale=part.scale))
+    return replace(packed, layers=tuple(layers), nbytes=sum(layer.nbytes for layer in layers))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import entries_of_experts, shard_adapter, shard_layer
+from moe_lora.adapters.packed import entries_of_experts, shard_layer
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.families import FAMILIES, make_adapter
 
-from .dense import packed_deltas
+from .dense import packed_deltas, shard_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

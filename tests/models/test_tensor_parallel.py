@@ -6,14 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.adapters.packed import shard_adapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shard import ModelShard
 from moe_lora.families import shape_of
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import QuantisedWeight
-from tests.adapters.dense import packed_deltas
+from tests.adapters.dense import packed_deltas, shard_adapter
 from tests.families import FAMILIES, make_checkpoint, shard_of, tiny_config
 
 CPU = torch.device("cpu")

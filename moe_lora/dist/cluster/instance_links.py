@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +18,6 @@ from moe_lora.core.address import Address
 from moe_lora.core.request import GenerateRequest, TokenOutput, token_work
 from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, verb, verbs_of
 from moe_lora.dist.net.connection import dial
-from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Handshake, Hello, stay_connected
 from moe_lora.engine.client.messages import (
@@ -41,6 +41,9 @@ from moe_lora.engine.client.messages import (
     Stop,
 )
 from moe_lora.engine.verbs import ENGINE_VERBS
+
+if TYPE_CHECKING:
+    from moe_lora.dist.net.keys import Keys
 
 logger = logging.getLogger(__name__)
 

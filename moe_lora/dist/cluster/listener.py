@@ -17,7 +17,6 @@ from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError, UnreadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.net.connection import listen
-from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.dist.net.session import Dialler, RefusedError
 from moe_lora.engine.client.client import CallableEngine
@@ -40,6 +39,7 @@ from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.directory import PoolDirectory
+    from moe_lora.dist.net.keys import Keys
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.client import connect, unix_connect
 from websockets.asyncio.connection import Connection
@@ -21,7 +21,9 @@ from moe_lora.core.address import Address, needs_keys, unix_socket
 from moe_lora.core.errors import ConfigError
 
 from .codec import MAX_FRAME_BYTES
-from .keys import Keys
+
+if TYPE_CHECKING:
+    from .keys import Keys
 
 OPEN_S = 10.0
 _CLOSE_S = 1.0

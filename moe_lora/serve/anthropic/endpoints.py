@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages and /v1/messages/count_tokens; answers as content blocks, whole and as events."""
 
 from __future__ import annotations
 
@@ -13,17 +13,85 @@ from starlette.types import Scope
 from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import JsonResponse
-from moe_lora.serve.openai.converted import renaming
+from moe_lora.serve.http_errors import ApiError, JsonResponse, anthropic_body
+from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat, renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
 from moe_lora.serve.openai.preparing import Prepared, Preparer
 from moe_lora.serve.openai.prompt_bodies import check_model, check_total
 
-from .answer import MessageFormat
 from .request import CHAT_NAMES, CountedChat, MessagesChat
 
 MAX_COUNTED_TOKENS = 1 << 40
 """Replaces the context's length for counts."""
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageFormat(BlockFormat):
+    """One message."""
+
+    id_prefix = "msg_"
+
+    def whole_answer(self) -> dict[str, Any]:
+        return self._message([_block(block) for block in self.blocks], **self._end())
+
+    def opened(self) -> list[dict[str, Any]]:
+        message = self._message([], stop_reason=None, stop_sequence=None)
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def block_opened(self, block: AnswerBlock) -> list[dict[str, Any]]:
+        return [self._placed("content_block_start", content_block=_block(block, is_new=True))]
+
+    def block_grown(self, block: AnswerBlock, text: str) -> list[dict[str, Any]]:
+        kind, name = _DELTAS[block.kind]
+        return [self._placed("content_block_delta", delta={"type": kind, name: text})]
+
+    def block_closed(self, block: AnswerBlock) -> list[dict[str, Any]]:
+        return [self._placed("content_block_stop")]
+
+    def closed(self) -> list[dict[str, Any]]:
+        ended = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        return [ended, {"type": "message_stop"}]
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        return [anthropic_body(error)]
+
+    def _placed(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {"type": name, "index": len(self.blocks) - 1, **fields}
+
+    def _end(self) -> dict[str, Any]:
+        stop = self.matched_stop()
+        reason = "stop_sequence" if stop else _REASONS.get(self.finish_reason or "", "end_turn")
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
+        head = {"id": self.head["id"], "type": "message", "role": "assistant", "model": self.head["model"]}
+        return {**head, "content": content, **end, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
+        }
+
+
+def _block(block: AnswerBlock, *, is_new: bool = False) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "content":
+        return {"type": "text", "text": block.text, "citations": None}
+    found = {} if is_new else block.arguments()
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": found}
 
 
 class Endpoints:

@@ -18,7 +18,6 @@ from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.codec import verbs_of
-from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import Heartbeat
 
@@ -202,7 +201,12 @@ async def controlled_fleet(
     )
     catch_up = CatchUp(instance_registry, recovery_s)
     listener = InstanceListener(instance_registry, catch_up, on_give_up, cluster.front_end.max_unread_steps)
-    async with listener.open(setting, address, keys_of(cluster)):
+    keys = None
+    if not cluster.on_one_host:
+        from moe_lora.dist.net.keys import keys_of
+
+        keys = keys_of(cluster)
+    async with listener.open(setting, address, keys):
         try:
             yield ControlledFleet(
                 controller=controller,
