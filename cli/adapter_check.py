@@ -59,7 +59,7 @@ def _check_folders(path: Path, model_dir: Path, shape: ModelShape) -> bool:
         else:
             for warning in packed.warnings:
                 click.echo(f"{folder.name}: warning: {warning}")
-            origin = _origin(folder, shape)
+            origin = _origin(folder, shape, model_dir)
             if origin.ignored:
                 click.echo(f"{folder.name}: without effect: {', '.join(origin.ignored)}")
             click.echo(
@@ -72,12 +72,12 @@ def _check_folders(path: Path, model_dir: Path, shape: ModelShape) -> bool:
     return failed
 
 
-def _origin(folder: Path, shape: ModelShape) -> Origin:
+def _origin(folder: Path, shape: ModelShape, model_dir: Path) -> Origin:
     from moe_lora.adapters.peft.file_check import opened
     from moe_lora.adapters.peft.files import read_json
     from moe_lora.adapters.peft.origin import origin_of
 
-    with opened(folder, shape) as found:
+    with opened(folder, shape, base_dir=model_dir) as found:
         return origin_of(read_json(folder), found.entries, found.match)
 
 

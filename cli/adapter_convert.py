@@ -34,7 +34,7 @@ def convert(source: Path, target: Path, model_dir: Path, initial: Path | None) -
     from moe_lora.families import family_named
 
     shape = model_shape(model_dir)
-    layers, copies = read_pairs(source, shape, subtracts=initial is not None)
+    layers, copies = read_pairs(source, shape, subtracts=initial is not None, base_dir=model_dir)
     if copies:
         check_copies_in(source, copies, model_dir, None)
     if initial is not None:
@@ -42,7 +42,7 @@ def convert(source: Path, target: Path, model_dir: Path, initial: Path | None) -
     pairs = plain_pairs(layers, shape)
     base_model, stack = read_json(source).get("base_model_name_or_path"), family_named(shape.family).stack
     write_plain(pairs, target, base_model, shape.num_layers, stack)
-    found = read_adapter(target, shape, pairs[0].a.dtype, log=False)
+    found = read_adapter(target, shape, pairs[0].a.dtype)
     click.echo(
         f"{target}: {len(pairs)} pairs, rank up to {found.max_lora_rank}, targets {' '.join(found.targets)}"
     )

@@ -69,7 +69,7 @@ def read_or_reason(folder: Path, shape: ModelShape, model_dir: Path) -> PackedAd
 
     try:
         dtype = torch.float32 if shape.dtype_bytes == 4 else torch.bfloat16
-        packed = read_adapter(folder, shape, dtype, log=False)
+        packed = read_adapter(folder, shape, dtype, base_dir=model_dir)
         if packed.base_copies:
             check_copies_in(folder, packed.base_copies, model_dir, None)
         return packed

@@ -244,6 +244,7 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
         values=skip_bad,
         root=config.adapter_root,
         max_lora_rank=config.max_lora_rank,
+        base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
     )
     if bad and not skip_bad:
         lines = "".join(f"\n  {name}: {problem}" for name, problem in bad.items())

@@ -22,7 +22,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.wrong_files import read_config
-from tests.adapters.peft.test_outer_sites import outer_adapter
+from tests.adapters.peft.test_outer_sites import EMBEDDINGS, outer_adapter
 from tests.adapters.peft.test_stacked import STYLES, per_expert, rewritten, stacked
 from tests.families import ALL_FAMILIES, DENSE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
 
@@ -59,6 +59,10 @@ def outer(*modules: str, **config: Any) -> Callable[[str, Path, Path], Folders]:
         return path, path
 
     return make
+
+
+def saved_embedding(family: str, base: Path, folder: Path) -> Folders:
+    return outer(modules_to_save=[EMBEDDINGS.get(family, "embed_tokens")])(family, base, folder)
 
 
 def single_experts(family: str, base: Path, folder: Path) -> Folders:
@@ -125,9 +129,9 @@ FORMS = {
     "alora": Form("activated LoRA", field(alora_invocation_tokens=[5])),
     "lora_bias": Form("`lora_bias`", field(lora_bias=True)),
     "bias": Form("trained biases", field(bias="lora_only")),
-    "head_saved": Form("`modules_to_save`: head", field(modules_to_save=["lm_head"])),
-    "embedding_saved": Form("`modules_to_save`: embedding", field(modules_to_save=["embed_tokens"])),
-    "tokens": Form("`trainable_token_indices`", field(trainable_token_indices=[5])),
+    "head_saved": Form("`modules_to_save`: head", outer(modules_to_save=["lm_head"])),
+    "embedding_saved": Form("`modules_to_save`: embedding", saved_embedding),
+    "tokens": Form("`trainable_token_indices`", outer(trainable_token_indices=[5, 0, 71])),
     **{
         name.lower(): Form(f"{name}, not converted", field(init_lora_weights=value))
         for name, value in (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, logged, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 
@@ -21,8 +21,8 @@ from .packed import PackedAdapter
 logger = logging.getLogger(__name__)
 
 OUTER_BESIDE_LORA_SERVER = (
-    "LoRA on lm_head or embed_tokens is computed by an instance alone, and lora_server keeps the adapters "
-    "outside; serve the adapter without a LoRA Server, or train without these targets"
+    "a change of lm_head or embed_tokens is computed by an instance alone, and lora_server keeps the "
+    "adapters outside; serve the adapter without a LoRA Server, or train without these targets"
 )
 
 
@@ -30,9 +30,9 @@ class AdapterContents:
     """Reads adapters from their folders, or from a store of earlier contents.
 
     store: of contents, or None; contents go after their last use.  root: folder that must contain every path.
-    max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies of its
-    weights; None: copies are refused.  beside_lora_server: a LoRA Server owns the store, and LoRA on the head
-    and the embedding is refused.  For the engine's and the reader's threads.
+    max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies and
+    replaced rows of its weights; None: both are refused.  beside_lora_server: a LoRA Server owns the store,
+    and changes of the head and the embedding are refused.  For the engine's and the reader's threads.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class AdapterContents:
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """The adapter of these tensors in memory (see `pack_state_dict`); the store does not keep it."""
-        packed = pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank)
+        packed = logged(
+            pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir)
+        )
         self._check_outer(packed)
         if packed.base_copies:
             from .peft.base_weights import check_copies, parts_in_memory
@@ -83,14 +85,17 @@ class AdapterContents:
             return kept
         called = f"adapter {name!r}: "
         try:
-            packed = read_adapter(
-                path,
-                self.shape,
-                self.dtype,
-                name,
-                called=called,
-                root=self._root,
-                max_lora_rank=self.max_lora_rank,
+            packed = logged(
+                read_adapter(
+                    path,
+                    self.shape,
+                    self.dtype,
+                    name,
+                    called=called,
+                    root=self._root,
+                    max_lora_rank=self.max_lora_rank,
+                    base_dir=self._base_dir,
+                )
             )
             self._check_outer(packed)
             if packed.base_copies:
@@ -136,9 +141,8 @@ class AdapterContents:
         found = []
         for _, path in adapters:
             try:
-                found.append(
-                    adapter_layer_bytes(path, self.shape, self.dtype, self._root, self.max_lora_rank)
-                )
+                limits = self._root, self.max_lora_rank, self._base_dir
+                found.append(adapter_layer_bytes(path, self.shape, self.dtype, *limits))
             except (AdapterError, StorageError):
                 if not leave_out_bad:
                     raise

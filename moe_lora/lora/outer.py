@@ -79,10 +79,12 @@ class OuterDeltas:
             first_a, first_b = starts
             rank_rows = torch.arange(lora_rank, device=x.device).unsqueeze(1)
             a_RT = elements[first_a + rank_rows * site.in_features + tokens[rows]].float()
-            columns = torch.arange(x.shape[1], device=x.device)
-            b_RH = elements[first_b + rank_rows * x.shape[1] + columns].float()
-            total = torch.zeros(len(rows), x.shape[1], dtype=torch.float32, device=x.device)
-            for a_T, b_H in zip(a_RT, b_RH, strict=True):
-                total.addcmul_(a_T.unsqueeze(1), b_H)
+            b_RH = elements[first_b : first_b + lora_rank * x.shape[1]].view(lora_rank, -1).float()
+            if lora_rank < x.shape[1]:
+                total = torch.zeros(len(rows), x.shape[1], dtype=torch.float32, device=x.device)
+                for a_T, b_H in zip(a_RT, b_RH, strict=True):
+                    total.addcmul_(a_T.unsqueeze(1), b_H)
+            else:  # a replaced matrix, whose B is an identity
+                total = a_RT.t() @ b_RH
             total *= self._slots.scale[entry]
             x[rows] = x[rows] + total.to(x.dtype)

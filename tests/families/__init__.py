@@ -338,6 +338,8 @@ def make_adapter(
         for name, weight in sorted(model.named_parameters()):
             if ".lora_" in name:
                 weight.copy_(_random_lora(name, weight.shape, generator, scale))
+            elif "trainable_tokens_delta" in name or ".modules_to_save." in name:
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale * 0.3)
     with targets_as_given(family):
         model.save_pretrained(str(path))
     return Path(path)

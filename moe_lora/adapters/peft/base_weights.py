@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the base's embeddings in an adapter's file, compared with the served checkpoint.
+"""The base's embedding and head beside an adapter's: copies must be equal, replaced rows are a change.
 
 PEFT saves a targeted module's base weights beside the LoRA pair.  A trained copy would change the base.
 """
@@ -17,7 +17,8 @@ from moe_lora.core.errors import AdapterError
 from moe_lora.core.wrong_files import read_config, read_json_file
 from moe_lora.families import family_of
 
-from .files import TensorEntry, header_entries, open_file, weights_file
+from .files import TensorEntry, header_entries, open_file, read_header, weights_file
+from .match import Match
 
 _CHUNK = 1 << 22
 _WAY_OUT = (
@@ -45,10 +46,31 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
     None for model_dir: the base has no checkpoint.
     """
     for key, parts in copies.items():
-        file, entry = _base_tensor(key, model_dir, where)
+        file, entry = _base_tensor("lm_head" if "lm_head" in key else "embedding", key, model_dir, where)
         with file:
             if not _same_values(parts, _parts_of(file, entry), math.prod(entry.shape)):
                 raise AdapterError(f"{where}: {key}: values other than the base model's: {_WAY_OUT}")
+
+
+def with_changes(
+    found: Match, tensors: Mapping[str, torch.Tensor], base_dir: Path | None, where: str
+) -> dict[str, torch.Tensor]:
+    """The tensors, and by site the changes of `Match.replaced` to the checkpoint: [N, H] fp32."""
+    changes: dict[str, torch.Tensor] = {}
+    for rows in found.replaced:
+        trained = tensors[rows.key].float()
+        name = "lm_head" if rows.base == "head" else "embedding"
+        file, entry = _base_tensor(name, rows.key, base_dir, where)
+        with file:
+            changes[rows.site] = trained - _rows_of(file, entry, rows.tokens, trained.shape[1]).float()
+    return {**tensors, **changes}
+
+
+def _rows_of(file: BinaryIO, entry: TensorEntry, tokens: Sequence[int] | None, hidden: int) -> torch.Tensor:
+    read = _parts_of(file, entry)
+    if tokens is None:
+        return read(0, math.prod(entry.shape)).view(entry.shape)
+    return torch.stack([read(token * hidden, hidden) for token in tokens])
 
 
 def parts_in_memory(tensor: torch.Tensor) -> Parts:
@@ -67,19 +89,21 @@ def _parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
     return read
 
 
-def _base_tensor(key: str, model_dir: Path | None, where: str) -> tuple[BinaryIO, TensorEntry]:
-    """The open file and the entry of the checkpoint's tensor with the copied values."""
+def _base_tensor(name: str, key: str, model_dir: Path | None, where: str) -> tuple[BinaryIO, TensorEntry]:
+    """The open file and the entry of the checkpoint's tensor below `key` of the adapter.
+
+    name: "lm_head" or "embedding".
+    """
     try:
         if model_dir is None:
             raise ValueError("the served base model has no checkpoint")
-        family = family_of(read_config(model_dir))
-        names = [family.head, family.embedding] if "lm_head" in key else [family.embedding]
+        places = _files_by_name(model_dir)
+        family = family_of(read_config(model_dir)).named_in(places)
+        names = [family.head, family.embedding] if name == "lm_head" else [family.embedding]
         for name in names:  # a tied head has no tensor
-            path = model_dir / _file_of(name, model_dir)
-            file = open_file(path, str(path))
-            if (entry := header_entries(file, str(path)).get(name)) is not None:
-                return file, entry
-            file.close()
+            if (path := places.get(name)) is not None:
+                file = open_file(path, str(path))
+                return file, header_entries(file, str(path))[name]
         raise ValueError(f"the checkpoint has no {names[-1]}")
     except (OSError, ValueError, KeyError, AdapterError) as error:
         raise AdapterError(
@@ -88,12 +112,13 @@ def _base_tensor(key: str, model_dir: Path | None, where: str) -> tuple[BinaryIO
         ) from error
 
 
-def _file_of(name: str, model_dir: Path) -> str:
+def _files_by_name(model_dir: Path) -> dict[str, Path]:
+    """The file of each of the checkpoint's tensors."""
     index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
-        return "model.safetensors"
-    names = read_json_file(index)["weight_map"]
-    return str(names.get(name, next(iter(names.values()))))
+    if index.exists():
+        return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}
+    path = model_dir / "model.safetensors"
+    return dict.fromkeys(read_header(path), path)
 
 
 def _same_values(copy: Parts, base: Parts, num_elements: int) -> bool:

@@ -108,20 +108,19 @@ _READ = frozenset(
     (
         *("alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "init_lora_weights"),
         "layers_pattern",
-        *("layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules"),
-        *("target_parameters", "use_rslora", FLAT_KEY, DETAIL_KEY),
+        *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern"),
+        *("target_modules", "target_parameters", "trainable_token_indices", "use_rslora"),
+        *(FLAT_KEY, DETAIL_KEY),
     )
 )
 # Keys of LoraConfig served at falsy defaults only (null, false, empty), and the way out.
 # Source: peft 0.1 to 0.21.2, tuners/lora/config.py.
 _MUST_BE_UNSET = {
     "use_dora": "DoRA is not supported: merge the adapter into a base model, or train with use_dora=false",
-    "modules_to_save": "an adapter that replaces whole base modules is not supported: train without it",
     "fan_in_fan_out": "transposed base weights are not supported: no supported model family has them",
     "lora_bias": "biases in LoRA layers are not supported: train with lora_bias=false",
     "layer_replication": "a base with replicated layers is not supported: train on the plain base model",
     "megatron_config": "Megatron layers are not supported: convert the adapter to plain PEFT layers",
-    "trainable_token_indices": "trained token embeddings are not supported: train without them",
     "alora_invocation_tokens": "activated LoRA is not supported: train a plain LoRA",
     "use_qalora": "QALoRA is not supported: train a plain LoRA",
     "use_bdlora": "block-diagonal LoRA is not supported: train a plain LoRA",
@@ -131,6 +130,7 @@ _MUST_BE_UNSET = {
     "enable_lora": "LoRA on parts of a fused layer is not supported: save the adapter with peft 0.4 or later",
     "merge_weights": "a delta merged into the base is not supported: save the adapter with peft 0.4 or later",
 }
+_UNSET_IF_FALSE = ("modules_to_save", "trainable_token_indices")
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
@@ -218,9 +218,12 @@ _ALLOWED = {
     "layers_to_transform": "a layer number or a list of them, and unset when target_modules is a string",
     "layers_pattern": "valid regular expressions",
     "base_model_name_or_path": "a string or null",
+    "modules_to_save": "a list of names",
+    "trainable_token_indices": "a list of token ids, or an object of names mapped to such lists",
 }
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LORA_RANK)]
 _Number = Annotated[float, msgspec.Meta(gt=-_MAX_NUMBER, lt=_MAX_NUMBER)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Layer = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
@@ -245,6 +248,8 @@ class AdapterConfig(
     layers_pattern: tuple[str, ...] = ()
     base_model: str = ""
     ensure_weight_tying: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[_Token, ...] | dict[str, tuple[_Token, ...]] = ()
     where: str = ""
     expert_layout: ExpertLayout = ExpertLayout({}, "")
 
@@ -262,7 +267,8 @@ class AdapterConfig(
         def wrong(key: str, detail: object) -> AdapterError:
             return AdapterError(f"{where}: {key}={shown(fields.get(key))} must be {_ALLOWED[key]} ({detail})")
 
-        given = {key: value for key, value in fields.items() if value is not None}
+        given = {key: value for key, value in fields.items() if value or key not in _UNSET_IF_FALSE}
+        given = {key: value for key, value in given.items() if value is not None}
         _check_lengths(given, where)
         for key in ("layers_to_transform", "layers_pattern"):
             if isinstance(alone := given.get(key), (int, str)):

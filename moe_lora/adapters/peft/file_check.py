@@ -47,13 +47,14 @@ def check_adapter(
     values: bool = False,
     root: str | None = None,
     max_lora_rank: int | None = None,
+    base_dir: Path | None = None,
 ) -> None:
     """Raises AdapterError if `read_adapter` would refuse the PEFT folder, with the same reason.
 
     values: also look for NaN and infinity, in the whole file.  Only `read_adapter` finds overflow in the
     model's dtype.
     """
-    with opened(folder, shape, root=root, max_lora_rank=max_lora_rank) as found:
+    with opened(folder, shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         if values:
             _check_finite(found)
 
@@ -79,12 +80,14 @@ def opened(
     root: str | None = None,
     max_lora_rank: int | None = None,
     subtracts: bool = False,
+    base_dir: Path | None = None,
 ) -> Iterator[OpenAdapter]:
     """The adapter in a folder, checked against the model by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    max_lora_rank: see `check_rank`.  subtracts: see `refuse_unsupported`.  Raises AdapterError for bad files,
-    and at the end for files changed meanwhile; StorageError without free file handles.
+    max_lora_rank: see `check_rank`.  subtracts: see `refuse_unsupported`.  base_dir: see `replaced_rows`.
+    Raises AdapterError for bad files, and at the end for files changed meanwhile; StorageError without free
+    file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")
@@ -100,7 +103,7 @@ def opened(
         with open_file(weights_file(real, shown), where, root) as weights:
             _check_header_size(weights, shape, where)
             entries = header_entries(weights, where)
-            found = match(entries, config, shape, where, base)
+            found = match(entries, config, shape, where, base, base_dir)
             check_rank(found, max_lora_rank, where)
             yield OpenAdapter(weights, entries, found, where)
         after = _stamps(real)
@@ -146,12 +149,20 @@ def bad_adapters(
     values: bool = False,
     root: str | None = None,
     max_lora_rank: int | None = None,
+    base_dir: Path | None = None,
 ) -> dict[str, str]:
     """(name, folder) pairs that can't be served: name -> reason."""
     found = {}
     for name, folder in adapters:
         try:
-            check_adapter(Path(folder), shape, values=values, root=root, max_lora_rank=max_lora_rank)
+            check_adapter(
+                Path(folder),
+                shape,
+                values=values,
+                root=root,
+                max_lora_rank=max_lora_rank,
+                base_dir=base_dir,
+            )
         except AdapterError as error:
             found[name] = str(error)
     return found

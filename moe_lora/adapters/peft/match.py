@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
@@ -28,6 +29,7 @@ from .places import (
     max_tensors,
     place_map,
 )
+from .replaced import ReplacedRows, check_no_pair, replaced_rows
 
 _MAX_SHOWN_NAMES = 10
 _MODULES = ("matrix", "stacked")
@@ -39,13 +41,14 @@ class Match:
     """layers: LoRA pairs per layer, and one more layer with pairs on the head and the embedding, if any.
 
     swapped: see `is_swapped`.  warnings: config fields without effect.  copies: keys of base weights (see
-    `base_weights`).
+    `base_weights`).  replaced: rows of the head and the embedding, in the one more layer too.
     """
 
     layers: list[list[PairSource]]
     swapped: bool
     warnings: tuple[str, ...]
     copies: tuple[str, ...]
+    replaced: tuple[ReplacedRows, ...] = ()
 
 
 def match(
@@ -54,12 +57,14 @@ def match(
     shape: ModelShape,
     where: str,
     base: Mapping[str, Any] | None,
+    base_dir: Path | None = None,
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: config.json of the base model (see `read_base`).  A target name without a match is a warning, as in
-    PEFT.  Raises AdapterError with `where` and the key for a tensor without a place, outside the targets, of
-    wrong shape or not float; for a targeted module without tensors; for an A without a B.
+    base: config.json of the base model (see `read_base`).  base_dir: see `replaced_rows`.  A target name
+    without a match is a warning, as in PEFT.  Raises AdapterError with `where` and the key for a tensor
+    without a place, outside the targets, of wrong shape or not float; for a targeted module without tensors;
+    for an A without a B.
     """
     check_base(config, base, shape)
     if len(tensors) > max_tensors(shape) + STRANGERS:
@@ -68,6 +73,9 @@ def match(
             f"{max_tensors(shape)}; serve it with the base it was trained for, and save one adapter only"
         )
     _check_gathered(tensors, where)
+    replaced = replaced_rows(tensors, config, shape, place_map(shape), base_dir, where)
+    own = {one.key for one in replaced}
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
     copies = base_copies(tensors, shape, where)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
     places = place_map(shape)
@@ -87,6 +95,7 @@ def match(
             )
         keys[name.expert] = key
     _check_tying(config, expected, places, where)
+    check_no_pair(replaced, expected, places.outer, where)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
@@ -103,13 +112,20 @@ def match(
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
     warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)
-    return Match(layers if layers[-1] else layers[:-1], swapped, warnings, copies)
+    layers = layers if layers[-1] or replaced else layers[:-1]
+    return Match(layers, swapped, warnings, copies, replaced)
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
     """Raises AdapterError for a LoRA pair of rank above `max_lora_rank`.  None: no limit."""
     if max_lora_rank is None:
         return
+    for rows in found.replaced:
+        if rows.lora_rank > max_lora_rank:
+            raise AdapterError(
+                f"{where}: {rows.key} replaces rows of the {rows.site}, a pair of their number or of "
+                f"hidden_size: {rank_problem(rows.lora_rank, max_lora_rank)}"
+            )
     largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
     if largest > max_lora_rank:
         raise AdapterError(f"{where}: {rank_problem(largest, max_lora_rank)}")

@@ -40,10 +40,15 @@ _OUTERMOST = re.compile(rf"(?:(?:{_WRAPPER})\.)*base_model\.(?:(?:{_WRAPPER})\.)
 _IN_STACK = re.compile(r"(?P<front>(?:[^.]+\.)*?)(?P<stack>layers|blocks)\.(?P<rest>\d+\..+)")
 _STRANGERS = (
     (r"lora_magnitude_vector", "DoRA is not supported; train with use_dora=false"),
+    (
+        r"token_adapter\.",
+        "trained rows, and trainable_token_indices of adapter_config.json does not name them; save the "
+        "adapter again with PEFT",
+    ),
     (r"\.bias$", "biases are not supported; train with bias='none' and lora_bias=false"),
     (
         r"modules_to_save",
-        "an adapter that replaces base modules is not supported; train without modules_to_save",
+        "a module that modules_to_save of adapter_config.json does not name; save again with PEFT",
     ),
     (
         r"lora_embedding_|embed_tokens|wte|lm_head",
@@ -241,7 +246,7 @@ def _read_name(key: str, layer_prefix: str, outer: OuterPaths, where: str) -> Te
         front += inside["front"]
         path = f"{layer_prefix}.{inside['rest']}"
     elif inside is None:
-        path = _outer_path(path, layer_prefix, outer)
+        path = outer_path(path, layer_prefix, outer)
     raw = key[: key.rindex(".lora_")]
     while raw.endswith(".base_layer"):
         raw = raw.removesuffix(".base_layer")
@@ -257,7 +262,7 @@ def _read_name(key: str, layer_prefix: str, outer: OuterPaths, where: str) -> Te
     )
 
 
-def _outer_path(path: str, layer_prefix: str, outer: OuterPaths) -> str:
+def outer_path(path: str, layer_prefix: str, outer: OuterPaths) -> str:
     """The served model's path of its head or embedding; other paths unchanged."""
     front, _, leaf = path.rpartition(".")
     own = layer_prefix.rpartition(".")[0]

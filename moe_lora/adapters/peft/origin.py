@@ -11,6 +11,7 @@ from .config import DETAIL_KEY, FLAT_KEY
 from .match import Match
 from .names import TINKER_HEAD
 from .places import PairSource
+from .replaced import ReplacedRows
 
 _OF_LORA_CONFIG = ("layer_replication", "megatron_core", "loftq_config")
 """Keys that LoraConfig writes with every adapter, and tools of their own leave out."""
@@ -48,7 +49,7 @@ def origin_of(fields: Mapping[str, Any], keys: Iterable[str], found: Match) -> O
         if (value := fields.get(key))
     ]
     ignored += [f"{key} (the base's own weights)" for key in found.copies]
-    forms = tuple(dict.fromkeys(map(_form, sources)))
+    forms = tuple(dict.fromkeys((*map(_form, sources), *map(_replaced, found.replaced))))
     return Origin(_tool(fields, tuple(keys), sources), forms, tuple(ignored))
 
 
@@ -61,6 +62,11 @@ def _form(source: PairSource) -> str:
     if len(source.keys_a) != len(source.keys_b):
         return "a matrix of all experts beside one per expert"
     return _FORMS[place.form]
+
+
+def _replaced(rows: ReplacedRows) -> str:
+    what = "all rows" if rows.tokens is None else f"{len(rows.tokens)} rows"
+    return f"{what} of the {'vocabulary head' if rows.site == 'head' else rows.site}"
 
 
 def _tool(fields: Mapping[str, Any], keys: tuple[str, ...], sources: list[PairSource]) -> str:

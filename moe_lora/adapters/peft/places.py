@@ -102,7 +102,7 @@ def max_tensors(shape: ModelShape) -> int:
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
 
 
-_FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 
 class Shaped(Protocol):
@@ -174,7 +174,7 @@ def check_pair(
 ) -> None:
     """Raises AdapterError with `where` and the key for a wrong shape or a non-float dtype."""
     for key in (*source.keys_a, *source.keys_b):
-        if str(tensors[key].dtype) not in _FLOATS:
+        if str(tensors[key].dtype) not in FLOATS:
             raise AdapterError(
                 f"{where}: {key}: dtype {tensors[key].dtype} is not supported; "
                 "save the adapter in float32, bfloat16 or float16"

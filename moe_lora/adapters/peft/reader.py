@@ -24,10 +24,12 @@ from moe_lora.core.host import free_memory_bytes
 from moe_lora.core.shape import ModelShape
 
 from .base import read_base
+from .base_weights import with_changes
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
 from .match import Match, check_rank, match
 from .places import make_pair
+from .replaced import replaced_pair
 from .training_state import config_fields, lora_tensors
 
 logger = logging.getLogger(__name__)
@@ -41,38 +43,43 @@ def read_adapter(
     *,
     called: str | None = None,
     root: str | None = None,
-    log: bool = True,
     max_lora_rank: int | None = None,
+    base_dir: Path | None = None,
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
     name: by default the folder's.  Checks config and header, then reads all values once into memory: the peak
     is file plus packed adapter.  Raises AdapterError with the file (called: see `opened`) and the key unless
     every tensor is used and every target is present.  A local checkpoint in base_model_name_or_path must have
-    the base's sizes.  log: log `PackedAdapter.warnings`.  max_lora_rank: see `check_rank`.
+    the base's sizes.  max_lora_rank: see `check_rank`.  base_dir: checkpoint of the base, for an adapter that
+    replaces rows of the base.
     """
     folder = Path(path)
-    with opened(folder, shape, called, root, max_lora_rank) as found:
+    with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
         needed = sum(_layer_bytes(found, shape, dtype))
-        tensors = _read_tensors(found, needed)
-        packed = _pack(found.match, tensors, shape, dtype, name or folder.resolve().name, found.where)
-    return _logged(packed, log)
+        tensors = with_changes(found.match, _read_tensors(found, needed), base_dir, found.where)
+        return _pack(found.match, tensors, shape, dtype, name or folder.resolve().name, found.where)
 
 
 def read_pairs(
-    path: str | Path, shape: ModelShape, subtracts: bool = False
+    path: str | Path, shape: ModelShape, subtracts: bool = False, base_dir: Path | None = None
 ) -> tuple[list[list[Pair]], tuple[str, ...]]:
     """The pairs of each layer of a PEFT directory, in the file's dtypes, and `Match.copies`.
 
-    subtracts: see `opened`.  Raises AdapterError as `read_adapter`, except for values that are not finite.
+    subtracts: see `opened`.  base_dir: see `read_adapter`.  Raises AdapterError as `read_adapter`, except for
+    values that are not finite.
     """
-    with opened(Path(path), shape, subtracts=subtracts) as found:
-        tensors = _read_tensors(found, 0)
-        pairs = [
-            [make_pair(source, tensors, shape, found.match.swapped) for source in layer]
-            for layer in found.match.layers
-        ]
-    return pairs, found.match.copies
+    with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
+        tensors = with_changes(found.match, _read_tensors(found, 0), base_dir, found.where)
+        return _pairs(found.match, tensors, shape), found.match.copies
+
+
+def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
+    """The pairs of each layer.  tensors: changes of replaced rows by site (see `with_changes`)."""
+    pairs = [[make_pair(source, tensors, shape, found.swapped) for source in layer] for layer in found.layers]
+    for rows in found.replaced:
+        pairs[-1].append(replaced_pair(rows, tensors[rows.site], shape))
+    return pairs
 
 
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
@@ -106,12 +113,13 @@ def adapter_layer_bytes(
     dtype: torch.dtype,
     root: str | None = None,
     max_lora_rank: int | None = None,
+    base_dir: Path | None = None,
 ) -> list[int]:
     """Packed bytes per layer of the PEFT directory; values unread.
 
     Raises AdapterError as `read_adapter`, except for values that are not finite.
     """
-    with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank) as found:
+    with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         return _layer_bytes(found, shape, dtype)
 
 
@@ -119,10 +127,8 @@ def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> l
     tensors = {
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
-    return [
-        packed_bytes([make_pair(source, tensors, shape, found.match.swapped) for source in layer], dtype)
-        for layer in found.match.layers
-    ]
+    tensors |= {rows.site: tensors[rows.key] for rows in found.match.replaced}
+    return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
 
 
 def pack_state_dict(
@@ -132,20 +138,21 @@ def pack_state_dict(
     dtype: torch.dtype,
     name: str,
     max_lora_rank: int | None = None,
+    base_dir: Path | None = None,
 ) -> PackedAdapter:
     """Pack LoRA tensors by their PEFT keys.
 
     config: the fields of adapter_config.json, or PEFT's LoraConfig.  Keys may lack the prefix
     `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; base weights are left
-    out.  Copies tensors, so training may go on.
+    out.  Copies tensors, so training may go on.  base_dir: see `read_adapter`.
     Raises AdapterError as `read_adapter`.
     """
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
     tensors = tensors_of(state_dict, shape, where)
-    matched = match(tensors, parsed, shape, where, read_base(parsed, None))
+    matched = match(tensors, parsed, shape, where, read_base(parsed, None), base_dir)
     check_rank(matched, max_lora_rank, where)
-    return _logged(_pack(matched, tensors, shape, dtype, name, where), True)
+    return _pack(matched, with_changes(matched, tensors, base_dir, where), shape, dtype, name, where)
 
 
 def tensors_of(
@@ -156,7 +163,10 @@ def tensors_of(
         if not isinstance(value, torch.Tensor):
             raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")
     found = lora_tensors(state_dict, shape, where)
-    return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+    # A tied head shares the trained rows of the embedding.
+    rows = [key for key in sorted(found) if "trainable_tokens_delta" in key]
+    shared = {*rows} - {*{found[key].data_ptr(): key for key in rows}.values()}
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items() if key not in shared}
 
 
 def _pack(
@@ -167,14 +177,13 @@ def _pack(
     name: str,
     where: str,
 ) -> PackedAdapter:
-    layers, num_entries = [], num_table_entries(shape, len(matched.layers))
-    for sources in matched.layers:
-        pairs = [make_pair(source, tensors, shape, matched.swapped) for source in sources]
-        layers.append(pack_layer(pairs, num_entries, dtype, where))
+    num_entries = num_table_entries(shape, len(matched.layers))
+    layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
     return replace(assemble(name, layers, shape, matched.warnings), base_copies=matched.copies)
 
 
-def _logged(packed: PackedAdapter, log: bool) -> PackedAdapter:
-    for warning in packed.warnings if log else ():
+def logged(packed: PackedAdapter) -> PackedAdapter:
+    """The adapter, its warnings in the log."""
+    for warning in packed.warnings:
         logger.warning("%s", warning)
     return packed

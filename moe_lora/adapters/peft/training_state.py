@@ -19,7 +19,7 @@ from .names import without_wrappers
 from .places import Shaped
 
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?:model|transformer|lm_head)\.")
-_TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
+_TRAINED = ("lora_", "modules_to_save", "trainable_tokens_delta")
 
 Tensor = TypeVar("Tensor", bound=Shaped)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
-from moe_lora.adapters.peft.reader import read_adapter, tensors_of
+from moe_lora.adapters.peft.reader import logged, read_adapter, tensors_of
 from moe_lora.adapters.peft.training_state import config_fields
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.records import RegisteredAdapter
@@ -47,7 +47,7 @@ def register_adapter(
             _write(Path(folder), tensors_of(source, shape, where), config_fields(config, f"{where} config"))
             return register_adapter(registry, name, folder, model_dir=model_dir, owner=owner)
     source = adapter_folder(str(source), name)
-    read_adapter(source, model_shape(model_dir), torch.bfloat16, name)
+    logged(read_adapter(source, model_shape(model_dir), torch.bfloat16, name, base_dir=Path(model_dir)))
     return registry.add(name, source, base_hash=base_model_hash(model_dir), owner=owner, link=link)
 
 

@@ -132,9 +132,9 @@ def test_where_no_file_can_be_opened_it_says_so_and_not_that_the_adapter_is_bad(
 
 
 def test_file_cut_after_its_header_was_checked_is_refused(adapter, shape_of, monkeypatch):
-    def cut(entries, config, shape, where, base):
+    def cut(*given):
         os.truncate(adapter / WEIGHTS_FILE, (adapter / WEIGHTS_FILE).stat().st_size - 100)
-        return match(entries, config, shape, where, base)
+        return match(*given)
 
     monkeypatch.setattr(file_check, "match", cut)
     with pytest.raises(AdapterError, match="cut while it was read"):

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the embedding or the head that an adapter replaces, as LoRA pairs of their change.
+
+PEFT replaces n rows (`trainable_token_indices`) or the whole matrix (`modules_to_save`).  The change of n
+rows is a pair of rank n: a one-hot of the tokens, and the trained rows minus the base's.  More rows than
+columns are a pair at the rank of the columns: the change, and an identity.  A tied head changes with trained
+tokens.
+Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
+
+Legend: N rows, V vocabulary, H hidden size, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import read_config
+from moe_lora.families import model_spec
+
+from .base import resized
+from .config import AdapterConfig, shown
+from .names import OuterPaths, outer_path, without_wrappers
+from .places import FLOATS, PlaceMap, Shaped, site_named
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_lora.adapters.packed import Pair
+
+_TOKENS, _SAVED = "trainable_token_indices", "modules_to_save"
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<path>.+?)\."
+    r"(?:(?P<tokens>token_adapter\.trainable_tokens_delta(?:\.[^.]+)?)|(?:modules_to_save\.(?:[^.]+\.)?)?weight)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacedRows:
+    """key: of [N, H] in the file.  site: "head" or "embedding".  base: the site of the base's rows.
+
+    tokens: of the rows; None: all.
+    """
+
+    key: str
+    site: str
+    base: str
+    tokens: tuple[int, ...] | None
+    lora_rank: int
+
+
+def replaced_rows(
+    tensors: Mapping[str, Shaped],
+    config: AdapterConfig,
+    shape: ModelShape,
+    places: PlaceMap,
+    base_dir: Path | None,
+    where: str,
+) -> tuple[ReplacedRows, ...]:
+    """The replaced rows of the file.
+
+    base_dir: checkpoint of the base.  Raises AdapterError with `where` for other modules, without a
+    checkpoint, for missing or misshapen tensors, and for rows replaced twice.
+    """
+    if not config.trainable_token_indices and not config.modules_to_save:
+        return ()
+    if base_dir is None:
+        raise AdapterError(
+            f"{config.where}: {_TOKENS} and {_SAVED} are changes of the base's rows, and no checkpoint of "
+            "the base is here; serve or check the adapter with the folder of the base model"
+        )
+    keys = _keys(tensors, places, where)
+    tied = model_spec(read_config(base_dir)).tie_word_embeddings
+    found: dict[str, ReplacedRows] = {}
+    for one in (
+        *_trained_tokens(keys, config, shape, places.outer, tied),
+        *_saved(keys, config, shape, places.outer, tied),
+    ):
+        if one.site in found:
+            raise AdapterError(
+                f"{config.where}: {_TOKENS} and {_SAVED} both change the {one.site}; train with one of them"
+            )
+        _check(one, tensors[one.key], shape, where)
+        found[one.site] = one
+    return tuple(found[site] for site in ("head", "embedding") if site in found)
+
+
+def replaced_pair(rows: ReplacedRows, change: torch.Tensor, shape: ModelShape) -> Pair:
+    """The pair of a change [N, H] of these rows."""
+    import torch
+
+    from moe_lora.adapters.packed import Pair
+
+    vocab, hidden = shape.vocab_size, shape.hidden_size
+    if rows.lora_rank == hidden:  # N >= H
+        by_token, by_column = change.t(), torch.eye(hidden, dtype=change.dtype, device=change.device)
+        if rows.tokens is not None:
+            by_token = change.new_zeros(hidden, vocab)
+            by_token[:, list(rows.tokens)] = change.t()
+    else:
+        assert rows.tokens is not None, "all rows have the rank of the columns"
+        by_token, by_column = change.new_zeros(len(rows.tokens), vocab), change
+        by_token[range(len(rows.tokens)), list(rows.tokens)] = 1
+    by_token, by_column = by_token.unsqueeze(0), by_column.unsqueeze(0)
+    shrink, expand = (by_column, by_token) if rows.site == "head" else (by_token, by_column)
+    return Pair(
+        site=site_named(shape, rows.site),
+        modules=(0,),
+        experts=range(1),
+        shrink=shrink,
+        expands=(expand,),
+        scale=1.0,
+        source=rows.key,
+    )
+
+
+def check_no_pair(
+    replaced: Sequence[ReplacedRows], targeted: Mapping[str, object], outer: OuterPaths, where: str
+) -> None:
+    """Raises AdapterError for a LoRA pair on a module with replaced rows.  targeted: by path."""
+    for one in replaced:
+        path = getattr(outer, one.site)
+        if path in targeted:
+            raise AdapterError(
+                f"{where}: {one.key} replaces rows of {path}, and {path} has a LoRA pair too; "
+                "train with one of them"
+            )
+
+
+def _keys(tensors: Mapping[str, Shaped], places: PlaceMap, where: str) -> dict[tuple[str, str], str]:
+    """(site, field of the config) -> key."""
+    found: dict[tuple[str, str], str] = {}
+    for key in sorted(tensors):
+        parts = _KEY.fullmatch(without_wrappers(key))
+        if parts is None or parts["path"].endswith((".base_layer", ".original_module")):
+            continue
+        path = outer_path(parts["path"], places.layer_prefix, places.outer)
+        if path not in places.outer:
+            continue
+        site = places.outer._fields[places.outer.index(path)]
+        before = found.setdefault((site, _TOKENS if parts["tokens"] else _SAVED), key)
+        if before != key:
+            raise AdapterError(
+                f"{where}: {key} and {before} have one place in the model; keep the tensor that belongs to "
+                "the adapter, and remove the other"
+            )
+    return found
+
+
+def _trained_tokens(
+    keys: Mapping[tuple[str, str], str],
+    config: AdapterConfig,
+    shape: ModelShape,
+    outer: OuterPaths,
+    tied: bool,
+) -> Iterator[ReplacedRows]:
+    given = config.trainable_token_indices
+    if not given:
+        return
+    by_name = given if isinstance(given, dict) else {outer.embedding: given}
+    by_site: dict[str, tuple[int, ...]] = {}
+    for name, tokens in by_name.items():
+        by_site[_site(name, outer, config, _TOKENS)] = _tokens(tokens, config, shape)
+    of_embedding = by_site.get("embedding")
+    shares = tied and of_embedding is not None and by_site.get("head", of_embedding) == of_embedding
+    for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):
+        base = "embedding" if shares or tied else site
+        tokens = of_embedding if shares and of_embedding is not None else by_site[site]
+        yield ReplacedRows(
+            key=_key(keys, "embedding" if shares else site, outer, config, _TOKENS),
+            site=site,
+            base=base,
+            tokens=tokens,
+            lora_rank=min(len(tokens), shape.hidden_size),
+        )
+
+
+def _saved(
+    keys: Mapping[tuple[str, str], str],
+    config: AdapterConfig,
+    shape: ModelShape,
+    outer: OuterPaths,
+    tied: bool,
+) -> Iterator[ReplacedRows]:
+    sites = [_site(name, outer, config, _SAVED) for name in config.modules_to_save]
+    if sites and tied and config.ensure_weight_tying:
+        raise AdapterError(
+            f"{config.where}: {_SAVED} with ensure_weight_tying=True on a tied base is not supported; train "
+            "with ensure_weight_tying=false and both of lm_head and embed_tokens"
+        )
+    for site in dict.fromkeys(sites):
+        yield ReplacedRows(
+            key=_key(keys, site, outer, config, _SAVED),
+            site=site,
+            base="embedding" if tied else site,
+            tokens=None,
+            lora_rank=shape.hidden_size,
+        )
+
+
+def _site(name: str, outer: OuterPaths, config: AdapterConfig, field: str) -> str:
+    for site, path in outer._asdict().items():
+        if path == name or path.endswith(f".{name}"):
+            return str(site)
+    raise AdapterError(
+        f"{config.where}: {field}: {shown(name)} is not supported: an adapter may replace rows of "
+        f"{outer.embedding} and {outer.head} alone; train without it"
+    )
+
+
+def _tokens(tokens: tuple[int, ...], config: AdapterConfig, shape: ModelShape) -> tuple[int, ...]:
+    bad = next((token for token in tokens if token >= shape.vocab_size), None)
+    if bad is not None or len(set(tokens)) < len(tokens) or not tokens:
+        raise AdapterError(
+            f"{config.where}: {_TOKENS}={shown(list(tokens))} must name different tokens from 0 to "
+            f"{shape.vocab_size - 1}; serve the adapter with the base it was trained for"
+        )
+    return tokens
+
+
+def _key(
+    keys: Mapping[tuple[str, str], str], site: str, outer: OuterPaths, config: AdapterConfig, field: str
+) -> str:
+    if (site, field) not in keys:
+        raise AdapterError(
+            f"{config.where}: {field} names {getattr(outer, site)}, and the file has no tensor for it; the "
+            "file is incomplete, save it again"
+        )
+    return keys[site, field]
+
+
+def _check(rows: ReplacedRows, tensor: Shaped, shape: ModelShape, where: str) -> None:
+    if str(tensor.dtype) not in FLOATS:
+        raise AdapterError(
+            f"{where}: {rows.key}: dtype {tensor.dtype} is not supported; save the adapter in float32, "
+            "bfloat16 or float16"
+        )
+    found, num_rows = tuple(tensor.shape), shape.vocab_size if rows.tokens is None else len(rows.tokens)
+    if rows.tokens is None and found[1:] == (shape.hidden_size,) and found[0] != num_rows:
+        raise resized(rows.key, tensor, shape, where)
+    if found != (num_rows, shape.hidden_size):
+        raise AdapterError(
+            f"{where}: {rows.key}: expected shape {[num_rows, shape.hidden_size]}, found {list(found)}; the "
+            f"adapter was trained for another base model, or {_TOKENS} is not that of this tensor"
+        )

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaced rows of the embedding and the head, against the weights that peft merges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.peft.file_check import bad_adapters
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
+from moe_lora.cli.main import main
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.wrong_files import read_config
+from moe_lora.families import shape_of as shape_in
+from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
+from tests.adapters.peft.test_outer_sites import change, outer_adapter
+from tests.families import ALL_FAMILIES, load_model, make_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+SAVED = "base_model.model.lm_head.weight"
+MANY = list(range(90, 0, -2))
+"""More tokens than the hidden size, 32."""
+FORMS = {
+    "tokens": {"trainable_token_indices": [5, 0, 71]},
+    "many_tokens": {"trainable_token_indices": MANY},
+    "by_name": {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [3, 9, 1]}},
+    "same_by_name": {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [7, 3]}},
+    "head_tokens": {"trainable_token_indices": {"lm_head": [3, 9]}},
+    "head": {"modules_to_save": ["lm_head"]},
+    "embedding": {"modules_to_save": ["embed_tokens"]},
+    "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+}
+PER_MODULE = ("by_name", "head_tokens")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """tied -> a tiny Llama."""
+    return {
+        tied: make_checkpoint("llama", tmp_path_factory.mktemp("base"), tie_word_embeddings=tied)
+        for tied in (False, True)
+    }
+
+
+def shape_at(base):
+    return shape_in(read_config(base))
+
+
+def read(base, adapter):
+    return read_adapter(adapter, shape_at(base), torch.float32, base_dir=base)
+
+
+@pytest.mark.parametrize(
+    ("form", "tied"),
+    # peft merges rows of a tied head alone into both: the forward pass is the oracle (tests/engine)
+    [(form, tied) for form in FORMS for tied in (False, True) if not (tied and form in PER_MODULE)],
+)
+def test_replaced_rows_pack_as_peft_merges(form, tied, bases, tmp_path):
+    base, shape = bases[tied], shape_at(bases[tied])
+    adapter = outer_adapter("llama", base, tmp_path / "a", **FORMS[form])
+    packed = read(base, adapter)
+    expected = peft_deltas("llama", base, adapter)
+    assert_same_deltas(packed_deltas(packed, shape), expected)
+    sizes = adapter_layer_bytes(adapter, shape, torch.float32, base_dir=base)
+    assert sizes == [layer.nbytes for layer in packed.layers]
+    target = tmp_path / "converted"
+    command = ["adapters", "convert", str(adapter), str(target), "--model", str(base)]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert_same_deltas(packed_deltas(read(base, target), shape), expected)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_trained_tokens_of_each_family_pack_as_peft_merges(family, checkpoint, shape_of, tmp_path):
+    base, shape = checkpoint(family), shape_of(family)
+    adapter = outer_adapter(family, base, tmp_path / "a", trainable_token_indices=[5, 0, 71])
+    packed = read_adapter(adapter, shape, torch.float32, base_dir=base)
+    assert_same_deltas(packed_deltas(packed, shape), peft_deltas(family, base, adapter))
+
+
+@pytest.mark.parametrize("form", ["tokens", "both"])
+def test_a_training_state_packs_as_the_saved_file(form, bases, tmp_path):
+    from peft import PeftModel, get_peft_model_state_dict
+
+    base, shape = bases[True], shape_at(bases[True])
+    adapter = outer_adapter("llama", base, tmp_path / "a", **FORMS[form])
+    model = PeftModel.from_pretrained(load_model(base), str(adapter))
+    for state in (model.state_dict(), get_peft_model_state_dict(model)):
+        packed = pack_state_dict(state, model.peft_config, shape, torch.float32, "a", base_dir=base)
+        assert packed.content_hash == read(base, adapter).content_hash
+
+
+def only(key, changed):
+    return lambda tensors: {k: changed(v) if k == key else v for k, v in tensors.items()}
+
+
+def without(key):
+    return lambda tensors: {k: v for k, v in tensors.items() if k != key}
+
+
+def also(key, *shape):
+    return lambda tensors: tensors | {key: torch.zeros(*shape)}
+
+
+TRANSPOSED, SHORTER = lambda v: v.T.contiguous(), lambda v: v[:-1].clone()
+MANGLED = {
+    "transposed tokens": ("tokens", only(TOKENS, TRANSPOSED), {}, "expected shape"),
+    "a row less": ("tokens", only(TOKENS, SHORTER), {}, "expected shape"),
+    "a column less": ("tokens", only(TOKENS, lambda v: v[:, :-1].clone()), {}, "expected shape"),
+    "no rows": ("tokens", without(TOKENS), {}, "no tensor"),
+    "integers": ("tokens", only(TOKENS, lambda v: v.int()), {}, "dtype"),
+    "two tensors of one place": ("tokens", also(TOKENS + ".other", 3, 32), {}, "one place"),
+    "rows of the head too": (
+        "tokens",
+        also(TOKENS.replace("model.embed_tokens", "lm_head"), 3, 32),
+        {},
+        "lm",
+    ),
+    "a token twice": ("tokens", None, {"trainable_token_indices": [5, 5, 71]}, "different tokens"),
+    "a token beyond": ("tokens", None, {"trainable_token_indices": [5, 0, 96]}, "different tokens"),
+    "a negative token": ("tokens", None, {"trainable_token_indices": [5, 0, -1]}, "trainable_token_indices"),
+    "a token of text": ("tokens", None, {"trainable_token_indices": ["5"]}, "trainable_token_indices"),
+    "another module": ("tokens", None, {"trainable_token_indices": {"q_proj": [5, 0, 71]}}, "'q_proj'"),
+    "no config of tokens": ("tokens", None, {"trainable_token_indices": None}, "token_adapter"),
+    "a transposed head": ("head", only(SAVED, TRANSPOSED), {}, r"expected shape \[96, 32\]"),
+    "a larger vocabulary": ("head", only(SAVED, lambda v: torch.cat([v, v[:2]])), {}, "was resized"),
+    "no head": ("head", without(SAVED), {}, "no tensor"),
+    "no config of the head": ("head", None, {"modules_to_save": None}, "lm_head.weight"),
+    "a saved norm": ("head", None, {"modules_to_save": ["lm_head", "norm"]}, "'norm'"),
+    "saved as text": ("head", None, {"modules_to_save": "lm_head"}, "modules_to_save"),
+    "a bias": ("head", also("base_model.model.lm_head.bias", 96), {}, "biases"),
+    "a pair of the head too": ("head", None, {"target_modules": ["q_proj", "o_proj", "lm_head"]}, "lm_head"),
+    "both forms": (
+        "both",
+        also(TOKENS, 1, 32),
+        {"trainable_token_indices": [5]},
+        "both change the embedding",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANGLED)
+def test_mangled_rows_are_refused_by_name(case, bases, tmp_path):
+    form, tensors, config, reason = MANGLED[case]
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", **FORMS[form])
+    read(bases[False], adapter)
+    change(adapter, tensors, config)
+    with pytest.raises(AdapterError, match=reason) as refusal:
+        read(bases[False], adapter)
+    bad = bad_adapters([("a", str(adapter))], shape_at(bases[False]), base_dir=bases[False])
+    assert bad == {"a": str(refusal.value)}
+
+
+def test_a_pair_on_a_replaced_head_is_refused(bases, tmp_path):
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", "lm_head")
+    change(adapter, also(SAVED, 96, 32), {"modules_to_save": ["lm_head"]})
+    with pytest.raises(AdapterError, match="LoRA pair too"):
+        read(bases[False], adapter)
+
+
+def test_without_a_checkpoint_rows_are_refused(bases, tmp_path):
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", **FORMS["tokens"])
+    with pytest.raises(AdapterError, match="no checkpoint"):
+        read_adapter(adapter, shape_at(bases[False]), torch.float32)
+
+
+def test_rows_count_towards_the_rank_limit(bases, tmp_path):
+    shape = shape_at(bases[False])
+    for form, rank in (("tokens", 4), ("many_tokens", 32), ("head", 32)):
+        adapter = outer_adapter("llama", bases[False], tmp_path / form, **FORMS[form])
+        limits = {"base_dir": bases[False], "max_lora_rank": rank - 1}
+        with pytest.raises(AdapterError, match=f"rank {rank} is above"):
+            read_adapter(adapter, shape, torch.float32, **limits)
+        assert read(bases[False], adapter).max_lora_rank == rank
+
+
+def test_beside_a_lora_server_the_refusal_names_the_rows(bases, tmp_path):
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", **FORMS["tokens"])
+    where = {"base_dir": bases[False], "beside_lora_server": True}
+    contents = AdapterContents(shape_at(bases[False]), torch.float32, **where)
+    with pytest.raises(AdapterError, match="a change of lm_head or embed_tokens"):
+        contents.read("a", str(adapter))
+
+
+@pytest.mark.parametrize(("form", "said"), [("tokens", "3 rows of the"), ("head", "all rows of the")])
+def test_the_check_names_the_rows(form, said, bases, tmp_path):
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", **FORMS[form])
+    found = CliRunner().invoke(main, ["adapters", "check", str(adapter), "--model", str(bases[False])])
+    assert found.exit_code == 0, found.output
+    assert said in found.output
+    assert "bytes" in found.output
