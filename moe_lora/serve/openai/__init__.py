@@ -21,11 +21,7 @@ MESSAGES = "moe_lora.serve.anthropic.endpoints"
 TOKENIZING = "moe_lora.serve.openai.tokenizing"
 EMBEDDING = "moe_lora.serve.openai.embedding"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
-TOKENS = "moe_lora.serve.openai.tokens"
 LATER = (
-    ("POST /inference/v1/generate", TOKENS, "generate", "Continue token ids by token ids."),
-    ("POST /v1/completions/render", TOKENS, "render_completion", "Bodies for /inference/v1/generate."),
-    ("POST /v1/chat/completions/render", TOKENS, "render_chat", "The body for /inference/v1/generate."),
     ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
     ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),
