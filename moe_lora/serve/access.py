@@ -26,11 +26,18 @@ OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
 _EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
 _CHATS = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", *MESSAGES}
-GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING})
+_TOKENS = "/inference/v1/generate"
+GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, _TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
-_TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info"}
-_FOR_ALL = GENERATING | _TOKENIZING | {"/", "/docs", "/openapi.json", "/v1/models"}
+_RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info", *(f"{path}/render" for path in _RENDERED)}
+_FOR_ALL = (
+    GENERATING
+    | _TOKENIZING
+    | {"/inference/v1/abort_requests"}
+    | {"/", "/docs", "/openapi.json", "/v1/models"}
+)
 _BELOW = ("/v1/models/", "/v1/responses/")
 """Paths for every key, and beginnings of such paths; other paths need an administrator."""
 _PERIOD_S = 60.0

@@ -21,6 +21,8 @@ MESSAGES = "moe_lora.serve.anthropic.endpoints"
 TOKENIZING = "moe_lora.serve.openai.tokenizing"
 EMBEDDING = "moe_lora.serve.openai.embedding"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
+TOKEN_IDS = "moe_lora.serve.openai.token_ids"
+RENDERING = "moe_lora.serve.openai.rendering"
 LATER = (
     ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
@@ -34,6 +36,12 @@ LATER = (
     ("GET /tokenizer_info", TOKENIZING, "info", "The tokenizer's configuration."),
     ("POST /v1/embeddings", EMBEDDING, "embed", "Hidden states of last tokens, of length 1."),
     ("POST /pooling", EMBEDDING, "pool", "Hidden states of last tokens."),
+    ("POST /inference/v1/generate", TOKEN_IDS, "generate", "Answer token ids with token ids."),
+    ("POST /inference/v1/abort_requests", TOKEN_IDS, "abort", "End requests by their ids."),
+    ("POST /v1/completions/render", RENDERING, "completion", "Bodies of /inference/v1/generate."),
+    ("POST /v1/chat/completions/render", RENDERING, "chat", "The body of /inference/v1/generate."),
+    ("POST /v1/responses/render", RENDERING, "response", "The body of /inference/v1/generate."),
+    ("POST /v1/messages/render", RENDERING, "message", "The body of /inference/v1/generate."),
     ("POST /invocations", INVOCATIONS, "invoke", "Any of the generating endpoints, by the body."),
     ("POST /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /ping", INVOCATIONS, "ping", "As /health."),

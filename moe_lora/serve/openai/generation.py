@@ -160,6 +160,7 @@ class Generation:
     cache_salt: str | None = None
     timeout_s: float | None = None
     from_s: float = field(default_factory=time.monotonic)
+    engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
     _cached_tokens: Counter[int] = field(default_factory=Counter)
@@ -170,12 +171,17 @@ class Generation:
 
         Raises ApiError if the choices may exceed the caller's rate.
         """
-        engine_id, allowance = uuid.uuid4().hex, self.caller.tokens
+        engine_id, allowance = self.engine_id, self.caller.tokens
         with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
             num_choices = len(self.prompts) * self.num_choices
             choices = [self._choice(index, engine_id, reservation) for index in range(num_choices)]
             async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
                 yield deltas
+
+    async def abort(self) -> None:
+        """End all choices with "abort"."""
+        for index in range(len(self.prompts) * self.num_choices):
+            await self.frontend.client.abort(f"{self.engine_id}-{index}")
 
     def _reserved(self, allowance: Allowance) -> AbstractContextManager[Reservation]:
         num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))

@@ -364,7 +364,8 @@ def prepared(
     if body.model_extra or body.stream_options is not None:
         ignored = tuple(map(shown_name, body.unknown_fields()))
         body.drop_unknown()
-    parsers = _parsers(body, prompts, tokenizer, bounds) if isinstance(body, ChatRequest) else None
+    chat = body.as_chat
+    parsers = None if chat is None else _parsers(chat, prompts, tokenizer, bounds)
     asked = None
     if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
         from .structured import body_grammar

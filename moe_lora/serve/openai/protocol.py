@@ -144,7 +144,7 @@ class StructuredFields(ApiRequest):
     ebnf: Text | None = None
 
 
-STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields) | {"tool_choice"}
+STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields) | {"tool_choice", "parse_context"}
 
 
 class SamplingFields(StructuredFields):
@@ -197,6 +197,11 @@ class SamplingFields(StructuredFields):
         super().drop_unknown()
         if self.stream_options is not None:
             self.stream_options.drop_unknown()
+
+    @property
+    def as_chat(self) -> ChatRequest | None:
+        """The chat that decides how the answer is parsed; None: the answer is plain."""
+        return None
 
     def without_prompt(self) -> Self:
         """The body without large fields."""
@@ -329,6 +334,10 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+
+    @property
+    def as_chat(self) -> ChatRequest | None:
+        return self
 
     @property
     def conversations(self) -> Sequence[ChatRequest]:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_lora.serve.http_errors import ApiError, bad_request
 
-from .protocol import ChatRequest
-
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
@@ -67,6 +65,11 @@ def body_grammar(
     if parsers is None or not parsers.reasoning:
         return asked[0]
     return asked[0]._replace(rules=reasoning_rules(parsers, tokenizer))
+
+
+def outputs_of(body: SamplingFields) -> dict[str, Any] | None:
+    """The body's grammar as structured_outputs; None: without, or of forced calls."""
+    return next(({one.kind: one.value} for one in _asked(body) if one.kind in KINDS), None)
 
 
 def checked_grammar(asked: BodyGrammar) -> str:
@@ -142,12 +145,13 @@ def _asked(body: SamplingFields) -> list[BodyGrammar]:
         found.append(("response_format", *_of_format(body.response_format)))
     if body.structured_outputs is not None:
         found += _of_outputs(body.structured_outputs)
-    if isinstance(body, ChatRequest) and body.tools:
+    chat = body.as_chat
+    if chat is not None and chat.tools:
         from .parsers.forced import forced_functions
 
-        parallel = body.parallel_tool_calls is not False
+        parallel = chat.parallel_tool_calls is not False
         found.append(
-            ("tool_choice", "calls", forced_functions(body.tools, body.tool_choice, parallel=parallel))
+            ("tool_choice", "calls", forced_functions(chat.tools, chat.tool_choice, parallel=parallel))
         )
     return [BodyGrammar(*one) for one in found if one[2] not in (None, "", [], False)]
 

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /inference/v1/generate and /inference/v1/abort_requests, as vLLM has them: token ids in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from weakref import WeakValueDictionary
+
+from fastapi import Request
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from starlette.responses import Response
+
+from moe_lora.config import AUTO
+from moe_lora.core.request import TokenLogprobs
+from moe_lora.serve.access import caller_of
+from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_validation
+
+from .converted import renaming
+from .endpoints import (
+    CLIENT_GONE,
+    LEAST_LOGPROB,
+    ChatFormat,
+    EventStream,
+    answer,
+    chat_format,
+    prepared_answer,
+    unless_disconnected,
+)
+from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
+from .generation import Delta, Generation
+from .prompt_bodies import read_body
+from .prompt_side import in_slices, score_parts
+from .protocol import ApiRequest, ChatRequest, CompletionRequest, Listed, StreamOptions, Text, TokenId
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.frontend import Frontend
+
+    from .preparing import Prepared, Preparer
+
+CONTEXT = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+"""Fields of a chat that decide how its answer is parsed."""
+_UNUSED = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "output_kind", "skip_clone")
+"""Fields of vLLM without an effect: the prompt shows the state of the reasoning."""
+_FOREIGN = ("prompt", "echo", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "best_of")
+"""Fields of completions with a text."""
+_NEUTRAL = {
+    **NEUTRAL,
+    **dict.fromkeys(("content_parts", "features", "prompt_logprob_start"), (None,)),
+    "prompt_logprob_token_ids": (None, []),
+    "extra_args": (None, {}),
+}
+MAX_ABORTED = 1024
+
+
+class TokensRequest(CompletionRequest):
+    """A body of /inference/v1/generate: the fields of sampling_params beside the others.
+
+    detokenize: False: no stop strings, and no text.  parse_context: of a rendered chat.
+    """
+
+    default_max_tokens = None
+
+    prompt: Annotated[Listed[TokenId], Field(min_length=1)]  # type: ignore[assignment]
+    output_mode: Literal["tokens", "text", "derender"] = "tokens"
+    detokenize: bool | None = None
+    parse_context: dict[str, Any] | None = None
+    _chat: ChatRequest | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            data = drop_neutral(_flattened(data), cls.model_fields, _NEUTRAL)
+            check_unknown(data, cls.model_fields)
+        return data
+
+    @model_validator(mode="after")
+    def _check_output(self) -> Self:
+        mode = f'output_mode="{self.output_mode}"'
+        if self.detokenize is False and self.output_mode != "tokens":
+            raise FieldError("output_mode", f"{mode} needs text; leave detokenize=false out")
+        if self.detokenize is False and self.stop:
+            raise FieldError("stop", "stop strings need text; leave detokenize=false out")
+        if self.output_mode == "derender" and self.stream:
+            raise FieldError("stream", f'{mode} has no stream; leave stream out, or choose "text"')
+        if self.parse_context is not None:
+            self._chat = _chat_of(self.parse_context)
+        return self
+
+    @property
+    def as_chat(self) -> ChatRequest | None:
+        return self._chat
+
+    def without_prompt(self) -> Self:
+        return self.model_copy(update={"prompt": []})
+
+
+def _flattened(data: dict[str, Any]) -> dict[str, Any]:
+    """The body in the form of a completion.  Raises FieldError."""
+    sampling = data.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise FieldError("sampling_params", "sampling_params must be an object")
+    outer = {name: value for name, value in data.items() if name not in (*_UNUSED, "sampling_params")}
+    for name in sampling:
+        if name in outer or name == "token_ids":
+            raise FieldError(name, f"sampling_params.{name} is given twice; leave one of them out")
+    found = {**outer, **{name: value for name, value in sampling.items() if name not in _UNUSED}}
+    for name in _FOREIGN:
+        if found.pop(name, None) not in (None, False):
+            raise FieldError(name, f"{name} is not a field of this request; send token_ids alone")
+    if "token_ids" not in found:
+        raise FieldError("token_ids", "token_ids is missing; send a list of token ids")
+    return {**found, "prompt": found.pop("token_ids")}
+
+
+def _chat_of(context: dict[str, Any]) -> ChatRequest:
+    """The chat without messages for the parsers.  Raises ApiError and FieldError."""
+    wrong = next((name for name in context if name not in (*CONTEXT, "history_tool_call_cnt")), None)
+    if wrong is not None:
+        what = f"parse_context.{wrong[:64]} is unknown; allowed are {', '.join(CONTEXT)}"
+        raise FieldError("parse_context", what)
+    given = {name: value for name, value in context.items() if name in CONTEXT}
+    try:
+        return ChatRequest.model_validate(
+            {**given, "messages": [{"role": "user", "content": ""}], "return_token_ids": True}
+        )
+    except ValidationError as error:
+        raise describe_validation(error) from error
+
+
+class AbortRequest(ApiRequest):
+    """POST /inference/v1/abort_requests."""
+
+    model: Text | None = None
+    request_ids: Annotated[Listed[Text], Field(max_length=MAX_ABORTED)]
+
+
+class TokensFormat(ChatFormat):
+    """Choices of token ids, with their text or message by output_mode.
+
+    running: gets the generation by the answer's id.
+    """
+
+    id_prefix = "generate-tokens-"
+
+    def __init__(
+        self,
+        body: TokensRequest,
+        prepared: Prepared,
+        tokenizer: Tokenizer | None,
+        running: WeakValueDictionary[str, Generation],
+    ) -> None:
+        self._mode, self._body, self._running = body.output_mode, body, running
+        super().__init__(tokenizer, with_token_ids=True)
+        self._message: ChatFormat | None = None
+        if self._mode == "derender":
+            plain = ChatFormat(tokenizer, with_token_ids=True)
+            chat = body.as_chat
+            self._message = plain if chat is None else chat_format(chat, tokenizer, prepared.parsers)
+            self.text = self._message.text
+        elif self._mode == "tokens" and not prepared.sampling.stop:
+            self.text = None
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        entry = self.whole(delta)
+        if self.prompt_of is not None and delta.index not in self._shown:
+            self._shown.add(delta.index)
+            entry["prompt_token_ids"] = self.prompt_of(delta.index)
+        return entry
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        if self._message is not None:
+            return self._message.whole(delta)
+        entry = self.entry(delta, "text", delta.text)
+        if self._mode == "tokens":
+            del entry["text"]
+        return entry
+
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
+        if self._mode != "tokens":
+            return super().logprobs(index, token_ids, logprobs)
+
+        def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+            return {"token_id": token_id, "logprob": max(logprob, LEAST_LOGPROB), "rank": rank}
+
+        content = []
+        for token_id, one in zip(token_ids, logprobs, strict=True):
+            drawn = entry(token_id, one.logprob, one.position)
+            others = [entry(*other, rank) for rank, other in enumerate(one.top, 1) if other[0] != token_id]
+            content.append({**drawn, "top_logprobs": [drawn, *others]})
+        return {"content": content}
+
+    async def respond(
+        self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
+    ) -> Response:
+        head = {"request_id": head["id"], "output_mode": self._mode, "model": head["model"]}
+        self._running[head["request_id"]] = generation
+        if self._body.stream:
+            options = self._body.stream_options or StreamOptions()
+            return EventStream(generation, self, head, options, headers)
+        whole = await unless_disconnected(request.receive, generation.whole())
+        if whole is None:
+            return Response(status_code=CLIENT_GONE)
+        shown = {**head, "choices": [self.whole(delta) for delta in whole], "usage": generation.usage()}
+        asked, report = self._body.prompt_logprobs, whole[0].prompt
+        if asked is not None and report is not None and report.logprobs is not None:
+            parts = score_parts(self, generation.prompt_of(0), report.logprobs, asked)
+            shown["prompt_logprobs"] = await in_slices(parts)
+        if self.prompt_of is not None:
+            shown["prompt_token_ids"] = self.prompt_of(0)
+        return JsonResponse(shown, headers=headers)
+
+
+class Endpoints:
+    """The endpoints of one front end."""
+
+    def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
+        self._frontend, self._preparer = frontend, preparer
+        self._running: WeakValueDictionary[str, Generation] = WeakValueDictionary()
+
+    async def generate(self, request: Request) -> Response:
+        with renaming({"prompt": "token_ids"}):
+            prepare = self._preparer.prepare
+            return await prepared_answer(self._frontend, prepare, TokensRequest, self._answer, request)
+
+    async def _answer(self, body: TokensRequest, request: Request) -> Response:
+        """Raises ApiError."""
+        config, prepared, mode = self._frontend.limits.config, request.state.prepared, body.output_mode
+        if mode != "tokens" and self._frontend.tokenizer is None:
+            what = f'output_mode="{mode}" requires a tokenizer, and the model\'s directory has none'
+            raise bad_request(f"{what}; leave output_mode out", "output_mode")
+        has_parser = config.reasoning_parser != "none" or config.tool_call_parser not in (AUTO, "none")
+        if mode == "derender" and body.as_chat is None and has_parser:
+            what = 'output_mode="derender" needs parse_context on a server with parsers'
+            raise bad_request(f"{what}; send the parse_context of the rendered chat", "parse_context")
+        form = TokensFormat(body, prepared, self._frontend.tokenizer, self._running)
+        return await answer(self._frontend, request, form)
+
+    async def abort(self, request: Request) -> Response:
+        """End running requests of this front end and key.  Unknown ids may have ended before."""
+        found = await read_body(request, AbortRequest, self._frontend, self._preparer)
+        key = caller_of(request.scope).key
+        for request_id in found.body.request_ids:
+            generation = self._running.get(request_id)
+            if generation is not None and generation.caller.key == key:
+                await generation.abort()
+        return Response()

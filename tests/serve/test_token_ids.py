@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids in and out, and prompts rendered for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from moe_lora.engine.text.text import load_tokenizer
+
+from .test_prompt_side import MODEL, NAMES, ask, demo, refused  # noqa: F401  (the fixture)
+
+TOKENIZER = load_tokenizer(MODEL)
+GENERATE = "/inference/v1/generate"
+CHAT = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+IDS = TOKENIZER.encode("hello world=")
+
+
+def events(client, **body):
+    with client.http.stream("POST", GENERATE, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_token_ids_are_those_of_a_completion(demo, model):  # noqa: F811
+    common = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    plain = ask(demo, "/v1/completions", model=model, prompt=IDS, return_token_ids=True, **common)
+    found = ask(demo, GENERATE, model=model, token_ids=IDS, sampling_params=common)
+    expected = plain["choices"][0]
+    assert found["choices"] == [
+        {"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": expected["token_ids"]}
+    ]
+    assert found["usage"]["completion_tokens"] == 8
+    assert found["request_id"].startswith("generate-tokens-")
+    text = ask(demo, GENERATE, model=model, token_ids=IDS, sampling_params=common, output_mode="text")
+    assert text["choices"][0]["text"] == expected["text"]
+    chunks = events(
+        demo, model=model, token_ids=IDS, sampling_params=common, output_mode="text", return_token_ids=True
+    )
+    assert "".join(one["choices"][0]["text"] for one in chunks) == expected["text"]
+    assert [i for one in chunks for i in one["choices"][0]["token_ids"]] == expected["token_ids"]
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == IDS
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_max_tokens_the_answer_takes_the_rest_of_the_context(demo):  # noqa: F811
+    found = ask(demo, GENERATE, token_ids=IDS, sampling_params={"ignore_eos": True})
+    assert len(found["choices"][0]["token_ids"]) == 256 - len(IDS)
+
+
+@pytest.mark.parametrize("num", [0, 1, 5])
+def test_log_probabilities_name_tokens_by_id(demo, num):  # noqa: F811
+    sampling = {"max_tokens": 3, "temperature": 0, "logprobs": num, "prompt_logprobs": num, "n": 2}
+    found = ask(demo, GENERATE, token_ids=IDS, sampling_params=sampling, return_token_ids=True)
+    assert [one["index"] for one in found["choices"]] == [0, 1]
+    for choice in found["choices"]:
+        for token_id, one in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+            assert (one["token_id"], one["rank"]) == (token_id, 1)
+            assert len(one["top_logprobs"]) == max(num, 1)
+    assert len(found["prompt_logprobs"]) == len(IDS) == len(found["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": "hello"}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"token_ids": IDS, "prompt": "x"}, "token_ids"),
+        ({"token_ids": IDS, "sampling_params": [1]}, "sampling_params"),
+        ({"token_ids": IDS, "sampling_params": {"token_ids": [1]}}, "token_ids"),
+        ({"token_ids": IDS, "temperature": 0, "sampling_params": {"temperature": 1}}, "temperature"),
+        ({"token_ids": IDS, "sampling_params": {"echo": True}}, "echo"),
+        ({"token_ids": IDS, "sampling_params": {"max_tokens": None, "min_tokens": 2**31}}, "min_tokens"),
+        ({"token_ids": IDS, "sampling_params": {"detokenize": False, "stop": ["x"]}}, "stop"),
+        ({"token_ids": IDS, "sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode"),
+        ({"token_ids": IDS, "output_mode": "bogus"}, "output_mode"),
+        ({"token_ids": IDS, "output_mode": "derender", "stream": True}, "stream"),
+        ({"token_ids": IDS, "features": {"mm_hashes": {}}}, "features"),
+        ({"token_ids": IDS, "parse_context": {"messages": CHAT}}, "parse_context"),
+        ({"token_ids": IDS, "parse_context": {"tools": [TOOL], "tool_choice": {"type": "x"}}}, "tool_choice"),
+        ({"token_ids": IDS, "parse_context": []}, "parse_context"),
+    ],
+)
+def test_wrong_bodies_are_refused(demo, body, param):  # noqa: F811
+    answer = demo.post(GENERATE, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_rendered_bodies_have_the_answers_of_their_originals(demo):  # noqa: F811
+    common = {"model": "upper", "temperature": 0, "max_tokens": 12, "seed": 3, "logit_bias": {"5": -1.0}}
+    chat = {**common, "messages": CHAT}
+    body = ask(demo, "/v1/chat/completions/render", request_id="abc", **chat)
+    assert body["request_id"] == "chatcmpl-abc"
+    assert body["sampling_params"]["logit_bias"] == {"5": -1.0}
+    answer = ask(demo, "/v1/chat/completions", return_token_ids=True, **chat)
+    assert body["token_ids"] == answer["prompt_token_ids"]
+    found = ask(demo, GENERATE, **{**body, "output_mode": "derender"})["choices"][0]
+    assert found["message"] == answer["choices"][0]["message"]
+    assert found["token_ids"] == answer["choices"][0]["token_ids"]
+    prompts = ask(demo, "/v1/completions/render", request_id="abc", prompt=["a", "b"], **common)
+    assert [one["request_id"] for one in prompts] == ["cmpl-abc-0", "cmpl-abc-1"]
+    whole = ask(demo, "/v1/completions", prompt=["a", "b"], return_token_ids=True, **common)["choices"]
+    assert [ask(demo, GENERATE, **one)["choices"][0]["token_ids"] for one in prompts] == [
+        one["token_ids"] for one in whole
+    ]
+
+
+def test_a_rendered_grammar_and_a_rendered_call_bind_the_answer(demo):  # noqa: F811
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = ask(demo, "/v1/chat/completions/render", messages=CHAT, response_format=wanted, max_tokens=60)
+    text = ask(demo, GENERATE, **{**body, "output_mode": "text"})["choices"][0]["text"]
+    assert json.loads(text)["a"] in (1, 2)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    chat = {"messages": CHAT, "tools": tools, "tool_choice": "required", "max_tokens": 90}
+    body = ask(demo, "/v1/chat/completions/render", parallel_tool_calls=False, **chat)
+    message = ask(demo, GENERATE, **{**body, "output_mode": "derender"})["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
+
+
+def test_messages_and_responses_are_rendered_as_chats(demo):  # noqa: F811
+    chat = ask(demo, "/v1/chat/completions/render", messages=CHAT, max_tokens=5)
+    message = ask(demo, "/v1/messages/render", model="demo", messages=CHAT, max_tokens=5)
+    response = ask(demo, "/v1/responses/render", input="hello", max_output_tokens=5)
+    assert chat["token_ids"] == message["token_ids"] == response["token_ids"]
+    assert response["request_id"].startswith("resp_")
+    assert {one["sampling_params"]["max_tokens"] for one in (chat, message, response)} == {5}
+    error = demo.post("/v1/responses/render", {"input": "x", "previous_response_id": "resp_1"})
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "previous_response_id")
+    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": CHAT})):
+        assert demo.post(f"/v1/{path}/render", {**body, "model": "none"}).status_code == 404
+        assert demo.post(f"/v1/{path}/render", {**body, "echo": True}).status_code == 400
+
+
+def test_an_abort_ends_a_stream_with_its_reason(demo):  # noqa: F811
+    found, first = [], threading.Event()
+    body = {"token_ids": IDS, "sampling_params": {"ignore_eos": True}, "request_id": "x", "stream": True}
+    answer = demo.post("/inference/v1/abort_requests", {"request_ids": ["unknown"]})
+    assert answer.status_code == 200
+    with demo.http.stream("POST", GENERATE, json=body) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            found.append(json.loads(line[6:]))
+            if not first.is_set():
+                first.set()
+                ids = {"request_ids": [found[0]["request_id"]]}
+                assert demo.post("/inference/v1/abort_requests", ids).status_code == 200
+    assert found[-1]["choices"][0]["finish_reason"] in ("abort", "length")  # a short answer may end first
+    assert demo.post("/inference/v1/abort_requests", {}).status_code == 400
