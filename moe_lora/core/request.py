@@ -20,6 +20,8 @@ UNFOLLOWABLE = "no token can follow"
 """Start of the error of an answer without a next token: by the request, not by the engine."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: a division of logits would overflow."""
+BACKGROUND = 1 << 20
+"""Least priority of background requests: they compute in steps without other requests."""
 
 MAX_ADAPTER_NAME_CHARS = 256
 
@@ -142,7 +144,8 @@ class GenerateRequest:
     allocated pages.
 
     tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
-    tenant; lower goes first. cache_salt: requests of the same salt share cached prompts.
+    tenant; lower goes first; from BACKGROUND on after all tenants.  cache_salt: requests of the same salt
+    share cached prompts.
     """
 
     request_id: str

@@ -12,11 +12,13 @@ from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
+from moe_lora.core.request import BACKGROUND
 from moe_lora.policies.admission.admission import admissible
 
 from .views import Adapters, RequestQueue, Scheduled, Sequence
 
 if TYPE_CHECKING:
+    from .background import Background
     from .tenant_queue import TenantQueue
 
 LOOK_AHEAD = 16
@@ -44,7 +46,7 @@ class Scheduler(Generic[Sequence]):
 
     loading: sequences with an adapter or history on the way to the device.  waiting: sequences without
     holds. queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the
-    second tenant or priority on.
+    second tenant or priority on.  background: from the first background request on.
 
     Progress: the first running request (else the first loaded request) keeps all holds to the end.  Without
     a free page, all younger requests release pages and no request is admitted in that schedule. Then only
@@ -65,6 +67,7 @@ class Scheduler(Generic[Sequence]):
         self.loading: list[Sequence] = []
         self.waiting: RequestQueue[Sequence] = RequestQueue() if queue is None else queue
         self.tenants: TenantQueue[Sequence] | None = None
+        self.background: Background[Sequence] | None = None
         self._lane: tuple[str, int] | None = None
         """Tenant and priority of all requests so far."""
         self._num_sampled = 0
@@ -85,7 +88,8 @@ class Scheduler(Generic[Sequence]):
     @property
     def num_waiting(self) -> int:
         """Sequences before their first step."""
-        return len(self.waiting) + len(self.loading)
+        num = len(self.waiting) + len(self.loading)
+        return num if self.background is None else num + self.background.num_waiting
 
     @property
     def oldest(self) -> Sequence | None:
@@ -93,11 +97,25 @@ class Scheduler(Generic[Sequence]):
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
+        if self.background is None and sequence.priority >= BACKGROUND:
+            from .background import Background
+
+            self.background = Background(self)
+        if self.background is None:
+            self.enqueue(sequence)
+        else:
+            self.background.add(sequence)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Add to the queue, by tenant from the second tenant or priority on."""
         lane = sequence.tenant, sequence.priority
         if self._lane is None:
             self._lane = lane
         elif self.tenants is None and lane != self._lane:
             self._count_tenants()
+        self.append(sequence)
+
+    def append(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
@@ -120,6 +138,8 @@ class Scheduler(Generic[Sequence]):
         only: adapters (None among them: the base model) with computing sequences, at most max_num_seqs;
         other sequences keep holds.  All adapters compute for None, or if no sequence of `only` can.
         """
+        if self.background is not None:
+            self.background.turn()
         plan = self._plan(only)
         if only is not None and not plan:
             plan = self._plan(None)
@@ -187,6 +207,15 @@ class Scheduler(Generic[Sequence]):
             self.waiting.remove(sequence)
             if sequence.adapter is not None:
                 self._adapters.dequeue(sequence.adapter)
+        elif self.background is not None:
+            self.background.remove(sequence)
+
+    def preempt_all(self) -> None:
+        """Put back all running and loading sequences, in the order of their starts."""
+        while self.loading:
+            self._stop_loading()
+        while self.running:
+            self._preempt(self.running[-1])
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
         """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence

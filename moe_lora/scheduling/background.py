@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Background requests of a scheduler: they compute in steps without other requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic
+
+from moe_lora.core.request import BACKGROUND
+
+from .views import RequestQueue, Sequence
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+    from .tenant_queue import TenantQueue
+
+
+class Background(Generic[Sequence]):
+    """Gives the scheduler background requests while no other request is there.
+
+    The queue of other requests, with its tenants, never has a background request.  When another request
+    arrives, the next plan first puts all background requests back.  Their filled blocks stay in the prefix
+    cache.
+    """
+
+    def __init__(self, scheduler: Scheduler[Sequence]) -> None:
+        self._scheduler = scheduler
+        self._parked: RequestQueue[Sequence] = RequestQueue()
+        self._arrived: list[Sequence] = []
+        """Other requests since the last plan."""
+        self._others: tuple[RequestQueue[Sequence], TenantQueue[Sequence] | None] | None = None
+        """Queues of other requests while background requests run."""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._parked) + len(self._arrived)
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.priority >= BACKGROUND:
+            self._parked.append(sequence)
+        elif self._others is None:
+            self._scheduler.enqueue(sequence)
+        else:
+            self._arrived.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove an ended or aborted sequence outside of the scheduler's queues."""
+        for group in (self._parked, self._arrived):
+            if sequence in group:
+                group.remove(sequence)
+
+    def turn(self) -> None:
+        """Before a plan: change between background and other requests if due."""
+        scheduler = self._scheduler
+        if self._arrived and self._others is not None:
+            self._put_back(*self._others)
+        if self._others is None:
+            if scheduler.running or scheduler.loading or scheduler.waiting or not self._parked:
+                return
+            self._others = scheduler.waiting, scheduler.tenants
+            scheduler.waiting, scheduler.tenants = RequestQueue(), None
+        while self._parked:
+            scheduler.append(self._parked.popleft())
+
+    def _put_back(self, waiting: RequestQueue[Sequence], tenants: TenantQueue[Sequence] | None) -> None:
+        scheduler = self._scheduler
+        scheduler.preempt_all()
+        self._parked.extendleft(reversed(scheduler.waiting))
+        for sequence in list(scheduler.waiting):
+            scheduler.finish(sequence)
+        self._others, scheduler.waiting, scheduler.tenants = None, waiting, tenants
+        arrived, self._arrived = self._arrived, []
+        for sequence in arrived:
+            scheduler.enqueue(sequence)
