@@ -316,7 +316,22 @@ class MigrationConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontEndConfig(AccessConfig, LimitsConfig, MigrationConfig, RoutingConfig):
+class BatchConfig(Settings):
+    """Files and batches (docs/guides/batches.md)."""
+
+    SECTION: ClassVar[str] = "front_end"
+
+    batch_dir: str | None = setting(None, path="place", metavar="FOLDER", unset="a temporary folder")
+    """Folder for files and batches.  The next start goes on with unfinished batches.  One server at a time
+    uses the folder."""
+    batch_bytes: int = setting(256 << 20, least=1024)
+    """Bytes of all files of a tenant, without keys of all clients; then 413."""
+    batch_concurrency: int = setting(16, least=1)
+    """Requests of batches at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, RoutingConfig):
     """Where the front end listens, for HTTP and for instances that dial in, how it routes, what clients may
     have of it."""
 

@@ -32,13 +32,9 @@ STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info", *(f"{path}/render" for path in _RENDERED)}
-_FOR_ALL = (
-    GENERATING
-    | _TOKENIZING
-    | {"/inference/v1/abort_requests"}
-    | {"/", "/docs", "/openapi.json", "/v1/models"}
-)
-_BELOW = ("/v1/models/", "/v1/responses/")
+_OWN = {"/inference/v1/abort_requests", "/v1/files", "/v1/batches"}
+_FOR_ALL = GENERATING | _TOKENIZING | _OWN | {"/", "/docs", "/openapi.json", "/v1/models"}
+_BELOW = ("/v1/models/", "/v1/responses/", "/v1/files/", "/v1/batches/")
 """Paths for every key, and beginnings of such paths; other paths need an administrator."""
 _PERIOD_S = 60.0
 
@@ -114,6 +110,9 @@ class Caller:
     key, tenant: None and "" without keys.  tokens: token allowance; None: unlimited.  is_admin: may use
     every path.
     """
+
+    background = False
+    """True: requests run in steps without others, and are in no queue of the front end."""
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
         self.key = key

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
     from .api_keys import ApiKey
+    from .batches.running import Batches
 
 
 CUT = "the server is shutting down and does not finish this request; send it again"
@@ -54,9 +55,9 @@ class Frontend:
     """One engine and the HTTP application.
 
     tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
-    cuts requests at shutdown.  model_name: the base model's main name; every name outside model_names is an
-    adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks large bodies; None: starts with the first
-    large body.  The creator closes the client.
+    cuts requests at shutdown.  batches: from the first file or batch on.  model_name: the base model's main
+    name; every name outside model_names is an adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks
+    large bodies; None: starts with the first large body.  The creator closes the client.
     """
 
     client: FleetClient
@@ -67,6 +68,7 @@ class Frontend:
     adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None
     checks: CheckingProcess | None = None
     ending: Ending = field(default_factory=Ending)
+    batches: Batches | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -300,7 +300,15 @@ async def serve_forever(
     """
     limits = frontend.limits
     server = HttpServer(_http_config(frontend, drain_s), limits)
-    server.on_ready = lambda url: logger.info("Serving %s at %s", frontend.model_name, url)
+
+    def ready(url: str) -> None:
+        logger.info("Serving %s at %s", frontend.model_name, url)
+        if frontend.config.batch_dir is not None:
+            from .batches.endpoints import opened
+
+            opened(frontend, cast("FastAPI", server.config.app))
+
+    server.on_ready = ready
     loop = asyncio.get_running_loop()
 
     def cut() -> None:

@@ -236,6 +236,8 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
         *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/pooling", "/invocations"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/inference/v1/abort_requests"),
         *("/inference/v1/generate", "/v1/chat/completions/batch"),
+        *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
+        *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
         *("/v1/completions/render", "/v1/chat/completions/render"),
         *("/v1/responses/render", "/v1/messages/render"),
         *("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ RESPONSES = "moe_lora.serve.openai.responses.endpoints"
 MESSAGES = "moe_lora.serve.anthropic.endpoints"
 TOKENIZING = "moe_lora.serve.openai.tokenizing"
 EMBEDDING = "moe_lora.serve.openai.embedding"
+BATCHES = "moe_lora.serve.batches.endpoints"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
 RENDERING = "moe_lora.serve.openai.rendering"
@@ -42,14 +44,34 @@ LATER = (
     ("POST /v1/chat/completions/render", RENDERING, "chat", "The body of /inference/v1/generate."),
     ("POST /v1/responses/render", RENDERING, "response", "The body of /inference/v1/generate."),
     ("POST /v1/messages/render", RENDERING, "message", "The body of /inference/v1/generate."),
+    ("POST /v1/files", BATCHES, "create_file", "Upload a file of requests."),
+    ("GET /v1/files", BATCHES, "list_files", "The key's files."),
+    ("GET /v1/files/{file_id}", BATCHES, "read_file", "A file's size and name."),
+    ("DELETE /v1/files/{file_id}", BATCHES, "delete_file", "Delete a file."),
+    ("GET /v1/files/{file_id}/content", BATCHES, "file_content", "A file's content."),
+    ("POST /v1/batches", BATCHES, "create_batch", "Answer a file of requests in the background."),
+    ("GET /v1/batches", BATCHES, "list_batches", "The key's batches."),
+    ("GET /v1/batches/{batch_id}", BATCHES, "read_batch", "A batch's state."),
+    ("POST /v1/batches/{batch_id}/cancel", BATCHES, "cancel_batch", "End a batch; its results stay."),
     ("POST /invocations", INVOCATIONS, "invoke", "Any of the generating endpoints, by the body."),
     ("POST /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /load", INVOCATIONS, "load", "Number of running choices."),
 )
 """Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
-_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
-_ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+_FORMS = ("/v1/files",)
+_NAMED = re.compile(r"{(\w+)}")
+
+
+def _form_of(method: str, path: str) -> dict[str, Any]:
+    """Parameters and body of an endpoint in the OpenAPI document."""
+    if names := _NAMED.findall(path):
+        place = {"in": "path", "required": True, "schema": {"type": "string"}}
+        return {"parameters": [{"name": name, **place} for name in names]}
+    if method != "POST":
+        return {}
+    kind = "multipart/form-data" if path in _FORMS else "application/json"
+    return {"requestBody": {"content": {kind: {"schema": {"type": "object"}}}, "required": True}}
 
 
 def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
@@ -73,7 +95,7 @@ def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
             name=name,
             description=description,
             response_model=None,
-            openapi_extra=_ID if "{" in path else _BODY,
+            openapi_extra=_form_of(method, path),
         )
 
     for one in LATER:

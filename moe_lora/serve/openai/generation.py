@@ -17,6 +17,7 @@ import msgspec
 
 from moe_lora.core.errors import AdapterNotFoundError, UnreadError
 from moe_lora.core.request import (
+    BACKGROUND,
     UNFOLLOWABLE,
     GenerateRequest,
     PromptReport,
@@ -270,17 +271,10 @@ class Generation:
     ) -> Iterator[Watchers]:
         """Queue, deadline, rate, metrics and shutdown of a choice.  Raises ApiError for all errors."""
         frontend, task = self.frontend, asyncio.current_task()
-        waits = Waiting(
-            client=self.client,
-            tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
-            tenant=self.caller.tenant,
-            share=self.caller.share,
-            priority=self.priority,
-        )
         left_s = None
         if self.timeout_s is not None:
             left_s = max(0.0, self.from_s + self.timeout_s - time.monotonic())
-        frontend.limits.enter_queue(waits, None if index else left_s)
+        waits = None if self.caller.background else self._queued(index, request, left_s)
         watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
         if self.timeout_s is not None and left_s is not None:
             abort = partial(frontend.client.abort, request.request_id)
@@ -307,10 +301,22 @@ class Generation:
             if watchers.deadline is not None:
                 watchers.deadline.close()
             if watchers.waits is not None:
-                frontend.limits.leave_queue(waits, begun=False)
+                frontend.limits.leave_queue(watchers.waits, begun=False)
             watchers.metrics.end(watchers.reason, watchers.timing)
             if watchers.timing is not None:
                 self._timings.append(watchers.timing)
+
+    def _queued(self, index: int, request: GenerateRequest, left_s: float | None) -> Waiting:
+        """Count the choice in the front end's queue.  Raises ApiError beyond a limit."""
+        waits = Waiting(
+            client=self.client,
+            tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
+            tenant=self.caller.tenant,
+            share=self.caller.share,
+            priority=self.priority,
+        )
+        self.frontend.limits.enter_queue(waits, None if index else left_s)
+        return waits
 
     def _metrics(self, request: GenerateRequest) -> RequestWatch:
         window, visit = self.frontend.controller.window, None
@@ -356,7 +362,7 @@ class Generation:
             adapter=self.adapter,
             tenant=self.caller.tenant,
             share=self.caller.share,
-            priority=self.priority,
+            priority=BACKGROUND if self.caller.background else self.priority,
             cache_salt=salt,
         )
 

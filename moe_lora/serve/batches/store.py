@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and batches of owners in one folder."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.serve.http_errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["file", "batch"]
+MAX_RECORDS = 1000
+"""Files, and batches, of an owner."""
+ENDED = frozenset({"completed", "failed", "cancelled"})
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """owner: a tenant, "" without keys.  key: id of the owner's key.  shown: the object in answers."""
+
+    owner: str
+    key: str | None
+    number: int
+    shown: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.shown["id"])
+
+    @property
+    def kind(self) -> Kind:
+        found: Kind = self.shown["object"]
+        return found
+
+    @property
+    def has_ended(self) -> bool:
+        return self.shown.get("status") in ENDED
+
+
+class Store:
+    """The records and contents of a folder, for one process at a time.
+
+    folder: None is a temporary folder.  most_bytes: of an owner's files.  A record is one file of JSON,
+    replaced as a whole.  Raises ConfigError for a folder that is unusable or in use.
+    """
+
+    def __init__(self, folder: str | None, most_bytes: int) -> None:
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="moe_lora-batches-")
+        self._folder = Path(self._temporary.name if folder is None else folder)
+        self._most_bytes = most_bytes
+        self._records: dict[str, Record] = {}
+        self._receiving: Counter[str] = Counter()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+        except BlockingIOError:
+            raise ConfigError(f"batch_dir={folder} is in use by another server; choose another") from None
+        except OSError as error:
+            raise ConfigError(f"batch_dir={folder} can't be used: {error.strerror}") from error
+
+    def _read(self) -> None:
+        for path in self._folder.iterdir():
+            if path.suffix == ".new":
+                path.unlink()
+            elif path.suffix == ".json":
+                try:
+                    record = msgspec.json.decode(path.read_bytes(), type=Record)
+                    self._records[record.id] = record
+                except (ValueError, KeyError) as error:
+                    logger.error("batch_dir: %s is left out: %s", path, error)
+        ordered = sorted(self._records.items(), key=lambda item: item[1].number)
+        self._records = dict(ordered)
+
+    def path(self, name: str) -> Path:
+        """The content of a file, or another file of this name."""
+        return self._folder / name
+
+    def new_path(self) -> Path:
+        """A file that the next start removes."""
+        return self._folder / f"{uuid.uuid4().hex}.new"
+
+    def add(self, owner: str, key: str | None, shown: dict[str, Any]) -> Record:
+        """Keep a record with its id, or with a new one.  Replaces a record of the same id."""
+        kind = shown["object"]
+        prefix = "file-" if kind == "file" else "batch_"
+        made = {"id": f"{prefix}{uuid.uuid4().hex}", "created_at": int(time.time()), **shown}
+        number = max((one.number for one in self._records.values()), default=0) + 1
+        record = Record(owner=owner, key=key, number=number, shown=made)
+        self.save(record)
+        self._records[record.id] = record
+        return record
+
+    def save(self, record: Record) -> None:
+        new = self.new_path()
+        new.write_bytes(msgspec.json.encode(record))
+        new.replace(self._folder / f"{record.id}.json")
+
+    def get(self, owner: str, kind: Kind, name: str) -> Record:
+        """Raises ApiError without such a record of this owner."""
+        found = self._records.get(name)
+        if found is None or found.owner != owner or found.kind != kind:
+            raise ApiError(404, f"there is no {kind} {name[:128]!r} of this key", f"{kind}_id")
+        return found
+
+    def remove(self, record: Record) -> None:
+        del self._records[record.id]
+        for name in (f"{record.id}.json", record.id):
+            self.path(name).unlink(missing_ok=True)
+
+    def all_of(self, kind: Kind, owner: str | None = None) -> Iterator[Record]:
+        """Records by age, the oldest first.  owner: None is all owners."""
+        for record in list(self._records.values()):
+            if record.kind == kind and owner in (None, record.owner):
+                yield record
+
+    def check_room(self, owner: str, kind: Kind) -> None:
+        """Raises ApiError for too many records.  Of batches the oldest that has ended leaves."""
+        held = list(self.all_of(kind, owner))
+        if len(held) < MAX_RECORDS:
+            return
+        ended = next((one for one in held if kind == "batch" and one.has_ended), None)
+        if ended is None:
+            way = "delete some" if kind == "file" else "wait until some end"
+            raise ApiError(413, f"this key has {len(held)} of {MAX_RECORDS} {kind} objects; {way}")
+        self.remove(ended)
+
+    def receive(self, owner: str, num_bytes: int) -> None:
+        """Count bytes on the way, negative for ended uploads.  Raises ApiError beyond the owner's room."""
+        used = sum(one.shown["bytes"] for one in self.all_of("file", owner))
+        self._receiving[owner] += num_bytes
+        if num_bytes > 0 and used + self._receiving[owner] > self._most_bytes:
+            what = f"the files of this key have more than {self._most_bytes} bytes; delete some"
+            raise ApiError(413, what, "file", closes=True)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/files and /v1/batches with the client of OpenAI: results, cancels, tenants, kills, wrong uploads."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+
+from moe_lora.core.request import BACKGROUND
+from moe_lora.serve.api_keys import add_key, remove_key
+from tests.patience import PATIENCE_S
+from tests.serve.conftest import app_of, scripted
+from tests.serve.demo_server import DEMO, demo_server
+from tests.serve.live_server import ServerThread, wait_until
+from tests.serve.test_access import rights
+
+ENDPOINT = "/v1/completions"
+
+
+def lines_of(*bodies: dict, url: str = ENDPOINT) -> bytes:
+    rows = [
+        {"custom_id": f"n{index}", "method": "POST", "url": url, "body": body}
+        for index, body in enumerate(bodies)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@contextmanager
+def served(engine, tokenizer, **settings):
+    """The URL of a server."""
+    with ServerThread(app_of(engine, tokenizer, **settings)) as thread:
+        yield thread.url
+
+
+def client_of(url: str, key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+
+def upload(client: openai.OpenAI, content: bytes) -> str:
+    return client.files.create(file=("in.jsonl", content), purpose="batch").id
+
+
+def create(client: openai.OpenAI, content: bytes, endpoint: str = ENDPOINT):
+    file_id = upload(client, content)
+    return client.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window="24h")
+
+
+def ended(client: openai.OpenAI, batch_id: str):
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        found = client.batches.retrieve(batch_id)
+        if found.status in ("completed", "failed", "cancelled"):
+            return found
+        assert time.monotonic() < until_s, found
+        time.sleep(0.02)
+
+
+def content(client: openai.OpenAI, file_id: str | None) -> dict:
+    assert file_id is not None
+    rows = [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
+    assert len({row["custom_id"] for row in rows}) == len(rows)
+    return {row["custom_id"]: row for row in rows}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_batch_from_upload_to_results(tokenizer, tmp_path, folder):
+    engine = scripted(tokenizer)
+    settings = {"batch_dir": str(tmp_path / "batches")} if folder else {}
+    bodies = [{"model": name, "prompt": "the"} for name in ("base", "shout", "base", "none")]
+    text = lines_of(*bodies, {"prompt": "the", "priority": 5}) + b"nonsense\n"
+    with served(engine, tokenizer, **settings) as url, client_of(url) as client:
+        file_id = upload(client, text)
+        assert client.files.retrieve(file_id).bytes == len(text)
+        assert client.files.content(file_id).content == text
+        batch = client.batches.create(
+            input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h", metadata={"a": "b"}
+        )
+        assert batch.status == "validating"
+        found = ended(client, batch.id)
+        assert found.status == "completed"
+        assert found.metadata == {"a": "b"}
+        counts = found.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (6, 4, 2)
+        assert [(one.code, one.line) for one in found.errors.data] == [("invalid_line", 6)]
+        results = content(client, found.output_file_id)
+        texts = {name: row["response"]["body"]["choices"][0]["text"] for name, row in results.items()}
+        assert texts == {**dict.fromkeys(("n0", "n2", "n4"), "hello world"), "n1": "fox"}
+        errors = content(client, found.error_file_id)
+        assert errors["n3"]["response"]["status_code"] == 404
+        assert "line 6" in errors[None]["error"]["message"]
+        assert [one.id for one in client.batches.list()] == [batch.id]
+        names = {one.id for one in client.files.list()}
+        assert names == {file_id, found.output_file_id, found.error_file_id}
+        assert [one.id for one in client.files.list(purpose="batch")] == [file_id]
+        assert client.files.delete(file_id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(file_id)
+    assert {one.priority for one in engine.requests} == {BACKGROUND}
+
+
+def test_pages_of_lists(tokenizer):
+    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+        made = [upload(client, b"x") for _ in range(5)]
+        assert [one.id for one in client.files.list(limit=2)] == made[::-1]
+        assert [one.id for one in client.files.list(limit=2, order="asc")] == made
+        assert client.files.list(limit=2, after=made[2]).has_more is False
+
+
+def test_chats_and_embeddings_are_endpoints_too(tokenizer):
+    chat = {"messages": [{"role": "user", "content": "the"}]}
+    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+        batch = create(client, lines_of(chat, url="/v1/chat/completions"), "/v1/chat/completions")
+        results = content(client, ended(client, batch.id).output_file_id)
+        message = results["n0"]["response"]["body"]["choices"][0]["message"]
+        assert message["content"] == "hello world"
+        failed = ended(client, create(client, lines_of(chat)).id)
+        assert failed.status == "completed"
+        wrong = ended(client, create(client, lines_of(chat, url="/v1/responses")).id)
+        assert wrong.status == "failed"
+        assert "url='/v1/responses'" in wrong.errors.data[0].message
+        empty = ended(client, create(client, b"\n").id)
+        assert empty.errors.data[0].code == "empty_file"
+
+
+def test_a_cancelled_batch_keeps_its_results(tokenizer):
+    engine = scripted(tokenizer, step_s=0.005)
+    with served(engine, tokenizer, batch_concurrency=1) as url, client_of(url) as client:
+        batch = create(client, lines_of(*({"prompt": "the"} for _ in range(500))))
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 2, "results")
+        with pytest.raises(openai.BadRequestError, match="a batch reads this file"):
+            client.files.delete(batch.input_file_id)
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+        found = ended(client, batch.id)
+        assert found.status == "cancelled"
+        num = found.request_counts.completed
+        assert 2 < num < 500
+        assert len(content(client, found.output_file_id)) == num
+        wait_until(lambda: not engine.running, "running requests end")
+        with pytest.raises(openai.BadRequestError, match="has ended"):
+            client.batches.cancel(batch.id)
+
+
+def test_online_requests_do_not_wait_for_a_batch_in_the_front_end_s_queue(tokenizer):
+    engine = scripted(tokenizer, hang_after=0)
+    settings = {"max_queued_tokens": 2048, "max_queued_tokens_per_client": 2048}
+    with served(engine, tokenizer, **settings) as url, client_of(url) as client:
+        batch = create(client, lines_of(*({"prompt": "the"} for _ in range(20))))
+        wait_until(lambda: len(engine.running) == 16, "the batch runs")
+        engine.hang_after = None
+        client.completions.create(model="base", prompt="the", timeout=PATIENCE_S)
+        assert ended(client, batch.id).request_counts.completed == 20
+    priorities = [one.priority for one in engine.requests]
+    assert priorities.count(0) == 1
+    assert priorities.count(BACKGROUND) == 20
+
+
+def test_a_tenant_sees_its_own_files_and_batches(tokenizer, tmp_path):
+    file = tmp_path / "keys.json"
+    acme, other = add_key(file, rights("acme")), add_key(file, rights("acme", "shout"))
+    globex = add_key(file, rights("globex", "shout"))
+    engine = scripted(tokenizer)
+    bodies = [{"model": name, "prompt": "the"} for name in ("base", "shout")]
+    with served(engine, tokenizer, api_keys=str(file)) as url:
+        first, second, third = (client_of(url, key) for key in (acme, other, globex))
+        batch = create(first, lines_of(*bodies))
+        found = ended(first, batch.id)
+        assert found.request_counts.failed == 1, "the key may not use the adapter"
+        assert second.batches.retrieve(batch.id).id == batch.id
+        assert list(third.batches.list()) == list(third.files.list()) == []
+        for read in (
+            lambda: third.batches.retrieve(batch.id),
+            lambda: third.batches.cancel(batch.id),
+            lambda: third.files.content(found.output_file_id),
+            lambda: third.files.retrieve(batch.input_file_id),
+            lambda: third.files.delete(batch.input_file_id),
+            lambda: third.files.list(after=batch.input_file_id),
+            lambda: third.batches.create(
+                input_file_id=batch.input_file_id, endpoint=ENDPOINT, completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                read()
+        assert ended(third, create(third, lines_of(*bodies)).id).request_counts.completed == 2
+        assert httpx.get(f"{url}/v1/batches", trust_env=False).status_code == 401
+        for one in (first, second, third):
+            one.close()
+    assert {one.tenant for one in engine.requests} == {"acme(batch)", "globex(batch)"}
+
+
+def test_a_removed_key_ends_its_batch(tokenizer, tmp_path):
+    file = tmp_path / "keys.json"
+    key, other = add_key(file, rights("acme")), add_key(file, rights("acme"))
+    engine = scripted(tokenizer, step_s=0.02)
+    with served(engine, tokenizer, api_keys=str(file), batch_concurrency=1) as url:
+        batch = create(client_of(url, key), lines_of(*({"prompt": "the"} for _ in range(2000))))
+        remove_key(file, key.split("-")[1])
+        found = ended(client_of(url, other), batch.id)
+    assert found.status == "failed"
+    assert "key" in found.errors.data[0].message
+
+
+def test_a_batch_goes_on_after_the_server_was_killed(tmp_path):
+    options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--max-num-seqs", "2")
+    options += (
+        "--set",
+        f"front_end.batch_dir={tmp_path / 'batches'}",
+        "--set",
+        "front_end.batch_concurrency=2",
+    )
+    bodies = [{"model": "upper", "prompt": "hello=", "temperature": 0} for _ in range(60)]
+    with demo_server(tmp_path / "log1", *options, anew=True) as server:
+        client = client_of(server.url)
+        batch = create(client, lines_of(*bodies))
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3, "results")
+        server.process.kill()
+        server.process.wait()
+    with demo_server(tmp_path / "log2", *options, anew=True) as server:
+        client = client_of(server.url)
+        online = client.completions.create(model="reverse", prompt="abc=", temperature=0)
+        assert online.choices[0].text == "cba"
+        found = ended(client, batch.id)
+        assert found.request_counts.completed == 60
+        results = content(client, found.output_file_id)
+    assert set(results) == {f"n{index}" for index in range(60)}
+    assert {one["response"]["body"]["choices"][0]["text"] for one in results.values()} == {"HELLO"}
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "message"),
+    [
+        ({"data": {"purpose": "batch"}, "files": {"other": ("a", b"x")}}, 400, "no file"),
+        ({"data": {"purpose": "vision"}, "files": {"file": ("a", b"x")}}, 400, "purpose must be batch"),
+        ({"files": {"file": ("a", b"x")}}, 400, "purpose must be batch"),
+        (
+            {"data": {"purpose": "batch", "expires_after[seconds]": "9"}, "files": {"file": ("a", b"x")}},
+            400,
+            "expires_after[seconds] is not supported",
+        ),
+        ({"data": {"purpose": "batch"}, "files": {"file": ("a", b"x" * 9000)}}, 413, "delete some"),
+        ({"content": b"{}", "headers": {"Content-Type": "application/json"}}, 400, "must be a form"),
+        ({"content": b"", "headers": {"Content-Type": "multipart/form-data; boundary=b"}}, 400, "is empty"),
+        ({"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=b"}}, 400, "boundary"),
+        (
+            {
+                "content": b"--b\r\nA: b\r\n\r\nx",
+                "headers": {"Content-Type": "multipart/form-data; boundary=b"},
+            },
+            400,
+            "cut short",
+        ),
+        (
+            {
+                "data": {"purpose": "batch"},
+                "files": {"file": ("a", b"x")},
+                "headers": {"Origin": "http://a.b"},
+            },
+            403,
+            "http://a.b",
+        ),
+    ],
+)
+def test_wrong_uploads_are_refused(tokenizer, form, status, message):
+    with (
+        served(scripted(tokenizer), tokenizer, batch_bytes=4096) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http,
+    ):
+        answer = http.post("/v1/files", **form)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), (
+            answer.text
+        )
+        assert http.get("/v1/files").json()["data"] == []
+        kept = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ('é".jsonl', b"\r\n--\r\n")})
+        assert kept.status_code == 200, "there is room again"
+        assert http.get(f"/v1/files/{kept.json()['id']}/content").content == b"\r\n--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": 3}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"seconds": 1}}, "output_expires_after"),
+        ({"other": 1}, "other"),
+    ],
+)
+def test_wrong_batches_are_refused(tokenizer, fields, param):
+    with (
+        served(scripted(tokenizer), tokenizer) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http,
+    ):
+        body = {"input_file_id": "file-x", "endpoint": ENDPOINT, "completion_window": "24h", **fields}
+        answer = http.post("/v1/batches", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        for path in ("limit=0", "limit=x", "order=up"):
+            assert http.get(f"/v1/batches?{path}").status_code == 400
+        assert http.get("/v1/batches?after=none").status_code == 404
+        assert http.post("/v1/batches", content=b"[").status_code == 400
+
+
+def test_a_folder_serves_one_server_at_a_time(tokenizer, tmp_path):
+    settings = {"batch_dir": str(tmp_path)}
+    with (
+        served(scripted(tokenizer), tokenizer, **settings) as first,
+        served(scripted(tokenizer), tokenizer, **settings) as second,
+    ):
+        assert httpx.get(f"{first}/v1/files", trust_env=False).status_code == 200
+        answer = httpx.get(f"{second}/v1/files", trust_env=False)
+    assert answer.status_code == 503
+    assert "in use" in answer.json()["error"]["message"]
