@@ -157,14 +157,17 @@ def _decisions(gate: Any, logits: torch.Tensor, top_k: int) -> Iterator[tuple[to
         yield corrected(logits.softmax(-1)), top_k
         return
     correction = getattr(gate, "e_score_correction_bias", None)
-    if correction is None:
+    in_groups = correction is not None or getattr(gate, "topk_method", "") == "group_limited_greedy"
+    if not in_groups:
         yield logits, top_k
         return
-    scores = logits.sigmoid() + correction
+    scores, num_summed = logits, 1  # in the order of their softmax
+    if correction is not None:
+        scores, num_summed = logits.sigmoid() + correction, 2
     num_groups, top_groups = gate.num_group, gate.topk_group
     if top_groups < num_groups:
         by_group = scores.unflatten(-1, (num_groups, -1))
-        groups = by_group.topk(2, dim=-1).values.sum(-1)
+        groups = by_group.topk(num_summed, dim=-1).values.sum(-1)
         yield groups, top_groups
         kept = groups >= groups.topk(top_groups, dim=-1).values[..., -1:]
         scores = by_group.masked_fill(~kept.unsqueeze(-1), -1e9).flatten(-2)

@@ -26,7 +26,10 @@ from moe_lora.models.weights import weight_map
 
 from .families import load_model
 
-QUANTISED = ("qkv.weight", "o.weight", "attention.gate.weight", "gate_up.weight", "down.weight")
+QUANTISED = (
+    *("qkv.weight", "o.weight", "attention.gate.weight", "gate_up.weight", "down.weight"),
+    *(f"attention.{name}.weight" for name in ("q", "q_a", "q_b", "kv_a")),
+)
 
 
 @cache

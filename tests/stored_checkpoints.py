@@ -18,7 +18,7 @@ from torchao.quantization.granularity import PerRow
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import model_spec
 from moe_lora.models.checkpoint import SINGLE_NAME
-from moe_lora.models.weights import weight_map
+from moe_lora.models.weights import HeadRows, weight_map
 
 from .families import make_checkpoint
 from .quantised import QUANTISED
@@ -105,9 +105,9 @@ def linear_keys(model_dir: Path, tensors: Tensors) -> list[str]:
     return [
         piece.key
         for name, parts in pieces.items()
-        if name.endswith(QUANTISED)
+        if name.endswith((*QUANTISED, "latent_k.weight"))
         for piece in parts
-        if piece.transform is None
+        if piece.transform is None or isinstance(piece.transform, HeadRows)
     ]
 
 

@@ -78,6 +78,7 @@ def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> t
 
 
 RECURRENT = ("qwen3_next", "qwen3_5_moe")
+LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 EVIDENCE: tuple[InCi | RanOnce, ...] = (
@@ -270,6 +271,35 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         families=RECURRENT[1:],
         test="tests/engine/test_recurrent.py::test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does",
         named=False,
+    ),
+    *(
+        InCi(
+            device=device,
+            feature=feature,
+            families=LATENT,
+            test=f"tests/engine/test_latent.py::{test}",
+            refused=True,
+            named=False,
+        )
+        for device, test, features in (
+            ("CPU", "test_parts_without_latent_attention_are_refused_at_the_start", ("TP", "host workers")),
+            ("CPU", "test_a_lora_server_is_refused", ("LoRA Server",)),
+            ("one GPU", "test_a_device_without_a_kernel_is_refused", ("base model", "mixed adapters")),
+        )
+        for feature in features
+    ),
+    *(
+        InCi(
+            device="CPU",
+            feature=feature,
+            families=(family,),
+            test=f"tests/engine/test_latent.py::{test}",
+            named=False,
+        )
+        for feature, family, test in (
+            ("EP", LATENT[1], "test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does"),
+            ("merged", LATENT[2], "test_merged_weights_answer_as_peft_does"),
+        )
     ),
     InCi(
         device="CPU",

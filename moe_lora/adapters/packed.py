@@ -293,7 +293,7 @@ def entries_of_experts(shape: ModelShape, experts: range) -> np.ndarray:
     """Entries of a rank with these experts: dense entries and those of its experts, [X] bool."""
     kept = np.ones(shape.num_entries, dtype=bool)
     for site in shape.sites:
-        if site.num_experts:
+        if site.is_routed:
             kept[site.entry_base : site.entry_base + site.num_entries] = False
             kept[site.entry(0, experts.start) : site.entry(0, experts.stop)] = True
     return kept

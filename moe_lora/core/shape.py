@@ -24,12 +24,14 @@ MAX_CUDA_LORA_RANK = 512
 DEFAULT_LORA_RANK = 16
 """Assumed for unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
-ATTENTION_SITES = ("qkv", "o", "output_gate")
+LATENT_SITES = ("latent_k", "latent_v")
+"""Sites with a copy for each head of Multi-head Latent Attention."""
+ATTENTION_SITES = ("qkv", "o", "output_gate", "q", "q_a", "q_b", "kv_a", *LATENT_SITES)
 DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
 """Sites of Gated DeltaNet layers, in place of attention's."""
 DENSE_SITES = ("dense_gate_up", "dense_down")
 """Sites of dense layers among layers with experts."""
-NEVER_QUANTISED = ("router", "shared_gate", "delta_ba")
+NEVER_QUANTISED = ("router", "shared_gate", "delta_ba", *LATENT_SITES)
 """Sites with weights in the model's dtype."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
@@ -55,8 +57,8 @@ def rank_problem(lora_rank: int, limit: int) -> str:
 class Site:
     """A place in a decoder layer where one input feeds one or more LoRA modules.
 
-    `num_experts` is 0 at a dense site, else the number of copies of each module. The site's rows of the
-    layer's offset table start at `entry_base`, expert-major.
+    `num_experts` is 0 at a dense site, else the number of copies of each module: experts or heads. The site's
+    rows of the layer's offset table start at `entry_base`, expert-major.
     """
 
     name: str
@@ -75,6 +77,11 @@ class Site:
     def total_out_features(self) -> int:
         """Width of the site's fused output y."""
         return sum(self.out_features)
+
+    @property
+    def is_routed(self) -> bool:
+        """True if the copies are experts behind a gate."""
+        return self.num_experts > 0 and self.name not in LATENT_SITES
 
     @cached_property
     def num_entries(self) -> int:
@@ -125,7 +132,7 @@ class DeltaShape:
         """fp32 numbers of a layer's state: conv_width - 1 rows of q, k and v, then [k_dim, v_dim] a head."""
         return self.conv_size * (self.conv_width - 1) + self.value_size * self.k_dim
 
-    def site_rows(self, hidden: int) -> list[tuple[str, tuple[str, ...], int, tuple[int, ...], int]]:
+    def site_rows(self, hidden: int) -> list[SiteRow]:
         """Rows of the layers' sites for `ModelShape.sites`."""
         qkv, z, heads = self.conv_size, self.value_size, self.num_v_heads
         out = ("delta_out", ("delta_out",), z, (hidden,), 0)
@@ -142,6 +149,47 @@ class DeltaShape:
         ]
 
 
+SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
+"""Name, modules, in_features, out_features and num_experts of a `Site`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaShape:
+    """Sizes of Multi-head Latent Attention, with K and V of all heads made of one latent per token.
+
+    q_rank: width of the latent of queries, 0 = none.  kv_rank: of the latent of K and V.  nope_dim, rope_dim:
+    of a head of q and k, without and with rotation.  v_dim: of a head of v.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @property
+    def cached_dim(self) -> int:
+        """Width of a cached token: the latent, then the rotated part of k of all heads."""
+        return self.kv_rank + self.rope_dim
+
+    def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
+        """Sites before `o`.  kv_b_proj is two sites, each with a copy for each head.
+
+        latent_k maps a head's query into the latent space, latent_v a head's sum of latents to its output.
+        """
+        q_size = heads * (self.nope_dim + self.rope_dim)
+        q: list[SiteRow] = [("q", ("q",), hidden, (q_size,), 0)]
+        if self.q_rank:
+            q = [("q_a", ("q_a",), hidden, (self.q_rank,), 0), ("q_b", ("q_b",), self.q_rank, (q_size,), 0)]
+        return [
+            *q,
+            ("kv_a", ("kv_a",), hidden, (self.cached_dim,), 0),
+            ("latent_k", ("latent_k",), self.nope_dim, (self.kv_rank,), heads),
+            ("latent_v", ("latent_v",), self.kv_rank, (self.v_dim,), heads),
+        ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense model.
@@ -151,7 +199,8 @@ class ModelShape:
     has_output_gate: a gate scales the heads' outputs.  shared_size: width of the expert of all tokens, 0 =
     none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
     dense_size in place of experts.  gated_q: the outputs of q are query and gate of each head.  delta: Gated
-    DeltaNet layers, None = none.  Raises ConfigError for impossible sizes.
+    DeltaNet layers, None = none.  mla: Multi-head Latent Attention over one KV head of head_dim
+    mla.cached_dim, None = none.  Raises ConfigError for impossible sizes.
     `families.shape_of` reads a checkpoint's config.json.
     """
 
@@ -177,6 +226,7 @@ class ModelShape:
     dense_layers: tuple[int, ...] = ()
     gated_q: bool = False
     delta: DeltaShape | None = None
+    mla: MlaShape | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -199,8 +249,8 @@ class ModelShape:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """LoRA sites: qkv, o, router (MoE only), gate_up, down, output gate, shared experts, dense layers,
-        DeltaNet.
+        """LoRA sites: qkv or those of the latent, o, router (MoE only), gate_up, down, output gate, shared
+        experts, dense layers, DeltaNet.
 
         A layer may lack some: see `has_site`.
         """
@@ -213,14 +263,14 @@ class ModelShape:
         gate_up: tuple[tuple[str, ...], tuple[int, ...]] = (("gate", "up"), (inner, inner))
         if self.fused_gate_up:
             gate_up = (("gate_up",), (2 * inner,))
-        rows: list[tuple[str, tuple[str, ...], int, tuple[int, ...], int]] = [
-            ("qkv", qkv[0], hidden, qkv[1], 0),
-            ("o", ("o",), q_size, (hidden,), 0),
-            ("gate_up", gate_up[0], hidden, gate_up[1], experts),
-            ("down", ("down",), inner, (hidden,), experts),
-        ]
+        rows: list[SiteRow] = [("qkv", qkv[0], hidden, qkv[1], 0)]
+        if self.mla is not None:
+            rows, q_size = self.mla.site_rows(hidden, self.num_heads), self.num_heads * self.mla.v_dim
+        rows.append(("o", ("o",), q_size, (hidden,), 0))
         if experts:
-            rows.insert(2, ("router", ("router",), hidden, (experts,), 0))
+            rows.append(("router", ("router",), hidden, (experts,), 0))
+        rows.append(("gate_up", gate_up[0], hidden, gate_up[1], experts))
+        rows.append(("down", ("down",), inner, (hidden,), experts))
         if self.has_output_gate:
             rows.append(("output_gate", ("output_gate",), hidden, (q_size,), 0))
         if shared := self.shared_size:
@@ -264,15 +314,15 @@ class ModelShape:
         return len(self.delta.layers) * -(-4 * self.delta.state_floats // page_bytes)
 
     def check_equal_layers(self, what: str) -> None:
-        """Raises ConfigError for dense layers beside experts, shared experts, an output gate, or recurrent
-        layers.
+        """Raises ConfigError for dense layers beside experts, shared experts, an output gate, recurrent
+        layers, or latent attention.
         """
-        if self.dense_layers or self.shared_size or self.has_output_gate or self.delta:
+        if self.dense_layers or self.shared_size or self.has_output_gate or self.delta or self.mla:
             raise ConfigError(
                 f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
                 f"{self.num_layers - self.num_kv_layers} recurrent layers, {len(self.dense_layers)} dense "
-                f"layers, shared_size={self.shared_size} and "
-                f"has_output_gate={self.has_output_gate}; time whole steps with moe-lora profile-steps "
+                f"layers, shared_size={self.shared_size}, has_output_gate={self.has_output_gate} and "
+                f"latent attention={self.mla is not None}; time whole steps with moe-lora profile-steps "
                 "instead"
             )
 
@@ -310,34 +360,46 @@ class ModelShape:
             f"{self.family} has no LoRA site {name!r}; choose one of {', '.join(s.name for s in self.sites)}"
         )
 
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        """Sites of most adapters: attention, MLP or experts."""
+        if self.mla is None:
+            return DEFAULT_TARGETS
+        rows = self.mla.site_rows(self.hidden_size, self.num_heads)
+        return (*(row[0] for row in rows), *DEFAULT_TARGETS[1:])
+
     def adapter_bytes(
         self,
         lora_rank: int,
-        targets: Iterable[str] = DEFAULT_TARGETS,
+        targets: Iterable[str] | None = None,
         shared_gate_up_a: bool = False,
         expert_parallel: int = 1,
     ) -> int:
         """Bytes of one packed adapter of this rank on whole sites, with alignment.
 
-        targets: site names. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT form);
+        targets: site names; None: `default_targets`. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT form);
         further sharing takes fewer bytes. expert_parallel: divides the experts; the result is for one rank.
         """
         if lora_rank < 1:
             raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
         num_bytes = 0
-        for site in {self.site(name) for name in targets}:
+        for site in {self.site(name) for name in (self.default_targets if targets is None else targets)}:
             shared = shared_gate_up_a and site.name == "gate_up"
             num_a = 1 if shared else len(site.modules)
             features = [site.in_features] * num_a + list(site.out_features)
-            of_layer = max(1, site.num_experts // expert_parallel) * sum(
-                _aligned(lora_rank * size * self.dtype_bytes) for size in features
-            )
+            num_copies = max(1, site.num_experts // expert_parallel)
+            of_layer = num_copies * sum(_aligned(lora_rank * size * self.dtype_bytes) for size in features)
+            if self.mla is not None and site.name in LATENT_SITES:  # heads share the latent's matrix
+                of_layer = _aligned(lora_rank * self.mla.kv_rank * self.dtype_bytes)
+                of_head = sum(features) - self.mla.kv_rank
+                of_layer += site.num_experts * _aligned(lora_rank * of_head * self.dtype_bytes)
             num_bytes += of_layer * self.num_layers_with(site)
         return num_bytes
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers with KV."""
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes of K and V of one token over all layers with KV; of latent attention, of the latents."""
+        num_parts = 2 if self.mla is None else 1
+        return num_parts * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 _POSITIVE = (

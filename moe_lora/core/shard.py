@@ -44,6 +44,11 @@ class ModelShard:
                 f"tensor_parallel={size} and Gated DeltaNet layers do not go together: their heads are not "
                 f"divided; choose tensor_parallel=1, or expert_parallel={size}"
             )
+        if size > 1 and shape.mla is not None:
+            raise ConfigError(
+                f"tensor_parallel={size} and Multi-head Latent Attention do not go together: its heads are not "
+                f"divided; choose tensor_parallel=1, or expert_parallel={size}"
+            )
         for name, number in parts.items():
             if number % size:
                 raise ConfigError(
@@ -64,6 +69,10 @@ class ModelShard:
     def experts(self) -> range:
         """Experts of each layer on this rank."""
         return experts_of_rank(self.whole.num_experts, self.expert_parallel, self._of_experts)
+
+    def copies(self, site: Site) -> range:
+        """The site's copies on this rank: experts, or all heads."""
+        return self.experts if site.is_routed else range(site.num_experts)
 
     @property
     def _of_experts(self) -> int:
@@ -127,7 +136,7 @@ class ModelShard:
         """Local inputs of a site of the whole model."""
         match site.name:
             case "o":
-                return _wide(self.heads, self.whole.head_dim)
+                return _wide(self.heads, site.in_features // self.whole.num_heads)
             case "down" | "shared_down" | "dense_down":
                 return self._inner(site.in_features)
         return range(site.in_features)

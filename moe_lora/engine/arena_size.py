@@ -15,7 +15,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import free_memory_bytes, host_memory_bytes, resident_bytes
-from moe_lora.core.shape import DEFAULT_LORA_RANK, DEFAULT_TARGETS, ModelShape
+from moe_lora.core.shape import DEFAULT_LORA_RANK, ModelShape
 from moe_lora.kernels.operands import KvLayout
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
@@ -125,7 +125,7 @@ def arena_size(
         )
         lora_pages = 0
         if local_sites:
-            targets = [name for name in DEFAULT_TARGETS if name in local_sites]
+            targets = [name for name in shape.default_targets if name in local_sites]
             usual = shape.adapter_bytes(DEFAULT_LORA_RANK, targets, expert_parallel=config.expert_parallel)
             wanted = config.max_loras * max(-(-usual // page_bytes) + shape.num_layers, largest)
             lora_pages = _resolve(

@@ -22,7 +22,7 @@ from moe_lora.config.engine import AUTO
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, check_expert_parallel
+from moe_lora.core.shape import ModelShape, check_expert_parallel
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.manager import AdapterManager
@@ -214,7 +214,7 @@ def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapt
         return 0
     targets = {module for packed in adapters for module in packed.targets}
     known = rank.weight_merge.bytes_of(targets) if adapters else None
-    usual_modules = {module for name in DEFAULT_TARGETS for module in rank.shape.site(name).modules}
+    usual_modules = {module for name in rank.shape.default_targets for module in rank.shape.site(name).modules}
     usual = rank.weight_merge.bytes_of(usual_modules)
     return kept_originals(config, known, usual, _host_free(config))
 

@@ -36,6 +36,9 @@ _NAMES = {
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "afmoe": ("afmoe", "AfmoeForCausalLM"),
+    "deepseek_v2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "deepseek_v3": ("deepseek_v3", "kimi_k2", "DeepseekV3ForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5_moe": (
         *("qwen3_5_moe", "qwen3_5_moe_text"),
@@ -44,6 +47,8 @@ _NAMES = {
 }
 """Module of a family -> its values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)
+_SPARSE = ("deepseek_v32", "DeepseekV32ForCausalLM", "glm_moe_dsa", "GlmMoeDsaForCausalLM")
+"""Models of DeepSeek Sparse Attention, refused by name."""
 
 
 def family_named(name: str) -> Family:
@@ -92,7 +97,10 @@ def _name_in(config: Mapping[str, Any]) -> str:
             return found
     if given is None:
         raise ConfigError(f"config.json has no model_type: its family is {_unsupported('unknown')}")
-    raise ConfigError(f"config.json has {key}={given!r}, which is {_unsupported()}")
+    shown = f"config.json has {key}={given!r}, which"
+    if any(one in _SPARSE for one in (given if isinstance(given, list) else [given])):
+        raise ConfigError(f"{shown} has DeepSeek Sparse Attention (DSA) and is {_unsupported()}")
+    raise ConfigError(f"{shown} is {_unsupported()}")
 
 
 def _unsupported(word: str = "not supported") -> str:

@@ -27,7 +27,7 @@ class KvLayout:
 
     Byte address of K for (page, layer, kv head, token in block):
     page * page_bytes + layer * layer_bytes + ((head * block_size) + token) * head_dim * itemsize;
-    V follows K after layer_bytes / 2.
+    V follows K after value_bytes.  has_values: False: K is V too.
     """
 
     num_layers: int
@@ -35,11 +35,18 @@ class KvLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    has_values: bool = True
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one block's K and V in one layer."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        num_parts = 1 + self.has_values
+        return num_parts * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes from K to V."""
+        return self.layer_bytes // 2 if self.has_values else 0
 
     @property
     def page_bytes(self) -> int:

@@ -183,11 +183,11 @@ def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.T
     """K and V of one layer as strided views of the arena: [pages, kv heads, block_size, head_dim] each."""
     typed = arena.view(layout.dtype)
     itemsize = layout.dtype.itemsize
-    page, half = layout.page_bytes // itemsize, layout.layer_bytes // 2 // itemsize
+    page, values = layout.page_bytes // itemsize, layout.value_bytes // itemsize
     size = (arena.numel() // layout.page_bytes, layout.num_kv_heads, layout.block_size, layout.head_dim)
     stride = (page, layout.block_size * layout.head_dim, layout.head_dim, 1)
-    start = layer * 2 * half
-    return typed.as_strided(size, stride, start), typed.as_strided(size, stride, start + half)
+    start = layer * layout.layer_bytes // itemsize
+    return typed.as_strided(size, stride, start), typed.as_strided(size, stride, start + values)
 
 
 def paged_attention(operands: AttentionOperands) -> torch.Tensor:

@@ -174,8 +174,12 @@ class GatedQueries(Attention):
 
 
 def attention_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
-    """Attention of a layer, or Gated DeltaNet in its place.  spec: sizes of the shard."""
+    """Attention of a layer, also over latents, or Gated DeltaNet in its place.  spec: sizes of the shard."""
     shape = spec.shape
+    if shape.mla is not None:
+        from .latent_attention import LatentAttention
+
+        return LatentAttention(spec)
     if not shape.is_recurrent(layer):
         kind = GatedAttention if shape.has_output_gate else GatedQueries if shape.gated_q else Attention
         return kind(spec, layer, shard)

@@ -91,7 +91,7 @@ def _of_site(shard: ModelShard, number: int, per_expert: bool) -> HeldRanges:
     whole: tuple[int, ...] = (site.total_out_features, site.in_features)
     held: tuple[tuple[range, ...], ...] = (_joined(rows), (shard.inputs(site),))
     if per_expert:
-        whole, held = (site.num_experts, *whole), ((shard.experts,), *held)
+        whole, held = (site.num_experts, *whole), ((shard.copies(site),), *held)
     return HeldRanges(whole, held)
 
 

@@ -65,7 +65,7 @@ class MoeMlp(nn.Module):
         self.top_k = shape.num_experts_per_token
         self.gate_kind, self.gate_norm = spec.gate, spec.gate_norm
         self.correction = Fp32Vector(shape.num_experts) if spec.gate_correction else None
-        self.groups = (spec.gate_groups, spec.top_groups)
+        self.groups, self.group_scores = (spec.gate_groups, spec.top_groups), spec.group_scores
         self.scale = spec.routed_scale
         kinds = ("topk_softmax", "softmax_topk", "sigmoid_topk")
         numbers = (self.top_k, kinds.index(self.gate_kind), self.gate_norm or 0.0, *self.groups, self.scale)
@@ -110,7 +110,7 @@ class MoeMlp(nn.Module):
         num_groups, top_groups = self.groups
         if num_groups > 1:
             by_group = ranked.view(len(ranked), num_groups, -1)
-            best = by_group.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+            best = by_group.topk(self.group_scores, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
             kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
             ranked = by_group.masked_fill(~kept.unsqueeze(-1), -float("inf")).flatten(1)
         ids = ranked.topk(self.top_k, dim=-1).indices

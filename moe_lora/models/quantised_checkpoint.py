@@ -32,7 +32,7 @@ from .linear import Fp32Linear, Fp32Vector
 from .loader import linear_layers, refuse_unexpected
 from .quantised_weight import Quantisation, rows_at_once
 from .stored_weight import packed_fields
-from .weights import AS_STORED, Piece, linear_weight_map, weight_map
+from .weights import Piece, is_as_stored, linear_weight_map, weight_map
 
 SHARD_BYTES = 1 << 30
 """Size of a file, unless a single tensor is larger: a file is buffered before its write."""
@@ -124,8 +124,9 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
         written["head"] = [Piece(family_named(spec.shape.family).head)]
         sources.setdefault("head", sources["embedding"])
         shapes["head"] = shapes["embedding"]
-    parts = []
-    for name, piece in ((name, piece) for name, pieces in written.items() for piece in pieces):
+    parts: list[_Part] = []
+    pieces = {piece.key: (name, piece) for name, pieces in written.items() for piece in pieces}
+    for name, piece in pieces.values():
         whole = torch.empty(shapes[name], device="meta")
         shape = tuple(whole[piece.index].shape)
         form = quantisation.form if name in held else None
@@ -136,7 +137,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
             )
         source, index = _source(sources[name], piece.index)
         of_source = tuple(whole[source.index].shape)
-        if piece.transform in AS_STORED:
+        if is_as_stored(piece):
             source = replace(source, transform=None)
             shape = of_source = tuple(checkpoint[source.key].shape)
         parts.append(_Part(piece.key, shape, source, of_source, index, form, name in in_fp32))

@@ -20,7 +20,7 @@ from moe_lora.kernels.quantised import E8M0_BIAS, format_of
 
 from .causal_lm import CausalLM
 from .stored_weight import StoredWeight
-from .weights import Piece, WeightMap, linear_weight_map
+from .weights import HeadRows, Piece, WeightMap, linear_weight_map
 
 _BIAS_BOUND = 0.1
 _SCALES = "_scales"
@@ -53,6 +53,9 @@ class RandomCheckpoint:
             model = CausalLM(spec)
         self.weights: WeightMap = linear_weight_map(spec)
         """All experts, with a separate tensor for each linear layer."""
+        for name, pieces in self.weights.items():
+            if isinstance(pieces[0].transform, HeadRows):  # one tensor for each parameter made of it
+                self.weights[name] = [Piece(name)]
         parameters = dict(model.named_parameters())
         self._shapes = {
             piece.key: parameters[name][piece.index].shape
@@ -83,7 +86,7 @@ class RandomCheckpoint:
             return torch.ones(shape, device=self._device)
         if len(shape) > 1:
             is_embedding = key == self.weights["embedding"][0].key
-            bound = math.sqrt(3.0 if is_embedding else 3.0 / shape[1])
+            bound = math.sqrt(3.0 if is_embedding else 3.0 / shape[-1])
         return torch.empty(shape, device=self._device).uniform_(-bound, bound, generator=self._drawing(key))
 
     def _drawing(self, key: str) -> torch.Generator:

@@ -7,14 +7,14 @@ Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.shape import LATENT_SITES, MlaShape, ModelShape
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import Family, ModelSpec, Place, of_all_experts
 
@@ -42,6 +42,30 @@ class Piece:
         return self.key, *self.extra_keys
 
 
+@dataclass(frozen=True)
+class HeadRows:
+    """kv_b_proj [heads * (K + V), latent] as [heads, latent, K] or [heads, V, latent].
+
+    read: makes the matrix of a quantised checkpoint's tensors, None = a plain tensor.
+    """
+
+    sizes: MlaShape
+    of_v: bool
+    read: Callable[..., StoredWeight] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        weight = tensors[0]
+        if self.read is not None:
+            stored = self.read(*tensors)
+            stored.check()
+            weight = stored.dequantised(slice(0, stored.shape[0]), torch.float32)
+        num_rows = self.sizes.nope_dim + self.sizes.v_dim
+        if weight.dim() != 2 or len(weight) % num_rows:
+            return weight  # for the loader's error
+        heads = weight.unflatten(0, (-1, num_rows))
+        return heads[:, self.sizes.nope_dim :] if self.of_v else heads[:, : self.sizes.nope_dim].mT
+
+
 WeightMap = dict[str, list[Piece]]
 """Model parameter name -> its checkpoint tensors."""
 
@@ -58,6 +82,12 @@ SITES = {
     "shared_gate": "mlp.shared_gate",
     "dense_gate_up": "mlp.gate_up",
     "dense_down": "mlp.down",
+    "q": "attention.q",
+    "q_a": "attention.q_a",
+    "q_b": "attention.q_b",
+    "kv_a": "attention.kv_a",
+    "latent_k": "attention.latent_k",
+    "latent_v": "attention.latent_v",
     "delta_qkvz": "attention.qkvz",
     "delta_ba": "attention.ba",
     "delta_out": "attention.out",
@@ -117,15 +147,28 @@ def _mapped(
         held = (place for place in places if spec.shape.has_site(layer, place.site))
         for place in of_all_experts(held, spec.shape.num_experts):
             name = f"{ours}.{SITES[place.site]}"
+            if place.form == "heads":
+                weights |= _heads(spec.shape, ours, prefix + place.key)
+                continue
             weights.setdefault(f"{name}.weight", []).extend(_weights(spec.shape, place, prefix))
             if _has_bias(spec, place.site):
                 weights.setdefault(f"{name}.bias", []).extend(_biases(spec.shape, place, prefix))
     return weights
 
 
+def _heads(shape: ModelShape, ours: str, key: str) -> WeightMap:
+    assert shape.mla is not None
+    return {
+        f"{ours}.{SITES[site]}.weight": [Piece(key, transform=HeadRows(shape.mla, site == "latent_v"))]
+        for site in LATENT_SITES
+    }
+
+
 def _has_tensor(spec: ModelSpec, layer: int, name: str) -> bool:
     if name.startswith("mlp."):
         return layer not in spec.shape.dense_layers
+    if name.startswith("attention.q_a_norm"):
+        return spec.shape.has_site(layer, "q_a")
     if name.startswith(("attention.q_norm", "attention.k_norm")):
         return spec.qk_norm and not spec.shape.is_recurrent(layer)
     return True
@@ -142,7 +185,11 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 
 _SHAPED = {"attention.conv": _rows}
 AS_STORED = (_plus_one, _rows)
-"""Transforms of tensors that keep their form in a new checkpoint."""
+
+
+def is_as_stored(piece: Piece) -> bool:
+    """True if the tensor keeps its form in a new checkpoint."""
+    return piece.transform in AS_STORED or isinstance(piece.transform, HeadRows)
 
 
 def _bias_of(key: str) -> str:
@@ -163,6 +210,9 @@ def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], n
 def _stored(piece: Piece, scheme: Scheme, tensors: Container[str], num_experts: int) -> Iterable[Piece]:
     if not scheme.present(piece.key, tensors):
         return [piece]
+    if isinstance(piece.transform, HeadRows):
+        (key, *others), make = scheme.read(piece.key, tensors)
+        return [Piece(key, (), replace(piece.transform, read=make), tuple(others))]
     if piece.transform is not None:
         raise ConfigError(
             f"{piece.key} is quantised by {scheme.name}, but its scales do not lie along the inputs of a "
@@ -181,7 +231,8 @@ def _stored(piece: Piece, scheme: Scheme, tensors: Container[str], num_experts: 
 def _has_bias(spec: ModelSpec, site: str) -> bool:
     in_attention = spec.attention_bias
     biases = {"qkv": in_attention or spec.qkv_bias, "o": in_attention, "router": spec.gate_bias}
-    biases |= {"shared_gate": False, "output_gate": False}
+    biases |= {"q_a": in_attention, "kv_a": in_attention}
+    biases |= dict.fromkeys(("shared_gate", "output_gate", "q", "q_b"), False)
     return biases.get(site, spec.mlp_bias)
 
 

@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, Site
+from moe_lora.core.shape import ModelShape, Site
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
@@ -202,7 +202,7 @@ def _fit(
         num_layers=shape.num_layers,
         load_fixed_s=load_fixed_s,
         load_bytes_per_s=1.0 / max(load_byte_s, 1e-15),
-        bytes_per_rank=whole.adapter_bytes(max_rank, DEFAULT_TARGETS) / max_rank,
+        bytes_per_rank=whole.adapter_bytes(max_rank) / max_rank,
         max_tokens=max_tokens,
         max_rank=max_rank,
     )

@@ -19,7 +19,7 @@ from moe_lora.cache.unified import SWAP_OUT_ABOVE
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape, Site
+from moe_lora.core.shape import ModelShape, Site
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.rank import DTYPES, kv_layout, resolved
@@ -36,7 +36,7 @@ def random_adapter(
     lora_rank: int,
     *,
     seed: int,
-    targets: tuple[str, ...] = DEFAULT_TARGETS,
+    targets: tuple[str, ...] | None = None,
 ) -> PackedAdapter:
     """A random adapter on whole sites, with equal layers.  Raises ConfigError for a bad rank."""
     if lora_rank < 1:
@@ -44,7 +44,7 @@ def random_adapter(
     generator = torch.Generator().manual_seed(seed)
     pairs = [
         _pair(site, module, lora_rank, generator)
-        for site in (shape.site(target) for target in targets)
+        for site in map(shape.site, targets or shape.default_targets)
         for module in range(len(site.modules))
     ]
     layer = pack_layer(pairs, shape.num_entries, dtype, name)
@@ -54,15 +54,15 @@ def random_adapter(
 def _pair(site: Site, module: int, lora_rank: int, generator: torch.Generator) -> Pair:
     num_copies = max(1, site.num_experts)
 
-    def matrices(width: int) -> torch.Tensor:
-        return torch.randn(num_copies, lora_rank, width, generator=generator) * _STD
+    def matrices(width: int, is_shared: bool) -> torch.Tensor:
+        return torch.randn(1 if is_shared else num_copies, lora_rank, width, generator=generator) * _STD
 
     return Pair(
         site=site,
         modules=(module,),
         experts=range(num_copies),
-        shrink=matrices(site.in_features),
-        expands=(matrices(site.out_features[module]),),
+        shrink=matrices(site.in_features, site.name == "latent_v"),
+        expands=(matrices(site.out_features[module], site.name == "latent_k"),),
         scale=1.0,
         source="random",
     )

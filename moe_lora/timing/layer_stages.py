@@ -37,7 +37,7 @@ def share_of_layer(site: Site, shape: ModelShape) -> float:
 
 
 def mlp_sites(shape: ModelShape) -> Sequence[Site]:
-    return [site for site in shape.sites if site.num_experts] or shape.sites[-2:]
+    return [site for site in shape.sites if site.is_routed] or shape.sites[-2:]
 
 
 def prefill_shares(shape: ModelShape) -> list[float]:

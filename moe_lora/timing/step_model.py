@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
+from moe_lora.core.shape import ModelShape
 
 FEATURES = ("step", "tokens", "experts", "padded_ranks", "ranks", "adapter_ranks", "expert_ranks")
 """Terms of a step's time:
@@ -197,10 +197,10 @@ FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
 def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
     """Bytes of an adapter on all usual sites over all layers: dense sites, experts (all)."""
     parts = [0, 0]
-    for site in map(shape.site, DEFAULT_TARGETS):
+    for site in map(shape.site, shape.default_targets):
         features = sum(site.in_features + out for out in site.out_features)
         num_copies = max(1, site.num_experts) * shape.num_layers_with(site)
-        parts[site.num_experts > 0] += features * num_copies * itemsize
+        parts[site.is_routed] += features * num_copies * itemsize
     return parts[0], parts[1]
 
 
@@ -212,7 +212,7 @@ def expected_step_times(
     weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
     for site in shape.sites:
         num_bytes = site.in_features * site.total_out_features * max(1, site.num_experts) * itemsize
-        weights[site.num_experts > 0] += num_bytes * shape.num_layers_with(site)
+        weights[site.is_routed] += num_bytes * shape.num_layers_with(site)
     seconds = {
         "step": weights[0] / bytes_per_s,
         "experts": weights[1] / expert_parallel / bytes_per_s,

@@ -15,7 +15,7 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer, shard_layer
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
-from tests.families import LATER_MOE, load_model, targets_as_given
+from tests.families import LATER_MOE, load_model, targets_as_given, tiny_config
 
 Deltas = dict[tuple[int, str, int], torch.Tensor]
 """(layer, module, expert) → [out_features, in_features] float64; absent where there is no delta."""
@@ -68,6 +68,7 @@ _LEAVES = {
         "layer": "router",
     },
     "shared_expert_gate": "shared_expert_gate",
+    **{"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a"},
     **{f"in_proj_{name}": f"delta_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a")},
 }
 
@@ -85,6 +86,12 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
         return
     layer = int(parts[2])
     leaf = parts[-2] if parts[-1] == "weight" else parts[-1]
+    if leaf == "kv_b_proj":
+        config = tiny_config(family)
+        for head, rows in enumerate(delta.chunk(config.num_attention_heads)):
+            deltas[layer, "latent_k", head] = rows[: config.qk_nope_head_dim].T
+            deltas[layer, "latent_v", head] = rows[config.qk_nope_head_dim :]
+        return
     if delta.ndim == 2 and leaf in _LEAVES:
         kind = ""
         if parts[-3:-1] == ["self_attn", "gate_proj"]:

@@ -15,7 +15,7 @@ from tests.oracle import greedy_reference
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-QUICK = ("llama", "gpt_oss", "qwen3_5_moe")
+QUICK = ("llama", "gpt_oss", "qwen3_5_moe", "deepseek_v3")
 """Families that go every way in the default run."""
 WAYS = {
     "all_at_once": {},

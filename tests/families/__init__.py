@@ -29,7 +29,9 @@ BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe", "afmoe")
 the output gate, norms of outputs, and layers without rotation."""
 RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_moe")
 """Families with Gated DeltaNet layers."""
-LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES)
+LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
+"""Families with Multi-head Latent Attention."""
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES, *LATENT_FAMILIES)
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
@@ -40,7 +42,7 @@ DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
-BESIDE_TARGETS = ("shared_gate", "delta_qkvz", "delta_ba", "delta_out")
+BESIDE_TARGETS = ("shared_gate", "delta_qkvz", "delta_ba", "delta_out", "q", "kv_a", "kv_b")
 """Targets beside attention and experts that no other target includes."""
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
@@ -85,6 +87,13 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "delta_ba": ("in_proj_b", "in_proj_a"),
         "delta_out": ("linear_attn.out_proj",),
     },
+    **dict.fromkeys(
+        LATENT_FAMILIES,
+        {
+            **_DENSE,
+            "qkv": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        },
+    ),
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
 _FUSED: dict[str, tuple[str, ...]] = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
@@ -95,6 +104,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_next": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    **dict.fromkeys(LATENT_FAMILIES, {**_FUSED, "router": ("mlp.gate.weight",)}),
     "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},
@@ -139,6 +149,14 @@ _YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
+}
+_LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
 }
 
 
@@ -202,6 +220,17 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"intermediate_size": 28, "attention_bias": True, "num_hidden_layers": 3}
         fields = {**common, **moe, **gate, **beside, "rms_norm_eps": 1e-5}
         return transformers.Glm4MoeConfig(**{**fields, **changes})
+    if family == "deepseek_v3":
+        heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "rope_parameters": dict(_LATENT_YARN)}
+        return transformers.DeepseekV3Config(**{**_latent_fields(common), **heads, **changes})
+    if family == "deepseek_v2":
+        gate = {"topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2}
+        return transformers.DeepseekV2Config(**{**_latent_fields(common), **gate, **changes})
+    if family == "glm4_moe_lite":
+        fields = _latent_fields(common)
+        del fields["first_k_dense_replace"]
+        kinds = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
+        return transformers.Glm4MoeLiteConfig(**{**fields, **kinds, "rope_interleave": False, **changes})
     if family == "granite":
         return transformers.GraniteConfig(**{**common, **MULTIPLIERS, **changes})
     if family == "granitemoe":
@@ -228,6 +257,15 @@ def tiny_config(family: str, **changes: Any) -> Any:
     if family == "dbrx":
         return transformers.DbrxConfig(**{**_dbrx_fields(), **changes})
     raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(ALL_FAMILIES)}")
+
+
+def _latent_fields(common: dict[str, Any]) -> dict[str, Any]:
+    """Heads of 12 + 6 for q and k and of 10 for v, over latents of 20 and 14."""
+    fields = {**_without_head_dim(common), "num_attention_heads": 4, "num_key_value_heads": 4}
+    latent = {"q_lora_rank": 20, "kv_lora_rank": 14, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6}
+    moe = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "v_head_dim": 10}
+    gate = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+    return {**fields, **latent, **moe, **gate, "intermediate_size": 28, "num_hidden_layers": 3}
 
 
 def _without_head_dim(fields: dict[str, Any]) -> dict[str, Any]:

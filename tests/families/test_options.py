@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import model_spec, shape_of
 from moe_lora.models.causal_lm import CausalLM
-from tests.families import ALL_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
+from tests.families import ALL_FAMILIES, LATENT_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
 from tests.models.harness import Harness
 from tests.oracle import reference_logits
 
@@ -48,6 +48,20 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DBRX_FFN = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
 DBRX_ATTENTION = {"kv_n_heads": 2, "rope_theta": 10000.0}
 VARIANTS = {
+    "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False, "attention_bias": True}),
+    "deepseek_v3-odd-sizes": ("deepseek_v3", {"kv_lora_rank": 13, "qk_nope_head_dim": 7, "v_head_dim": 3}),
+    "deepseek_v3-no-groups": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek_v3-linear-rope": (
+        "deepseek_v3",
+        {"rope_parameters": {**PLAIN_ROPE, "rope_type": "linear", "factor": 3.0, "mscale_all_dim": 0.6}},
+    ),
+    "deepseek_v3-plain-queries": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v2-greedy": ("deepseek_v2", {"topk_method": "greedy", "first_k_dense_replace": 0}),
+    "deepseek_v2-latent-queries": ("deepseek_v2", {"q_lora_rank": 9, "rope_parameters": YARN}),
+    "glm4_moe_lite-neighbours": (
+        "glm4_moe_lite",
+        {"rope_interleave": True, "attention_bias": False, "mlp_layer_types": None},
+    ),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-linear-rope": (
@@ -314,6 +328,16 @@ REFUSED = [
         {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.2}},
         "partial_rotary_factor=0.2",
     ),
+    *((one, {"index_topk": 64}, "index_topk=64") for one in LATENT_FAMILIES),
+    ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads=1, which must be num_attention_heads=5"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank=0"),
+    ("deepseek_v3", {"kv_lora_rank": 70_000}, "kv_lora_rank=70000"),
+    ("deepseek_v3", {"qk_rope_head_dim": 5}, "head_dim=5 must be even"),
+    ("deepseek_v3", {"q_lora_rank": "20"}, "q_lora_rank='20'"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": "1"}}, "mscale_all_dim='1'"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types="),
     ("olmoe", {"clip_qkv": -1.0}, "clip_qkv=-1.0"),
     ("granite", {"residual_multiplier": "1"}, "residual_multiplier='1'"),
     ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling=0.0"),

@@ -59,6 +59,7 @@ class Harness:
             head_dim=shape.head_dim,
             block_size=BLOCK_SIZE,
             dtype=dtype,
+            has_values=shape.mla is None,
         )
         packed = [read_adapter(path, shape, dtype) for path in adapters]
         self.pages_per_sequence = BLOCKS_PER_SEQUENCE + shape.state_pages(self.layout.page_bytes)

@@ -32,7 +32,7 @@ from .places import (
 from .replaced import ReplacedRows, check_no_pair, replaced_rows
 
 _MAX_SHOWN_NAMES = 10
-_MODULES = ("matrix", "stacked")
+_MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""
 
 

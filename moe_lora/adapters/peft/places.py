@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import ModelShape, Site
+from moe_lora.core.shape import LATENT_SITES, ModelShape, Site
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import PROJECTIONS, Place, of_all_experts
 
@@ -141,10 +141,13 @@ class PairSource:
         return self.keys_b[0]
 
 
-def make_pair(
+def make_pairs(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
-) -> Pair:
-    """Views [N, R, D] of the pair's tensors, after `check_pair`; a copy of tensors of single experts."""
+) -> list[Pair]:
+    """Views [N, R, D] of the pair's tensors, after `check_pair`; a copy of tensors of single experts.
+
+    kv_b_proj of latent attention gives two pairs, others one.
+    """
     import torch
 
     from moe_lora.adapters.packed import Pair
@@ -154,19 +157,36 @@ def make_pair(
         tensors[keys[0]] if len(keys) == 1 else torch.stack([tensors[key] for key in keys])
         for keys in (source.keys_a, source.keys_b)
     )
+    if place.form == "heads":
+        return _pairs_of_heads(source, a, b, shape)
     experts = range(max(1, site.num_experts))
     if place.expert is not None:
         experts = range(place.expert, place.expert + 1)
     shrink, expand = _views(source, a, b, site, swapped)
-    return Pair(
-        site=site,
-        modules=place.modules,
-        experts=experts,
-        shrink=shrink,
-        expands=_split(expand, place),
-        scale=source.scale,
-        source=source.key_a,
-    )
+    about: dict[str, Any] = {"scale": source.scale, "source": source.key_a}
+    expands = _split(expand, place)
+    return [
+        Pair(site=site, modules=place.modules, experts=experts, shrink=shrink, expands=expands, **about)
+    ]
+
+
+def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape: ModelShape) -> list[Pair]:
+    """The delta of kv_b_proj on both sides of the latent, by head; A is shared by all heads.
+
+    For queries B's rows of K shrink and A expands: the transposed delta.
+    """
+    from moe_lora.adapters.packed import Pair
+
+    assert shape.mla is not None
+    b_NOR, a_1RC = b.view(shape.num_heads, -1, source.lora_rank), a.unsqueeze(0)
+    k_NRO, v_NRO = b_NOR.transpose(1, 2).split([shape.mla.nope_dim, shape.mla.v_dim], dim=2)
+    about: dict[str, Any] = {"scale": source.scale, "source": source.key_a, "modules": (0,)}
+    about["experts"] = range(shape.num_heads)
+    key_site, value_site = map(shape.site, LATENT_SITES)
+    return [
+        Pair(site=key_site, shrink=k_NRO, expands=(a_1RC,), **about),
+        Pair(site=value_site, shrink=a_1RC, expands=(v_NRO,), **about),
+    ]
 
 
 def check_pair(
@@ -209,6 +229,10 @@ def expected_shapes(
     if place.form == "fused":
         first, last = (outputs, inputs) if swapped else (inputs, outputs)
         return (rank * shape.num_experts, first), (last, rank * shape.num_experts)
+    if place.form == "heads":
+        assert shape.mla is not None
+        outputs = shape.num_heads * (shape.mla.nope_dim + shape.mla.v_dim)
+        return (rank, shape.mla.kv_rank), (outputs, rank)
     if place.form == "rows":
         rows = shape.num_experts * shape.intermediate_size
         return (rank, shape.hidden_size), (rows, rank)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from moe_lora.adapters.packed import Pair
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.shape import LATENT_SITES, ModelShape
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import Place
 
@@ -80,6 +80,7 @@ def plain_pairs(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> list[Pla
         dense = list(_dense_pairs(layer, family, front))
         assert len(dense) == len(layer.dense), f"some places of {family.title} are not written"
         found += dense
+        found += _head_pairs(layer, family, front)
         found += _expert_pairs(layer, family, front, shape)
     return found
 
@@ -183,6 +184,22 @@ def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPai
             lora_rank=a.shape[0],
             scale=pair.scale,
         )
+
+
+def _head_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair]:
+    """kv_b_proj of latent attention, of both sites: one A if both have the same, else A of both ranks."""
+    if (LATENT_SITES[0], 0) not in layer.experts:
+        return
+    of_k, of_v = (layer.experts[site, 0] for site in LATENT_SITES)
+    path = next(place.path for place in family.attention if place.form == "heads")
+    blocks, num_k = [of_k[0].b, of_v[0].a], of_k[0].b.shape[0]
+    rows = [row for head in range(len(of_k)) for row in (of_k[head].a.t(), of_v[head].b.t())]
+    if torch.equal(*blocks):
+        blocks = blocks[:1]
+    else:
+        rows[::2] = [torch.nn.functional.pad(row, (0, blocks[1].shape[0])) for row in rows[::2]]
+        rows[1::2] = [torch.nn.functional.pad(row, (num_k, 0)) for row in rows[1::2]]
+    yield _module_pair(f"{front}{path}", torch.cat(blocks), torch.cat(rows), of_k[0].scale)
 
 
 def _expert_pairs(layer: _Layer, family: Family, front: str, shape: ModelShape) -> list[PlainPair]:

@@ -28,7 +28,7 @@ from .base_weights import with_changes
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
 from .match import Match, check_rank, match
-from .places import make_pair
+from .places import make_pairs
 from .replaced import replaced_pair
 from .training_state import config_fields, lora_tensors
 
@@ -76,7 +76,10 @@ def read_pairs(
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
     """The pairs of each layer.  tensors: changes of replaced rows by site (see `with_changes`)."""
-    pairs = [[make_pair(source, tensors, shape, found.swapped) for source in layer] for layer in found.layers]
+    pairs = [
+        [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
+        for layer in found.layers
+    ]
     for rows in found.replaced:
         pairs[-1].append(replaced_pair(rows, tensors[rows.site], shape))
     return pairs

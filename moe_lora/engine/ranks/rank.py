@@ -85,6 +85,8 @@ class Rank:
             from moe_lora.engine.step.recurrent import check_recurrent
 
             check_recurrent(config, self.device.type)
+        if self.shape.mla is not None:
+            check_latent(config, self.device.type)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
         only = config.instance == EngineConfig.instance  # several bars would overwrite each other
@@ -294,6 +296,19 @@ class Rank:
         return WeightMerge(self.model)
 
 
+def check_latent(config: EngineConfig, device: str) -> None:
+    """Raises ConfigError for a device or a part that computes no latent attention."""
+    if device != "cpu":
+        raise ConfigError(
+            f"device={device!r} has no kernel of Multi-head Latent Attention yet; choose device='cpu'"
+        )
+    if config.host_workers:
+        raise ConfigError(
+            f"host_workers={config.host_workers} compute no deltas of kv_b_proj of Multi-head Latent "
+            "Attention; leave host_workers out"
+        )
+
+
 def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
     """Layout of this model's KV in pages."""
     return KvLayout(
@@ -302,6 +317,7 @@ def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Kv
         head_dim=shape.head_dim,
         block_size=config.block_size,
         dtype=dtype,
+        has_values=shape.mla is None,
     )
 
 

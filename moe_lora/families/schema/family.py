@@ -16,7 +16,7 @@ from moe_lora.core.shape import ModelShape
 from .config_json import ConfigJson
 from .rope import RopeSpec, context_of, rope_spec
 
-Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked"]
+Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked", "heads"]
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
 """Limits of sizes that lists are made of."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,7 +36,8 @@ class ModelSpec:
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
     weights, None = not normalised.  gate_correction: the choice is by score + a stored fp32 bias, the weights
     are of the scores.  gate_in_fp32: weight and logits are fp32.  gate_groups: equal groups of experts; the
-    choice is among the top_groups with the largest sums of two scores.  routed_scale: factor of the weights.
+    choice is among the top_groups with the largest sums of group_scores scores.  routed_scale: factor of the
+    weights.
 
     activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.  unused: starts of names of tensors
     of a checkpoint that belong to no layer.  attention_multiplier: factor on q @ k, None = head_dim ** -0.5.
@@ -67,6 +68,7 @@ class ModelSpec:
     gate_in_fp32: bool = False
     gate_groups: int = 1
     top_groups: int = 1
+    group_scores: int = 2
     routed_scale: float = 1.0
     gate_bias: bool = False
     mlp_bias: bool = False
@@ -89,7 +91,8 @@ class Place:
     modules: numbers of the site's modules.  expert: None if dense or all at once.
     form: "matrix", one linear layer [out, in].  "fused", a 3-D parameter of all experts [E, out, in].
     "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused parameter.
-    "stacked", LoRA tensors [E or 1, ...] of linear layers of all experts.
+    "stacked", LoRA tensors [E or 1, ...] of linear layers of all experts.  "heads", kv_b_proj of latent
+    attention: one linear layer, two sites with a copy for each head.
     interleaved: gate and up alternate in the outputs.  transposed: a fused parameter [E, in, out].
     optional_linear: a linear layer in older transformers only.  is_split: True in an adapter's second
     form alone (Unsloth's linear experts, older names), False in the first alone; None in both.
@@ -256,10 +259,15 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
     }
 
 
-def gate_groups(config: ConfigJson, experts_key: str, chosen_key: str) -> Mapping[str, Any]:
-    """Fields of `ModelSpec` for n_group and topk_group.  Raises ConfigError for too few experts in groups."""
+def gate_groups(
+    config: ConfigJson, experts_key: str, chosen_key: str, num_groups: int = 1, top_groups: int = 1
+) -> Mapping[str, Any]:
+    """Fields of `ModelSpec` for n_group and topk_group.  Raises ConfigError for too few experts in groups.
+
+    num_groups, top_groups: of a config without the keys.
+    """
     num_experts, num_chosen = config.size(experts_key), config.size(chosen_key)
-    groups, top = config.size("n_group", default=1), config.size("topk_group", default=1)
+    groups, top = config.size("n_group", default=num_groups), config.size("topk_group", default=top_groups)
     if groups == 1:
         return {}
     if num_experts % groups or num_experts < 2 * groups:
@@ -359,7 +367,7 @@ class Family:
             for size, keys in self.sizes.items()
         }
         for size, largest in LARGEST.items():
-            if sizes[size] > largest:
+            if sizes.get(size, 0) > largest:
                 raise found.refusal(self.sizes[size][0], sizes[size], f"must be at most {largest}")
         sizes["max_position"] = context_of(found, sizes["max_position"], self.rope)
         windows = self.windows(found, sizes["num_layers"])
@@ -386,7 +394,8 @@ class Family:
         factor = self.rotary_factor
         if callable(factor):
             factor = factor(found, shape.head_dim)
-        rope = rope_spec(found, shape.head_dim, self.theta_keys, self.theta, self.rope, factor)
+        rotated = shape.head_dim if shape.mla is None else shape.mla.rope_dim
+        rope = rope_spec(found, rotated, self.theta_keys, self.theta, self.rope, factor)
         return ModelSpec(shape=shape, rope=rope, **fields)
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class _Slots(ctypes.Structure):
 
 class _Pages(ctypes.Structure):
     _fields_ = [
-        (name, c_int64) for name in ("num_kv_heads", "head_dim", "block_size", "page_bytes", "layer_bytes")
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "block_size", "page_bytes")),
+        *((name, c_int64) for name in ("layer_bytes", "value_bytes")),
     ]
 
 
@@ -202,9 +203,8 @@ def kv_pages(layout: KvLayout) -> _Pages:
     """The library's constants of a KV layout, cached with the layout."""
     known = _pages.get(id(layout))
     if known is None:
-        numbers = _Pages(
-            layout.num_kv_heads, layout.head_dim, layout.block_size, layout.page_bytes, layout.layer_bytes
-        )
+        sizes = (layout.num_kv_heads, layout.head_dim, layout.block_size)
+        numbers = _Pages(*sizes, layout.page_bytes, layout.layer_bytes, layout.value_bytes)
         known = _pages[id(layout)] = (layout, numbers)
     return known[1]
 

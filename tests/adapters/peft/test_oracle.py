@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.core.shape import ATTENTION_SITES
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.families import (
     ALL_FAMILIES,
@@ -42,7 +43,7 @@ def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint,
     shape = shape_of(family)
     kinds = ("", "shared_", "dense_")
     sites = [kind + target for target in targets for kind in kinds]
-    sites += ["output_gate"] if "qkv" in targets else []
+    sites += [site for site in ATTENTION_SITES if site != "o"] if "qkv" in targets else []
     assert packed.targets == tuple(m for s in shape.sites if s.name in sites for m in s.modules)
     assert packed.max_lora_rank == 5
 

@@ -29,7 +29,7 @@ struct Attention {
     int64_t first_position(int64_t seq) const {
         return seq_lens[seq] - (query_start[seq + 1] - query_start[seq]);
     }
-    // Keys of one head in the page of `position`, from that token on; values follow after layer_bytes / 2.
+    // Keys of one head in the page of `position`, from that token on; values follow after value_bytes, which may be 0.
     char* keys(int64_t seq, int64_t kv_head, int64_t position) const {
         const int64_t page = block_tables[seq * table_stride + position / pages.block_size];
         const int64_t token = kv_head * pages.block_size + position % pages.block_size;
@@ -73,7 +73,7 @@ void write_pages(const Attention& a, int64_t seq) {
         for (int64_t head = 0; head < a.pages.num_kv_heads; head++) {
             char* keys = a.keys(seq, head, position);
             memcpy(keys, a.k + row * a.k_stride * a.size() + head * bytes, bytes);
-            memcpy(keys + a.pages.layer_bytes / 2, a.v + row * a.v_stride * a.size() + head * bytes, bytes);
+            memcpy(keys + a.pages.value_bytes, a.v + row * a.v_stride * a.size() + head * bytes, bytes);
         }
     }
 }
@@ -101,7 +101,7 @@ void attend_chunk(const Attention& a, const Task& t, int64_t low, int64_t begin,
     const int64_t first_page = std::max(begin, low / block * block);
     for (int64_t at = first_page; at < end; at += block) {
         const char* keys = a.keys(t.seq, t.kv_head, at);
-        const char* next = keys + a.pages.layer_bytes / 2;
+        const char* next = keys + a.pages.value_bytes;
         dot({s.q.data(), keys, nullptr, s.logit_rows.data(), queries, std::min(block, end - at), dim, at - begin, next});
     }
     const int64_t padded = round_up(end - begin, 16);
@@ -113,7 +113,7 @@ void attend_chunk(const Attention& a, const Task& t, int64_t low, int64_t begin,
         if (s.state[i].rescale != 1.0f) isa().scale_row(&s.sums[i * dim], dim, s.state[i].rescale);
     }
     for (int64_t at = first_page; at < end; at += block) {
-        const char* values = a.keys(t.seq, t.kv_head, at) + a.pages.layer_bytes / 2;
+        const char* values = a.keys(t.seq, t.kv_head, at) + a.pages.value_bytes;
         sum({&s.logits[at - begin], values, s.sum_rows.data(), queries, std::min(block, end - at), dim, chunk, dim, 1.0f,
              nullptr, 0});
     }

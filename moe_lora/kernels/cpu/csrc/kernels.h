@@ -32,7 +32,7 @@ struct LoraSlots {
 
 // Constants of the KV pages.
 struct KvPages {
-    int64_t num_kv_heads, head_dim, block_size, page_bytes, layer_bytes;
+    int64_t num_kv_heads, head_dim, block_size, page_bytes, layer_bytes, value_bytes;
 };
 
 MOE_LORA_API const char* moe_lora_isa();

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.7-Flash: latent attention, dense layers by list, a shared expert, corrected sigmoid gates.
+
+The layer after the last is for multi-token prediction and is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family, dense_layers, gate_groups
+from .schema.latent import (
+    LATENT_ATTENTION,
+    LATENT_BESIDE,
+    LATENT_SIZES,
+    LATENT_TENSORS,
+    NO_SPARSE_ATTENTION,
+    latent_scale,
+    latent_shape,
+)
+
+_KINDS = ("dense", "sparse")
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    num_layers = config.size("num_hidden_layers")
+    num_unused = config.size("num_nextn_predict_layers", default=1, least=0)
+    return {
+        **latent_scale(config, nope_dim=192),
+        "attention_bias": config.flag("attention_bias"),
+        "rotates_neighbours": config.flag("rope_interleave", True),
+        "gate": "sigmoid_topk",
+        "gate_norm": 1.0 if config.flag("norm_topk_prob", True) else None,
+        "gate_correction": True,
+        "gate_in_fp32": True,
+        **gate_groups(config, "n_routed_experts", "num_experts_per_tok"),
+        "routed_scale": config.number("routed_scaling_factor", default=1.8),
+        "unused": tuple(f"model.layers.{num_layers + i}." for i in range(num_unused)),
+    }
+
+
+def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
+    default = [*_KINDS[:1], *[_KINDS[1]] * (num_layers - 1)]
+    kinds = config.get("mlp_layer_types", default=default)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in _KINDS for kind in kinds):
+        raise config.refusal("mlp_layer_types", kinds, f"must be a list of {num_layers} of dense or sparse")
+    num_shared = config.size("n_shared_experts", default=1, least=0)
+    dense = (layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return {
+        **latent_shape(config, q_rank=768, nope_dim=192, v_dim=256),
+        "shared_size": num_shared * config.size("moe_intermediate_size"),
+        **dense_layers(config, dense, "intermediate_size"),
+    }
+
+
+FAMILY = Family(
+    title="GLM-4.7-Flash",
+    tool_format="glm4",
+    sizes=LATENT_SIZES,
+    supported=NO_SPARSE_ATTENTION,
+    layers=_layers,
+    beside_experts=_beside,
+    norm_eps=1e-5,
+    tensors={**LATENT_TENSORS, "mlp.correction.weight": "mlp.gate.e_score_correction_bias"},
+    attention=LATENT_ATTENTION,
+    beside=LATENT_BESIDE,
+    mlp=EXPERT_FORMS,
+    adapted=ADAPTED_EXPERTS,
+)
