@@ -16,7 +16,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.text.text import served_tokenizer
 from moe_lora.engine.text.tokenizer_files import TEXT_FILES, log_generation_config
-from moe_lora.serve.metrics.metrics import Metrics
+from moe_lora.serve.metrics import Metrics
 
 from .limits import REFUSALS, Limits
 from .openai.checking_process import CheckingProcess

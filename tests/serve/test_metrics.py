@@ -10,8 +10,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.core.request import FleetStats, InstanceStats
-from moe_lora.serve.metrics.collectors import loaded_family
-from moe_lora.serve.metrics.metrics import CountsByName, RequestWatch
+from moe_lora.serve.metric_families import loaded_family
+from moe_lora.serve.metrics import CountsByName, RequestWatch
 
 from .conftest import frontend_of, serving
 from .scripted_engine import adapter_info

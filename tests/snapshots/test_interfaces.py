@@ -40,7 +40,7 @@ from moe_lora.core.request import (
 )
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.serve.metrics.metrics import Metrics
+from moe_lora.serve.metrics import Metrics
 from tests.serve.conftest import app_of
 from tests.serve.scripted_engine import adapter_info
 

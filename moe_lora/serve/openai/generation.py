@@ -31,7 +31,7 @@ from moe_lora.serve.access import Allowance, Caller, Reservation, reserved
 from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
 from moe_lora.serve.limits import Limits, Waiting
-from moe_lora.serve.metrics.metrics import RequestWatch
+from moe_lora.serve.metrics import RequestWatch
 
 T = TypeVar("T")
 Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"

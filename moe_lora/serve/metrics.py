@@ -135,7 +135,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Families computed for each scrape, by prometheus_client's interface."""
-        from . import collectors as families
+        from . import metric_families as families
 
         name = self.model_name
         yield from families.engine_families(
