@@ -12,7 +12,7 @@ import asyncio
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import os
 import pickle
 import runpy
@@ -270,6 +270,7 @@ def _become(
     os.environ.update(env)
     tempfile.tempdir = None  # found anew, by that environment
     os.chdir(folder)
+    _customise(env)
 
     import torch
 
@@ -278,6 +279,13 @@ def _become(
     sys.modules.pop(module, None)
     with _starting_by(Forks(own_asks)):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _customise(env: Mapping[str, str]) -> None:
+    """Import `sitecustomize` of the environment's path, as Python does at its start."""
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    if importlib.util.find_spec("sitecustomize") is not None:
+        importlib.import_module("sitecustomize")
 
 
 def _own_forks(asks: socket.socket, fds: Sequence[int]) -> socket.socket:

@@ -14,33 +14,21 @@ import pytest
 from .demo_server import DEMO, DemoServer, demo_server
 
 INJECTED = '''
-import importlib.abc, importlib.util, os, sys
+import os
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Has the engine abort when it computes a request of the adapter "deadly"."""
+from moe_lora.engine.step.runner import ModelRunner
 
-    def find_spec(self, name, path, target=None):
-        if name != "moe_lora.engine.step.runner":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
+run = ModelRunner.run
 
-        def exec_module(module):
-            load(module)
-            run = module.ModelRunner.run
 
-            def deadly(self, plan, drawn=None):
-                if any(i.sequence.adapter is not None and i.sequence.adapter.name == "deadly" for i in plan):
-                    os.abort()
-                return run(self, plan, drawn)
+def deadly(self, plan, drawn=None):
+    """Abort at a request of the adapter "deadly"."""
+    if any(i.sequence.adapter is not None and i.sequence.adapter.name == "deadly" for i in plan):
+        os.abort()
+    return run(self, plan, drawn)
 
-            module.ModelRunner.run = deadly
 
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
+ModelRunner.run = deadly
 '''
 NEIGHBOURS = ("upper", "reverse", "double")
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
@@ -57,7 +45,7 @@ OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", 
 def pair(request, tmp_path, monkeypatch) -> Iterator[DemoServer]:
     (tmp_path / "sitecustomize.py").write_text(INJECTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with demo_server(tmp_path / "log", *OPTIONS, *request.param, anew=True) as server:
+    with demo_server(tmp_path / "log", *OPTIONS, *request.param) as server:
         yield server
 
 

@@ -186,7 +186,7 @@ def test_an_instance_that_hangs_in_a_step_is_started_again(tmp_path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("HANGS", str(tmp_path))
     options = ("--set", "front_end.heartbeat_timeout_s=5", "--set", "front_end.heartbeat_dead_s=10")
-    with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL, *options, anew=True) as server:
+    with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL, *options) as server:
         until_whole(server)
         text, first = complete(server), pids(server)["instance-0"]
         (tmp_path / str(first)).touch()
