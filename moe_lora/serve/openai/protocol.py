@@ -255,7 +255,7 @@ class SamplingFields(StructuredFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    default_max_tokens = 16
+    default_max_tokens: ClassVar[int | None] = 16
 
     prompt: Text | Listed[Text] | Listed[int] | Listed[Listed[int]]
     logprobs: int | None = None

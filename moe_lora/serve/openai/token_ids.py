@@ -64,7 +64,7 @@ class TokensRequest(CompletionRequest):
 
     default_max_tokens = None
 
-    prompt: Annotated[Listed[TokenId], Field(min_length=1)]  # type: ignore[assignment]
+    prompt: Annotated[Listed[TokenId], Field(min_length=1)]
     output_mode: Literal["tokens", "text", "derender"] = "tokens"
     detokenize: bool | None = None
     parse_context: dict[str, Any] | None = None
