@@ -35,6 +35,18 @@ def name_problem(name: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class ThinkingLimit:
+    """The longest reasoning of an answer: `num_tokens` after `opening`; the tokens of `closing` follow.
+
+    opening: at the answer's start; (): the prompt ends in the reasoning.
+    """
+
+    num_tokens: int
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Choice of the next token, and stop conditions.
@@ -48,6 +60,7 @@ class SamplingParams:
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
     to logits of token ids.  Other tokens than allowed_token_ids, and the last token of bad_words, are never
     drawn.  bad_word_ids: bad_words as token ids.  grammar: of the answer, made by `engine.text.grammars`.
+    thinking: limit of the reasoning.
 
     Raises ValueError naming the parameter and its allowed range.
     """
@@ -73,6 +86,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
+    thinking: ThinkingLimit | None = None
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
@@ -122,7 +136,8 @@ class SamplingParams:
         """True if logits depend on more than the model."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         tokens = self.bad_words or self.bad_word_ids or self.logit_bias or self.allowed_token_ids is not None
-        return penalties != (0.0, 0.0, 1.0) or bool(tokens) or self.grammar is not None
+        is_bound = self.grammar is not None or self.thinking is not None
+        return penalties != (0.0, 0.0, 1.0) or bool(tokens) or is_bound
 
     def edited_ids(self) -> list[tuple[str, Iterable[int]]]:
         """Token ids of the edits, by field."""

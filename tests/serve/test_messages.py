@@ -267,7 +267,9 @@ def test_calls_are_forced_and_single():
             "content[0].input: must be an object",
         ),
         ({"system": [{"type": "image"}]}, "system[0]: the type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),  # no parser
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "1"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "allowed is custom"),

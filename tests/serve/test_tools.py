@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 
+from moe_lora.core.request import ThinkingLimit
 from moe_lora.engine.text.text import Tokenizer
 from moe_lora.serve.openai.parsers.forced import ForcedCalls
 from tests.small_tokenizers import byte_level
@@ -364,6 +365,27 @@ def test_reasoning_is_apart_from_the_answer(setting):
         assert (hidden.content, hidden.reasoning_content) == ("forty two", None)
         assert ask(client, reasoning_effort="low").choices[0].message.content == "forty two"
         assert "EFFORT low" in engine.prompts()[-1]
+
+
+def test_a_budget_of_reasoning_reaches_the_engine():
+    marks = ("<think>", "</think>")
+    with saying(THOUGHT, special=marks, reasoning_parser="qwen3") as (client, engine):
+        for fields, expected in (
+            ({}, ThinkingLimit(9, *((engine.vocab_size - 2 + one,) for one in range(2)))),
+            ({"chat_template_kwargs": {"think": True}}, ThinkingLimit(9, (), (engine.vocab_size - 1,))),
+        ):
+            ask(client, extra_body={"thinking_token_budget": 9, **fields})
+            assert engine.requests[-1].sampling.thinking == expected
+        ask(client, extra_body={"thinking_token_budget": -1})
+        assert engine.requests[-1].sampling.thinking is None
+        for wrong in (-2, 1.5, "9"):
+            with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+                ask(client, extra_body={"thinking_token_budget": wrong})
+    with (
+        saying(THOUGHT, reasoning_parser="none") as (client, _),
+        pytest.raises(openai.BadRequestError, match="needs a reasoning parser"),
+    ):
+        ask(client, extra_body={"thinking_token_budget": 9})
 
 
 def test_a_prompt_may_open_the_reasoning():

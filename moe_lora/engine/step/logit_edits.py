@@ -22,6 +22,9 @@ from moe_lora.engine.sequence import Sequence
 
 from .sampler import forbid_ends, sent
 
+MAX_GAP_TOKENS = 4
+"""Most tokens before a reasoning's mark."""
+
 
 class Mask(NamedTuple):
     """words: [ceil(V / 32)] uint32, bit i of word w allows token 32 w + i.  forced: tokens of a complete
@@ -49,6 +52,7 @@ class EditedSequence(Sequence):
         self._in_answer: dict[int, int] = {}
         self._num_counted = 0
         self._allowed: np.ndarray | None = None
+        self._has_thought = self.request.sampling.thinking is None
         bias = self.request.sampling.logit_bias or {}
         self.bias = np.array([[*bias], [*bias.values()]])
         """[2, N] fp64: tokens, and what their logits gain."""
@@ -74,6 +78,8 @@ class EditedSequence(Sequence):
 
     def _mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask | None:
         sampling = self.request.sampling
+        if not self._has_thought and (closing := self._closing_token()) is not None:
+            return Mask(bits_of((closing,), vocab_size))
         excluded = {*self._forbidden()}
         if self.num_generated < sampling.min_tokens:
             excluded.update(eos_token_ids, sampling.stop_token_ids)
@@ -91,6 +97,28 @@ class EditedSequence(Sequence):
             first = len(tokens) - len(word) + 1
             if first >= num_prompt and tuple(tokens[first:]) == word[:-1]:
                 yield word[-1]
+
+    def _closing_token(self) -> int | None:
+        """The next token of the mark that ends a reasoning beyond its limit; None: any token."""
+        limit, tokens, start = self.request.sampling.thinking, self.tokens, len(self.request.prompt_token_ids)
+        assert limit is not None
+        if limit.opening:
+            most = len(limit.opening) + MAX_GAP_TOKENS
+            found = _end_of(limit.opening, tokens[start : start + most], start)
+            if found is None:
+                self._has_thought = self.num_generated >= most
+                return None
+            start = found
+        end, closing = start + limit.num_tokens, limit.closing
+        if len(tokens) < end:
+            return None
+        if _end_of(closing, tokens[start:end], start) is None:
+            overlaps = range(min(len(closing) - 1, limit.num_tokens), 0, -1)
+            begun = next((num for num in overlaps if tuple(tokens[end - num : end]) == closing[:num]), 0)
+            if begun + len(tokens) - end < len(closing):
+                return closing[begun + len(tokens) - end]
+        self._has_thought = True
+        return None
 
     def penalties(self) -> np.ndarray:
         """[4, N] fp64: tokens, factors, and what the logits lose by frequency and by presence."""
@@ -115,6 +143,13 @@ class EditedSequence(Sequence):
         for token in self.tokens[self._num_counted :]:
             counts[token] = counts.get(token, 0) + 1
         self._num_counted = len(self.tokens)
+
+
+def _end_of(mark: tuple[int, ...], tokens: Seq[int], first: int) -> int | None:
+    """The place after the mark.  first: place of tokens[0]."""
+    places = range(len(tokens) - len(mark) + 1)
+    found = next((at for at in places if tuple(tokens[at : at + len(mark)]) == mark), None)
+    return None if found is None else first + found + len(mark)
 
 
 @torch.inference_mode()

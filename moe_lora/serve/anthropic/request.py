@@ -33,6 +33,7 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "prompt": "messages",
 }
@@ -99,7 +100,8 @@ class MessagesChat(ConvertedChat):
             "add_generation_prompt": not continues,
             "continue_final_message": continues,
         }
-        thinks = _thinks(body.thinking, unknown)
+        thinks, budget = _thinking(body.thinking, unknown)
+        chat["thinking_token_budget"] = None if cls is CountedChat else budget
         given = chat.get("chat_template_kwargs")
         if thinks is not None and isinstance(given, dict | None):
             chat["chat_template_kwargs"] = {"enable_thinking": thinks, **(given or {})}
@@ -227,16 +229,17 @@ def _output(given: dict[str, Any] | None, unknown: dict[str, None]) -> dict[str,
     }
 
 
-def _thinks(given: dict[str, Any] | None, unknown: dict[str, None]) -> bool | None:
-    """The template's `enable_thinking`, None for the template's default."""
+def _thinking(given: dict[str, Any] | None, unknown: dict[str, None]) -> tuple[bool | None, int | None]:
+    """The template's `enable_thinking` (None: the template's default), and the limit of the reasoning."""
     if given is None:
-        return None
+        return None, None
     with Fields(given, "thinking", unknown) as thinking:
-        kind = thinking.text("type")
+        kind, budget = thinking.text("type"), None
         thinking.refuse(display=("summarized",))
+        if kind not in (kinds := ("enabled", "adaptive", "disabled")):
+            raise unsupported("thinking.type", kinds)
         if kind == "enabled":
-            what = 'is not supported; send {"type": "adaptive"} or {"type": "disabled"} as thinking'
-            raise wrong("thinking.budget_tokens", what)
-        if kind not in ("adaptive", "disabled"):
-            raise unsupported("thinking.type", ("adaptive", "disabled"))
-    return kind == "adaptive"
+            budget = expect(thinking.get("budget_tokens"), int, "thinking.budget_tokens")
+            if budget < 1:
+                raise wrong("thinking.budget_tokens", f"is {budget}; it must be at least 1")
+    return kind != "disabled", budget

@@ -366,6 +366,10 @@ def prepared(
         body.drop_unknown()
     chat = body.as_chat
     parsers = None if chat is None else _parsers(chat, prompts, tokenizer, bounds)
+    if chat is not None and (budget := chat.thinking_token_budget) is not None and budget >= 0:
+        from .parsers.choice import thinking_limit
+
+        sampling = replace(sampling, thinking=thinking_limit(parsers, budget, tokenizer))
     asked = None
     if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
         from .structured import body_grammar

@@ -334,6 +334,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
 
     @property
     def as_chat(self) -> ChatRequest | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_lora.config import AUTO, LimitsConfig
+from moe_lora.core.request import ThinkingLimit
 from moe_lora.serve.http_errors import bad_request
 
 from . import FORCED, TOOL_FORMATS, parser_class
@@ -154,3 +155,22 @@ def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, *, whol
     opened, closed = tail.rfind(marks.opening), tail.rfind(marks.closing)
     is_open = opened > closed or (marks.is_open and closed < 0)
     return {"is_open": is_open, "is_closed": closed >= 0 and not is_open}
+
+
+def thinking_limit(
+    parsers: AnswerParsers | None, num_tokens: int, tokenizer: Tokenizer | None
+) -> ThinkingLimit | None:
+    """The limit of a chat's reasoning; None: the prompt ends after it.  Raises ApiError."""
+    if parsers is None or tokenizer is None or parsers.reasoning in ("", HARMONY):
+        raise bad_request(
+            "thinking_token_budget needs a reasoning parser of marks; leave it out, or start the server with "
+            f"--set front_end.reasoning_parser=NAME (auto, {', '.join(REASONING_FORMATS)})",
+            "thinking_token_budget",
+        )
+    if parsers.is_closed:
+        return None
+    marks = REASONING_FORMATS[parsers.reasoning]
+    opening, closing = (
+        tuple(tokenizer.encode(one, add_special_tokens=False)) for one in (marks.opening, marks.closing)
+    )
+    return ThinkingLimit(num_tokens, () if parsers.is_open else opening, closing)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest reasoning of an answer: the closing mark follows, and the answer goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_lora.core.request import GenerateRequest, SamplingParams, ThinkingLimit
+from moe_lora.engine.text.grammars import regex_grammar
+
+from .test_grammar_rows import PROMPT, core, step  # noqa: F401  (the fixture)
+
+CLOSING = (50, 51, 52)
+SAMPLING: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 16, "ignore_eos": True}
+
+
+def answer(engine, generated: tuple[int, ...] = (), **sampling: Any) -> list[int]:
+    params = SamplingParams(**{**SAMPLING, **sampling})
+    request = GenerateRequest(request_id="one", prompt_token_ids=PROMPT, sampling=params, generated=generated)
+    engine.add_request(request)
+    answers: dict[str, list[int]] = {}
+    step(engine, answers)
+    return answers["one"]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_closing_mark_follows_the_last_token(core, num_tokens, is_open):  # noqa: F811
+    plain = answer(core)
+    opening = () if is_open else tuple(plain[1:3])  # after a gap
+    start = 0 if is_open else 3
+    limit = ThinkingLimit(num_tokens, opening, CLOSING)
+    found = answer(core, thinking=limit)
+    end = start + num_tokens
+    assert found[:end] == plain[:end]
+    assert tuple(found[end : end + 3]) == CLOSING
+    known = tuple(found[: end + 3])
+    assert found == list(known) + answer(core, known)[: 16 - len(known)]
+    for cut in range(1, end + 4):
+        assert found[cut:] == answer(core, tuple(found[:cut]), thinking=limit), "a moved request goes on"
+
+
+def test_a_reasoning_that_ends_by_itself_is_left_alone(core):  # noqa: F811
+    plain = answer(core)
+    for limit in (
+        ThinkingLimit(6, (), tuple(plain[2:4])),
+        ThinkingLimit(2, (126, 125), CLOSING),  # never opened
+        ThinkingLimit(16, (), CLOSING),
+    ):
+        assert answer(core, thinking=limit) == plain
+
+
+def test_a_begun_mark_is_completed(core):  # noqa: F811
+    plain = answer(core)
+    assert plain[2] != plain[3] or plain[1] != plain[2]
+    found = answer(core, thinking=ThinkingLimit(3, (), (*plain[1:3], 51)))
+    assert found[:4] == [*plain[:3], 51]
+
+
+def test_rows_beside_it_and_other_edits_keep_their_tokens(core):  # noqa: F811
+    plain = answer(core)
+    params = SamplingParams(**SAMPLING)
+    limited = replace(params, thinking=ThinkingLimit(2, (), CLOSING), min_tokens=16)
+    for name, one in (("plain", params), ("limited", limited)):
+        core.add_request(GenerateRequest(request_id=name, prompt_token_ids=PROMPT, sampling=one))
+    answers: dict[str, list[int]] = {}
+    step(core, answers)
+    assert answers["plain"] == plain
+    assert tuple(answers["limited"][2:5]) == CLOSING
+
+
+def test_a_grammar_that_excludes_the_mark_is_the_client_s_error(core):  # noqa: F811
+    params = SamplingParams(max_tokens=8, grammar=regex_grammar("a{8}"), thinking=ThinkingLimit(2, (), (5,)))
+    core.add_request(GenerateRequest(request_id="one", prompt_token_ids=PROMPT, sampling=params))
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    assert outputs[-1].finish_reason == "error"
+    assert "exclude every token" in outputs[-1].error
