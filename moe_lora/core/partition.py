@@ -161,8 +161,8 @@ class Partition:
         setting, shape, layout = f"lora_server='{self.layout}'", self.shape, self.layout
         if shape.mla is not None:
             raise ConfigError(
-                f"{setting}: {shape.family} has Multi-head Latent Attention, whose deltas of kv_b_proj only an "
-                "instance computes; leave lora_server out"
+                f"{setting}: {shape.family} has Multi-head Latent Attention, and only an instance computes "
+                "the deltas of kv_b_proj; leave lora_server out"
             )
         if shape.num_experts and shape.num_experts % layout.ep:
             raise ConfigError(f"{setting}: {_not_a_divisor(layout.ep, shape.num_experts)}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from .attention_shapes import DELTA_SITES, LATENT_SITES, DeltaShape, MlaShape, SiteRow
 from .errors import ConfigError
 
 MATRIX_ALIGN_BYTES = 64
@@ -24,11 +25,7 @@ MAX_CUDA_LORA_RANK = 512
 DEFAULT_LORA_RANK = 16
 """Assumed for unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
-LATENT_SITES = ("latent_k", "latent_v")
-"""Sites with a copy for each head of Multi-head Latent Attention."""
 ATTENTION_SITES = ("qkv", "o", "output_gate", "q", "q_a", "q_b", "kv_a", *LATENT_SITES)
-DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
-"""Sites of Gated DeltaNet layers, in place of attention's."""
 DENSE_SITES = ("dense_gate_up", "dense_down")
 """Sites of dense layers among layers with experts."""
 NEVER_QUANTISED = ("router", "shared_gate", "delta_ba", *LATENT_SITES)
@@ -91,103 +88,6 @@ class Site:
     def entry(self, module: int, expert: int = 0) -> int:
         """Row of (module index, expert) in the layer's offset table."""
         return self.entry_base + expert * len(self.modules) + module
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaShape:
-    """Sizes of the Gated DeltaNet layers among layers of attention.
-
-    layers: their numbers.  k_dim, v_dim: of a head; each key head serves num_v_heads / num_k_heads
-    neighbouring value heads.  conv_width: tokens of the causal convolution.  is_interleaved: outputs of
-    q, k, v and z alternate by key head.  Source: Gated DeltaNet (arXiv 2412.06464).
-    """
-
-    layers: tuple[int, ...]
-    num_k_heads: int
-    num_v_heads: int
-    k_dim: int
-    v_dim: int
-    conv_width: int
-    is_interleaved: bool
-
-    def __post_init__(self) -> None:
-        if self.num_v_heads % self.num_k_heads:
-            raise ConfigError(
-                f"linear_num_key_heads={self.num_k_heads} does not divide "
-                f"linear_num_value_heads={self.num_v_heads}; each key head serves as many value heads"
-            )
-
-    @property
-    def value_size(self) -> int:
-        """Width of all value heads."""
-        return self.num_v_heads * self.v_dim
-
-    @property
-    def conv_size(self) -> int:
-        """Width of q, k and v together, the convolution's channels."""
-        return 2 * self.num_k_heads * self.k_dim + self.value_size
-
-    @property
-    def state_floats(self) -> int:
-        """fp32 numbers of a layer's state: conv_width - 1 rows of q, k and v, then [k_dim, v_dim] a head."""
-        return self.conv_size * (self.conv_width - 1) + self.value_size * self.k_dim
-
-    def site_rows(self, hidden: int) -> list[SiteRow]:
-        """Rows of the layers' sites for `ModelShape.sites`."""
-        qkv, z, heads = self.conv_size, self.value_size, self.num_v_heads
-        out = ("delta_out", ("delta_out",), z, (hidden,), 0)
-        if self.is_interleaved:
-            return [
-                ("delta_qkvz", ("delta_qkvz",), hidden, (qkv + z,), 0),
-                ("delta_ba", ("delta_ba",), hidden, (2 * heads,), 0),
-                out,
-            ]
-        return [
-            ("delta_qkvz", ("delta_qkv", "delta_z"), hidden, (qkv, z), 0),
-            ("delta_ba", ("delta_b", "delta_a"), hidden, (heads, heads), 0),
-            out,
-        ]
-
-
-SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
-"""Name, modules, in_features, out_features and num_experts of a `Site`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlaShape:
-    """Sizes of Multi-head Latent Attention, with K and V of all heads made of one latent per token.
-
-    q_rank: width of the latent of queries, 0 = none.  kv_rank: of the latent of K and V.  nope_dim, rope_dim:
-    of a head of q and k, without and with rotation.  v_dim: of a head of v.
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
-    """
-
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-
-    @property
-    def cached_dim(self) -> int:
-        """Width of a cached token: the latent, then the rotated part of k of all heads."""
-        return self.kv_rank + self.rope_dim
-
-    def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
-        """Sites before `o`.  kv_b_proj is two sites, each with a copy for each head.
-
-        latent_k maps a head's query into the latent space, latent_v a head's sum of latents to its output.
-        """
-        q_size = heads * (self.nope_dim + self.rope_dim)
-        q: list[SiteRow] = [("q", ("q",), hidden, (q_size,), 0)]
-        if self.q_rank:
-            q = [("q_a", ("q_a",), hidden, (self.q_rank,), 0), ("q_b", ("q_b",), self.q_rank, (q_size,), 0)]
-        return [
-            *q,
-            ("kv_a", ("kv_a",), hidden, (self.cached_dim,), 0),
-            ("latent_k", ("latent_k",), self.nope_dim, (self.kv_rank,), heads),
-            ("latent_v", ("latent_v",), self.kv_rank, (self.v_dim,), heads),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +221,8 @@ class ModelShape:
             raise ConfigError(
                 f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
                 f"{self.num_layers - self.num_kv_layers} recurrent layers, {len(self.dense_layers)} dense "
-                f"layers, shared_size={self.shared_size}, has_output_gate={self.has_output_gate} and "
-                f"latent attention={self.mla is not None}; time whole steps with moe-lora profile-steps "
+                f"layers, shared_size={self.shared_size} and has_output_gate={self.has_output_gate}"
+                f"{' and latent attention' if self.mla else ''}; time whole steps with moe-lora profile-steps "
                 "instead"
             )
 
@@ -377,8 +277,9 @@ class ModelShape:
     ) -> int:
         """Bytes of one packed adapter of this rank on whole sites, with alignment.
 
-        targets: site names; None: `default_targets`. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT form);
-        further sharing takes fewer bytes. expert_parallel: divides the experts; the result is for one rank.
+        targets: site names; None: `default_targets`. shared_gate_up_a: gate and up of an expert share one A
+        (the fused PEFT form); further sharing takes fewer bytes. expert_parallel: divides the experts; the
+        result is for one rank.
         """
         if lora_rank < 1:
             raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")

@@ -46,8 +46,8 @@ class ModelShard:
             )
         if size > 1 and shape.mla is not None:
             raise ConfigError(
-                f"tensor_parallel={size} and Multi-head Latent Attention do not go together: its heads are not "
-                f"divided; choose tensor_parallel=1, or expert_parallel={size}"
+                f"tensor_parallel={size} and Multi-head Latent Attention do not go together: the heads are "
+                f"not divided; choose tensor_parallel=1, or expert_parallel={size}"
             )
         for name, number in parts.items():
             if number % size:

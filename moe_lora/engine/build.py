@@ -214,7 +214,9 @@ def _kept_originals(config: EngineConfig, rank: Rank, adapters: list[PackedAdapt
         return 0
     targets = {module for packed in adapters for module in packed.targets}
     known = rank.weight_merge.bytes_of(targets) if adapters else None
-    usual_modules = {module for name in rank.shape.default_targets for module in rank.shape.site(name).modules}
+    usual_modules = {
+        module for name in rank.shape.default_targets for module in rank.shape.site(name).modules
+    }
     usual = rank.weight_merge.bytes_of(usual_modules)
     return kept_originals(config, known, usual, _host_free(config))
 

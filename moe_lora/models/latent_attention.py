@@ -60,8 +60,10 @@ class LatentAttention(nn.Module):
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         sizes, num_heads = self.sizes, self.num_heads
-        q_TNP, q_TNR = self.queries(x, channel).unflatten(1, (num_heads, -1)).split_with_sizes(
-            [sizes.nope_dim, sizes.rope_dim], dim=2
+        q_TNP, q_TNR = (
+            self.queries(x, channel)
+            .unflatten(1, (num_heads, -1))
+            .split_with_sizes([sizes.nope_dim, sizes.rope_dim], dim=2)
         )
         latent, k_TR = self.kv_a(x, channel).split([sizes.kv_rank, sizes.rope_dim], dim=1)
         c_TC = ops.norm(latent, self.kv_a_norm, LATENT_EPS, False, None)

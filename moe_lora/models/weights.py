@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from moe_lora.core.attention_shapes import LATENT_SITES, MlaShape
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import LATENT_SITES, MlaShape, ModelShape
+from moe_lora.core.shape import ModelShape
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import Family, ModelSpec, Place, of_all_experts
 

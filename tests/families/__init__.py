@@ -42,7 +42,7 @@ DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
-BESIDE_TARGETS = ("shared_gate", "delta_qkvz", "delta_ba", "delta_out", "q", "kv_a", "kv_b")
+BESIDE_TARGETS = ("shared_gate", "delta_qkvz", "delta_ba", "delta_out")
 """Targets beside attention and experts that no other target includes."""
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
@@ -87,13 +87,10 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "delta_ba": ("in_proj_b", "in_proj_a"),
         "delta_out": ("linear_attn.out_proj",),
     },
-    **dict.fromkeys(
-        LATENT_FAMILIES,
-        {
-            **_DENSE,
-            "qkv": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-        },
-    ),
+    **{
+        family: {**_DENSE, "qkv": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
+        for family in LATENT_FAMILIES
+    },
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
 _FUSED: dict[str, tuple[str, ...]] = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
@@ -104,7 +101,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_next": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
-    **dict.fromkeys(LATENT_FAMILIES, {**_FUSED, "router": ("mlp.gate.weight",)}),
+    **{family: {**_FUSED, "router": ("mlp.gate.weight",)} for family in LATENT_FAMILIES},
     "glm4_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "ernie4_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},

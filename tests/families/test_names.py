@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.config.vllm_options import _REASONING_PARSERS, _TOOL_PARSERS
 from moe_lora.families import _NAMES, FAMILIES
 from moe_lora.serve.openai.parsers import TOOL_FORMATS
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
@@ -24,7 +25,7 @@ SHIPPED = [
 ]
 OF_FORMATS = ("config/vllm_options.py", "config/front_end.py", "serve/openai/parsers/")
 """Files that name vLLM's formats of answers: some formats have names of families."""
-FORMATS = {*TOOL_FORMATS, *REASONING_FORMATS}
+FORMATS = {*TOOL_FORMATS, *REASONING_FORMATS, *_TOOL_PARSERS, *_REASONING_PARSERS}
 BESIDE = [path for part in ("bench", "demo", "examples") for path in (ROOT / part).rglob("*.py")]
 """Programs that write checkpoints, as tests do: a config.json names its family.  They may not compare one."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import LATENT_SITES
 from moe_lora.families import FAMILIES, family_named, family_of, model_spec, shape_of
 from moe_lora.families.schema.family import of_all_experts
 from tests.families import ALL_FAMILIES, tiny_config
@@ -57,7 +57,10 @@ def test_a_config_without_model_type_is_read_by_its_architecture() -> None:
         ({}, "config.json has no model_type"),
         ({"model_type": None, "architectures": None}, "config.json has no model_type"),
         ({"model_type": "gpt2"}, "model_type='gpt2'"),
-        ({"model_type": "deepseek_v32"}, "model_type='deepseek_v32', which has DeepSeek Sparse Attention (DSA)"),
+        (
+            {"model_type": "deepseek_v32"},
+            "model_type='deepseek_v32', which has DeepSeek Sparse Attention (DSA)",
+        ),
         (
             {"architectures": ["GlmMoeDsaForCausalLM"]},
             "architectures=['GlmMoeDsaForCausalLM'], which has DeepSeek Sparse Attention (DSA)",

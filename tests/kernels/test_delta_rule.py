@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_lora.core.attention_shapes import DeltaShape
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import DeltaShape
 from moe_lora.kernels.delta_rule import NORM_EPS, delta_rule
 
 SHAPES = [

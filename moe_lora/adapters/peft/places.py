@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import LATENT_SITES, ModelShape, Site
+from moe_lora.core.shape import ModelShape, Site
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import PROJECTIONS, Place, of_all_experts
 
@@ -165,9 +166,7 @@ def make_pairs(
     shrink, expand = _views(source, a, b, site, swapped)
     about: dict[str, Any] = {"scale": source.scale, "source": source.key_a}
     expands = _split(expand, place)
-    return [
-        Pair(site=site, modules=place.modules, experts=experts, shrink=shrink, expands=expands, **about)
-    ]
+    return [Pair(site=site, modules=place.modules, experts=experts, shrink=shrink, expands=expands, **about)]
 
 
 def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape: ModelShape) -> list[Pair]:

@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lora.adapters.packed import Pair
+from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import LATENT_SITES, ModelShape
+from moe_lora.core.shape import ModelShape
 from moe_lora.families import family_named
 from moe_lora.families.schema.family import Place
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_lora.core.shape import DeltaShape
+from moe_lora.core.attention_shapes import DeltaShape
 
 from .config_json import ConfigJson
 from .family import Place

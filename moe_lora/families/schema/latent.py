@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moe_lora.core.shape import MlaShape
+from moe_lora.core.attention_shapes import MlaShape
 
 from .config_json import ConfigJson
 from .family import SIZES, TENSORS, Place, dense_layers, linear_mlp
@@ -33,9 +33,9 @@ LATENT_ATTENTION = (
     Place(path="self_attn.o_proj", site="o"),
 )
 LATENT_BESIDE = (*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_"))
-NO_SPARSE_ATTENTION: Mapping[str, tuple[Any, ...]] = {
-    key: () for key in ("index_topk", "index_n_heads", "index_head_dim")
-}
+NO_SPARSE_ATTENTION: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
+    ("index_topk", "index_n_heads", "index_head_dim"), ()
+)
 """Keys of DeepSeek Sparse Attention, which is not supported."""
 _LARGEST = 65_536
 
