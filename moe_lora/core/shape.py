@@ -222,8 +222,8 @@ class ModelShape:
                 f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
                 f"{self.num_layers - self.num_kv_layers} recurrent layers, {len(self.dense_layers)} dense "
                 f"layers, shared_size={self.shared_size} and has_output_gate={self.has_output_gate}"
-                f"{' and latent attention' if self.mla else ''}; time whole steps with moe-lora profile-steps "
-                "instead"
+                f"{' and latent attention' if self.mla else ''}; time whole steps with moe-lora "
+                "profile-steps instead"
             )
 
     def num_layers_with(self, site: Site) -> int:

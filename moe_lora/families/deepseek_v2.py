@@ -49,6 +49,8 @@ FAMILY = Family(
         **NO_SPARSE_ATTENTION,
         "topk_method": ("greedy", "group_limited_greedy"),
         "mlp_bias": (False,),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("softmax",),
     },
     layers=_layers,
     beside_experts=_beside,

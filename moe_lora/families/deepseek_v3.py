@@ -50,7 +50,12 @@ _UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")
 FAMILY = Family(
     title="DeepSeek-V3, Kimi-K2",
     sizes=LATENT_SIZES,
-    supported=NO_SPARSE_ATTENTION,
+    supported={
+        **NO_SPARSE_ATTENTION,
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
     layers=_layers,
     beside_experts=_beside,
     tensors={**LATENT_TENSORS, "mlp.correction.weight": "mlp.gate.e_score_correction_bias"},

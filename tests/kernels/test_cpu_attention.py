@@ -47,6 +47,20 @@ def test_attention_agrees_with_reference(isa, dtype, generator, group, sequences
         torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("sequences", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_keys_that_are_values_too_lie_in_half_of_the_pages(isa, dtype, generator, sequences):
+    sizes = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 20, "block_size": 5, "dtype": dtype}
+    layout, whole = KvLayout(**sizes, has_values=False), KvLayout(**sizes)
+    assert 2 * layout.layer_bytes == whole.layer_bytes
+    step, arena, (q, k, _) = operands(generator, layout, sequences, 5, dtype)
+    args, before = (q, k, k, None, 0.2, 0, 1, step), arena.clone()
+    found = attend(*args, layout, arena)
+    expected = reference.paged_attention(AttentionOperands(*args, layout, before))
+    assert torch.equal(before, arena)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
 def test_rows_after_the_last_sequence_are_zero(dtype, generator):
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=4, dtype=dtype)
     step, arena, (q, k, v) = operands(generator, layout, [(1, 9), (2, 2)], 2, dtype)
