@@ -71,7 +71,7 @@ def test_a_lora_server_is_refused(base):
         Partition(shape_of(read_config(base)), Layout(ep=1, pp=1), 1)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "w8a16"])
+@pytest.mark.parametrize("kind", ["fp8", "torchao-int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantised_projections_of_heads_are_dequantised_at_load(kind, dtype, base, tmp_path):
     stored, plain = stored_pair(base, kind, tmp_path)
