@@ -119,6 +119,11 @@ class CachedRequest:
         return self.waits.adapter_load_s
 
     @property
+    def history_cold_s(self) -> float:
+        """Wait for its history's bytes after its adapter, to the next step's start."""
+        return self.waits.kv_load_s
+
+    @property
     def prefill_s(self) -> float:
         """From its first step to its first token."""
         return self.first_token_s - self._admitted_s
