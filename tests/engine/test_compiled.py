@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from demo.tasks import prompt_for
 from moe_lora import LLM, SamplingParams
 from moe_lora.models.compiled_layers import CompiledLayers
+from tests.models.generated_code import captured_graphs
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]]
@@ -31,11 +33,19 @@ def eager() -> list[tuple[int, ...]]:
     return answers(eager=True)
 
 
+BUCKETS = {"decode_buckets": (4,)}
+
+
 @pytest.mark.parametrize(
-    ("settings", "num_codes"), [({}, 2), ({"decode_buckets": (4,)}, 1)], ids=["any_size", "bucket_of_4"]
+    ("settings", "num_codes", "ways"),
+    [
+        pytest.param({}, 2, nullcontext, id="any_size"),
+        pytest.param(BUCKETS, 1, captured_graphs, id="bucket_of_4"),
+        pytest.param(BUCKETS, 1, nullcontext, id="bucket_of_4-generated", marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_steps_give_the_tokens_of_eager_ones(eager, settings, num_codes, monkeypatch):
-    """num_codes: for one row and for any number of rows above; for four."""
+def test_compiled_steps_give_the_tokens_of_eager_ones(eager, settings, num_codes, ways, monkeypatch):
+    """num_codes: for one row and for any number of rows above; for four.  ways: of running a graph."""
     through_compiler, calls = Counter(), Counter()
 
     def noted(name, counter):
@@ -49,7 +59,8 @@ def test_compiled_steps_give_the_tokens_of_eager_ones(eager, settings, num_codes
 
     noted("_first", through_compiler)
     noted("__call__", calls)
-    assert answers(**settings) == eager
+    with ways():
+        assert answers(**settings) == eager
     assert set(through_compiler.values()) == {num_codes}, "at the start alone"
     assert set(through_compiler) == set(calls)
     assert min(calls.values()) > 10

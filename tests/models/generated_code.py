@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the code that inductor generated for a layer: which operation runs when, on which buffers."""
+"""Reads the code that inductor generated for a layer: which operation runs when, on which buffers.  Or runs
+the layer's graph without such code.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
 
 from moe_lora.core.shape import ModelShape
 
@@ -99,3 +107,18 @@ def assert_sites_in_order(code: str, num_sites: int) -> None:
 
 def _site(call: Call) -> int:
     return int(call.arguments.rsplit(",", 1)[1])
+
+
+@contextmanager
+def captured_graphs() -> Iterator[list[int]]:
+    """Compiled layers run the captured graphs: code generation takes long.  Yields a number a graph."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    torch._dynamo.reset()
+    with mock.patch("moe_lora.models.compiled_layers.lookup_backend", return_value=backend):
+        yield graphs
+    torch._dynamo.reset()

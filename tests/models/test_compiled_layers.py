@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,19 +11,14 @@ import torch
 from moe_lora.models.causal_lm import DecoderLayer
 from moe_lora.models.compiled_layers import CompiledLayers
 
+from .generated_code import captured_graphs
 from .harness import Harness
 
 
-def graphs_only(monkeypatch) -> list[int]:
-    """Have no code generated, which takes long; a number for each graph that is captured."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(len(inputs))
-        return graph
-
-    monkeypatch.setattr("moe_lora.models.compiled_layers.lookup_backend", lambda name: backend)
-    return graphs
+@pytest.fixture
+def graphs() -> Iterator[list[int]]:
+    with captured_graphs() as found:
+        yield found
 
 
 def logits(harness: Harness, layers, num_rows: int, number: int = 0) -> torch.Tensor:
@@ -63,8 +59,7 @@ def asked(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_the_compiler_is_asked_once_for_each_layer_and_number_of_rows(family, served, monkeypatch, asked):
-    graphs = graphs_only(monkeypatch)
+def test_the_compiler_is_asked_once_for_each_layer_and_number_of_rows(family, served, asked, graphs):
     model = served(family)
     harness = Harness(model.model_dir, model.adapters, max_sequences=32)
     layers = CompiledLayers(num_buckets=2)
@@ -76,8 +71,7 @@ def test_the_compiler_is_asked_once_for_each_layer_and_number_of_rows(family, se
     assert len(graphs) == 2 * (2 if family == "gpt_oss" else 1)
 
 
-def test_code_for_any_number_of_rows_is_asked_for_once(served, monkeypatch, asked):
-    graphs_only(monkeypatch)
+def test_code_for_any_number_of_rows_is_asked_for_once(served, asked, graphs):
     model = served("mixtral")
     harness = Harness(model.model_dir, model.adapters, max_sequences=32)
     layers = CompiledLayers(num_buckets=0)
@@ -89,8 +83,7 @@ def test_code_for_any_number_of_rows_is_asked_for_once(served, monkeypatch, aske
     assert asked == [2] * num_layers + [1] * num_layers
 
 
-def test_no_step_is_held_and_no_layer_outlives_its_engine(served, monkeypatch):
-    graphs = graphs_only(monkeypatch)
+def test_no_step_is_held_and_no_layer_outlives_its_engine(served, graphs):
     torch._dynamo.reset()
     model = served("llama")
     for number in range(2):
@@ -109,8 +102,7 @@ def test_no_step_is_held_and_no_layer_outlives_its_engine(served, monkeypatch):
             assert layer() is None
 
 
-def test_what_is_not_known_to_be_a_weight_stays_with_the_compiler(served, monkeypatch, asked):
-    graphs_only(monkeypatch)
+def test_what_is_not_known_to_be_a_weight_stays_with_the_compiler(served, monkeypatch, asked, graphs):
     model = served("llama")
     harness = Harness(model.model_dir, model.adapters, max_sequences=16)
     for layer in harness.model.layers:

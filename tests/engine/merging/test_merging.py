@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
@@ -23,6 +23,7 @@ from moe_lora.policies.merging.merging import Batching
 from tests.engine.test_host_assisted import ask_client, lora_server
 from tests.families import FAMILIES, make_adapter
 from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
 
@@ -268,11 +269,19 @@ def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
     assert stats.merges > 0 < stats.steps_mixed
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_compiled_layers_read_the_weights_anew(family, served, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("family", "generates"),
+    [
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("mixtral", True, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_layers_read_the_weights_anew(family, generates, served, monkeypatch):  # noqa: F811
+    """generates: code from the captured graphs; else the graphs run."""
     model = served(family)
     use(monkeypatch, EveryMode())
-    with start(model, eager=False) as llm:
+    with nullcontext() if generates else captured_graphs(), start(model, eager=False) as llm:
         for _ in range(2):
             answered = ask(llm, model)
             assert answered == expected_of(model, answered)
