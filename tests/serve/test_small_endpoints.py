@@ -95,7 +95,7 @@ def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
         ("/tokenize", {"messages": [{"role": 1}]}, "messages"),
         ("/tokenize", {"messages": CHAT, **BOTH}, "excludes"),
         ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [128]}, "token id 128 is not in the vocabulary"),
+        ("/detokenize", {"tokens": [128]}, "token id 128 is out of vocabulary"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/v1/embeddings", {"input": []}, "input is empty"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input is empty"),

@@ -66,6 +66,27 @@ def test_log_probabilities_name_tokens_by_id(demo, num):  # noqa: F811
     assert len(found["prompt_logprobs"]) == len(IDS) == len(found["prompt_token_ids"])
 
 
+SENT_BY_VLLM = {
+    **{"n": 1, "max_tokens": 4, "temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": []},
+    **{"stop_token_ids": [], "ignore_eos": False, "detokenize": True, "skip_special_tokens": True},
+    **{"spaces_between_special_tokens": True, "include_stop_str_in_output": False, "output_kind": 2},
+    **{"extra_args": None, "logits_processors": None, "structured_outputs": None, "logit_bias": None},
+    **{"allowed_token_ids": None, "bad_words": None, "flat_logprobs": False, "_all_stop_token_ids": []},
+    **{"logprobs": None, "prompt_logprobs": None, "repetition_penalty": 1.0, "presence_penalty": 0.0},
+}
+
+
+def test_all_sampling_parameters_of_vllm_s_clients_are_taken(demo):  # noqa: F811
+    answer = demo.post(GENERATE, {"token_ids": IDS, "sampling_params": SENT_BY_VLLM, "features": None})
+    assert answer.status_code == 200, answer.text
+    assert "X-Ignored-Fields" not in answer.headers
+    assert answer.json()["prompt_logprobs"] is answer.json()["kv_transfer_params"] is None
+    error = refused(demo, GENERATE, token_ids=IDS, sampling_params={"logit_bias": {"a": 1, "1": 2, "b": 3}})
+    assert "'a', 'b'" in error["message"]
+    error = refused(demo, GENERATE, token_ids=[128])
+    assert "128 is out of vocabulary; the 128 token ids go from 0 to 127" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

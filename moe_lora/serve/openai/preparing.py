@@ -458,4 +458,9 @@ def check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: Model
 
 def _unknown_token(name: str, token_ids: Sequence[int], vocab_size: int) -> ApiError:
     wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-    return bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)
+    return out_of_vocabulary(name, wrong, vocab_size)
+
+
+def out_of_vocabulary(name: str, token_id: int, vocab_size: int) -> ApiError:
+    allowed = f"the {vocab_size} token ids go from 0 to {vocab_size - 1}"
+    return bad_request(f"{name}: token id {token_id} is out of vocabulary; {allowed}", name)

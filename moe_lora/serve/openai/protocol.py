@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_ID_CHARS = 256
+MAX_NAMED_KEYS = 5
 MAX_ID_DIGITS = 12
 """Of a token id: more than any vocabulary has."""
 
@@ -241,9 +242,10 @@ class SamplingFields(StructuredFields):
         return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
 
     def _edits(self) -> dict[str, Any]:
-        wrong = next((key for key in self.logit_bias or {} if not (key.isascii() and key.isdigit())), None)
-        if wrong is not None:
-            what = f'logit_bias has the key {wrong[:MAX_ID_CHARS]!r}; keys are token ids, as in {{"5": 1.5}}'
+        wrong = [key for key in self.logit_bias or {} if not (key.isascii() and key.isdigit())]
+        if wrong:
+            named = ", ".join(repr(key[:MAX_ID_CHARS]) for key in wrong[:MAX_NAMED_KEYS])
+            what = f'logit_bias has the keys {named}; keys are token ids, as in {{"5": 1.5}}'
             raise bad_request(what, "logit_bias")
         return {
             "logit_bias": {int(key[:MAX_ID_DIGITS]): bias for key, bias in (self.logit_bias or {}).items()},

@@ -43,16 +43,19 @@ if TYPE_CHECKING:
 
 CONTEXT = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 """Fields of a chat that decide how its answer is parsed."""
-_UNUSED = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "output_kind", "skip_clone")
+_UNUSED = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "skip_clone")
 """Fields of vLLM without an effect: the prompt shows the state of the reasoning."""
 _FOREIGN = ("prompt", "echo", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "best_of")
 """Fields of completions with a text."""
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
-    **dict.fromkeys(("content_parts", "features", "prompt_logprob_start"), (None,)),
-    "prompt_logprob_token_ids": (None, []),
-    "extra_args": (None, {}),
+    **dict.fromkeys(("features", "kv_transfer_params", "extra_args", "_all_stop_token_ids"), (None, {}, [])),
+    **dict.fromkeys(("content_parts", "prompt_logprob_token_ids", "prompt_logprob_start"), (None, [], 0)),
+    **dict.fromkeys(("include_stop_str_in_output", "flat_logprobs"), (None, False)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True, False)),
+    "output_kind": (None, 0, 1, 2),
 }
+"""Fields without an effect on token ids, and their values: vLLM's clients send all of its sampling_params."""
 MAX_ABORTED = 1024
 
 
@@ -114,7 +117,7 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
             raise FieldError(name, f"{name} is not a field of this request; send token_ids alone")
     if "token_ids" not in found:
         raise FieldError("token_ids", "token_ids is missing; send a list of token ids")
-    return {**found, "prompt": found.pop("token_ids")}
+    return {"prompt": found.pop("token_ids"), **found}
 
 
 def _chat_of(context: dict[str, Any]) -> ChatRequest:
@@ -209,6 +212,7 @@ class TokensFormat(ChatFormat):
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         shown = {**head, "choices": [self.whole(delta) for delta in whole], "usage": generation.usage()}
+        shown |= {"prompt_logprobs": None, "kv_transfer_params": None}
         asked, report = self._body.prompt_logprobs, whole[0].prompt
         if asked is not None and report is not None and report.logprobs is not None:
             parts = score_parts(self, generation.prompt_of(0), report.logprobs, asked)

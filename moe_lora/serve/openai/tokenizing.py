@@ -11,9 +11,9 @@ from fastapi import Request
 from starlette.responses import Response
 
 from moe_lora.engine.text.tokenizer_files import CONFIG, read_json
-from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.serve.http_errors import ApiError, JsonResponse
 
-from .preparing import Preparer
+from .preparing import Preparer, out_of_vocabulary
 from .prompt_bodies import DetokenizeRequest, ReadBody, TokenizeRequest, check_total, read_body
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class Endpoints:
         check_total(len(tokens), self._frontend.limits, "tokens")
         wrong = max(tokens, default=0)
         if wrong >= info.vocab_size:
-            what = f"tokens: token id {wrong} is not in the vocabulary (0 to {info.vocab_size - 1})"
-            raise bad_request(what, "tokens")
+            raise out_of_vocabulary("tokens", wrong, info.vocab_size)
         text = await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
         return JsonResponse({"prompt": text}, headers=self._note(found))
 
