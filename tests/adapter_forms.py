@@ -112,6 +112,8 @@ def field(**fields: Any) -> Callable[[str, Path, Path], Folders]:
 
 
 _MOE = tuple(family for family in ALL_FAMILIES if family not in DENSE_FAMILIES)
+_UNMERGED = tuple(family for family in ALL_FAMILIES if family != "dbrx")
+"""Families with peft's unmerged forward pass as the oracle."""
 _FUSED = tuple(family for family in _MOE if family != "dbrx")
 FORMS = {
     "peft": Form("PEFT's own (linear layers, `target_parameters`)", of_peft()),
@@ -126,12 +128,15 @@ FORMS = {
     "embedding": Form("LoRA on `embed_tokens`", outer("embed_tokens")),
     "mica": Form("MiCA", outer(init_lora_weights="mica")),
     "dora": Form("DoRA", field(use_dora=True)),
-    "alora": Form("activated LoRA", field(alora_invocation_tokens=[5])),
+    "alora": Form(
+        "activated LoRA, on attention", outer(alora_invocation_tokens=[83], task_type="CAUSAL_LM"), _UNMERGED
+    ),
+    "alora_experts": Form("activated LoRA, on experts", field(alora_invocation_tokens=[5]), _MOE),
     "lora_bias": Form("`lora_bias`", field(lora_bias=True)),
     "bias": Form("trained biases", field(bias="lora_only")),
     "head_saved": Form("`modules_to_save`: head", outer(modules_to_save=["lm_head"])),
     "embedding_saved": Form("`modules_to_save`: embedding", saved_embedding),
-    "tokens": Form("`trainable_token_indices`", outer(trainable_token_indices=[5, 0, 71])),
+    "tokens": Form("`trainable_token_indices`", outer(trainable_token_indices=[5, 83, 71])),
     **{
         name.lower(): Form(f"{name}, not converted", field(init_lora_weights=value))
         for name, value in (

@@ -85,6 +85,8 @@ class HostStore:
             for part in _PARTS
         }
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
+        if packed.invocation:
+            facts["invocation"] = packed.invocation
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
         with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
@@ -145,7 +147,7 @@ class HostStore:
             if mapped is not None:
                 return replace(mapped, name=name)
             raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
-        facts["targets"] = tuple(facts["targets"])
+        facts |= {key: tuple(facts[key]) for key in ("targets", "invocation") if key in facts}
         packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)
         self._mapped[content_hash] = packed
         return packed
@@ -156,7 +158,7 @@ class HostStore:
 
 
 _TABLE, _SCALE = torch.int64, torch.float32
-_SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets")
+_SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invocation")
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ def without_data(packed: PackedAdapter) -> PackedAdapter:
 
 def is_intact(packed: PackedAdapter) -> bool:
     """True if the bytes match the adapter's hash."""
-    return content_hash(packed.layers) == packed.content_hash
+    return content_hash(packed.layers, packed.invocation) == packed.content_hash
 
 
 def _head(facts: AdapterFacts, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

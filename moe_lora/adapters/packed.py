@@ -48,7 +48,8 @@ class PackedAdapter:
 
     content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
     warnings: config fields without effect, with reasons.  base_copies: keys of base weights in the file,
-    still to compare with the base (`peft.base_weights`).
+    still to compare with the base (`peft.base_weights`).  invocation: tokens of an activated LoRA: the
+    adapter starts at their last occurrence in the prompt, and is part of the hash.
     """
 
     name: str
@@ -59,6 +60,7 @@ class PackedAdapter:
     targets: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     base_copies: tuple[str, ...] = ()
+    invocation: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,11 @@ def _not_finite(pairs: Sequence[Pair], dtype: torch.dtype, where: str) -> Adapte
 
 
 def assemble(
-    name: str, layers: Sequence[PackedLayer], shape: ModelShape, warnings: tuple[str, ...] = ()
+    name: str,
+    layers: Sequence[PackedLayer],
+    shape: ModelShape,
+    warnings: tuple[str, ...] = (),
+    invocation: tuple[int, ...] = (),
 ) -> PackedAdapter:
     """The packed layers of a whole model as one adapter, with derived fields."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
@@ -181,19 +187,22 @@ def assemble(
         layers=tuple(layers),
         max_lora_rank=int(ranks.max()),
         nbytes=sum(layer.nbytes for layer in layers),
-        content_hash=content_hash(layers),
+        content_hash=content_hash(layers, invocation),
         targets=targets,
         warnings=warnings,
+        invocation=invocation,
     )
 
 
-def content_hash(layers: Sequence[PackedLayer]) -> str:
+def content_hash(layers: Sequence[PackedLayer], invocation: tuple[int, ...] = ()) -> str:
     """See `PackedAdapter.content_hash`."""
     digest = hashlib.sha256()
     for layer in layers:
         digest.update(str(layer.data.dtype).encode())
         for tensor in (layer.data, layer.table, layer.scale):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    if invocation:
+        digest.update(repr(invocation).encode())
     return digest.hexdigest()
 
 

@@ -469,6 +469,7 @@ class AdapterFacts:
     dtype: str
     num_entries: int
     layer_elements: tuple[int, ...]
+    invocation: tuple[int, ...] = ()
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:

@@ -395,6 +395,10 @@ class EngineCore:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
         make = self._edit_logits(request.sampling) if request.sampling.edits_logits else Sequence
+        if adapter is not None and adapter.packed.invocation:
+            from .activated import activated
+
+            make = activated(make)
         sequence = make(request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling))
         sampling = request.sampling
         if (sampling.hidden_state or sampling.prompt_logprobs is not None) and not request.generated:

@@ -22,7 +22,8 @@ class Sequence:
     """Prompt and generated tokens, the computed part, and pages.
 
     tokens[:num_computed] have KV in `table`.  counted: the prompt is in the engine's counters. cold_tokens:
-    tokens to compute before the adapter's arrival; 0: resident. unshared: computed on weights that carry
+    tokens to compute before the adapter's arrival; 0: resident.  base_tokens: first tokens, without an
+    activated adapter; their KV is the base's.  unshared: computed on weights that carry
     another adapter; later KV is not for the prefix cache. Further flags: see
     `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
     limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
@@ -41,6 +42,7 @@ class Sequence:
     matched: bool = False
     adapter_hit: bool = True
     cold_tokens: int = 0
+    base_tokens: int = 0
     held: bool = False
     awaits_kv: bool = False
     unshared: bool = False

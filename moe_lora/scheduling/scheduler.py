@@ -188,7 +188,8 @@ class Scheduler(Generic[Sequence]):
                     self.tenants.counter.decode(sequence.tenant, sequence.share)
             sequence.num_computed += item.num_tokens
             if not sequence.unshared:
-                self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
+                num_shared = min(sequence.num_computed, sequence.base_tokens or sequence.num_computed)
+                self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate pages for a loading sequence's awaited KV; False, without pages, if there are too few."""
@@ -242,6 +243,8 @@ class Scheduler(Generic[Sequence]):
     ) -> int:
         """Tokens for this step; 0 for a loading adapter if the wait is quicker than the host."""
         num_uncomputed -= sequence.held
+        if sequence.num_computed < sequence.base_tokens:
+            num_uncomputed -= len(sequence.tokens) - sequence.base_tokens
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
         on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
@@ -316,8 +319,9 @@ class Scheduler(Generic[Sequence]):
         if sequence.awaits_kv or sequence.computes_prompt:
             sequence.table = self._cache.new_table(sequence.adapter_uid, sequence.cache_salt)
         else:
+            tokens = sequence.tokens[: sequence.base_tokens + 1] if sequence.base_tokens else sequence.tokens
             sequence.table = self._cache.match(
-                sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
+                sequence.adapter_uid, tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
             )
         if sequence.awaits_kv:
             return

@@ -35,6 +35,7 @@ class CachedRequest:
     matched: bool = False
     adapter_hit: bool = True
     cold_tokens: int = 0
+    base_tokens: int = 0
     has_started: bool = False
     load_tokens: int = field(init=False)
     num_brought: int = 0

@@ -106,7 +106,14 @@ _WITHOUT_EFFECT = frozenset(
 )
 _READ = frozenset(
     (
-        *("alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "init_lora_weights"),
+        *(
+            "alora_invocation_tokens",
+            "alpha_pattern",
+            "bias",
+            "ensure_weight_tying",
+            "exclude_modules",
+            "init_lora_weights",
+        ),
         "layers_pattern",
         *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern"),
         *("target_modules", "target_parameters", "trainable_token_indices", "use_rslora"),
@@ -118,10 +125,9 @@ _READ = frozenset(
 _MUST_BE_UNSET = {
     "use_dora": "DoRA is not supported: merge the adapter into a base model, or train with use_dora=false",
     "fan_in_fan_out": "transposed base weights are not supported: no supported model family has them",
-    "lora_bias": "biases in LoRA layers are not supported: train with lora_bias=false",
+    "lora_bias": "a bias of lora_B is a constant, which no pair of A and B adds: train with lora_bias=false",
     "layer_replication": "a base with replicated layers is not supported: train on the plain base model",
     "megatron_config": "Megatron layers are not supported: convert the adapter to plain PEFT layers",
-    "alora_invocation_tokens": "activated LoRA is not supported: train a plain LoRA",
     "use_qalora": "QALoRA is not supported: train a plain LoRA",
     "use_bdlora": "block-diagonal LoRA is not supported: train a plain LoRA",
     "arrow_config": "Arrow routing is not supported: serve its experts as adapters of their own",
@@ -130,7 +136,7 @@ _MUST_BE_UNSET = {
     "enable_lora": "LoRA on parts of a fused layer is not supported: save the adapter with peft 0.4 or later",
     "merge_weights": "a delta merged into the base is not supported: save the adapter with peft 0.4 or later",
 }
-_UNSET_IF_FALSE = ("modules_to_save", "trainable_token_indices")
+_UNSET_IF_FALSE = ("alora_invocation_tokens", "modules_to_save", "trainable_token_indices")
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
@@ -217,6 +223,7 @@ _ALLOWED = {
     "exclude_modules": _NAMES,
     "layers_to_transform": "a layer number or a list of them, and unset when target_modules is a string",
     "layers_pattern": "valid regular expressions",
+    "alora_invocation_tokens": "a list of token ids",
     "base_model_name_or_path": "a string or null",
     "modules_to_save": "a list of names",
     "trainable_token_indices": "a list of token ids, or an object of names mapped to such lists",
@@ -247,6 +254,7 @@ class AdapterConfig(
     layers_to_transform: frozenset[_Layer] = frozenset()
     layers_pattern: tuple[str, ...] = ()
     base_model: str = ""
+    alora_invocation_tokens: tuple[_Token, ...] = ()
     ensure_weight_tying: bool = False
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: tuple[_Token, ...] | dict[str, tuple[_Token, ...]] = ()

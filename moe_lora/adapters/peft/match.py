@@ -32,6 +32,7 @@ from .places import (
 from .replaced import ReplacedRows, check_no_pair, replaced_rows
 
 _MAX_SHOWN_NAMES = 10
+_ACTIVATED = {"qkv", "o", "output_gate", "dense_gate_up", "dense_down"}
 _MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""
 
@@ -42,6 +43,7 @@ class Match:
 
     swapped: see `is_swapped`.  warnings: config fields without effect.  copies: keys of base weights (see
     `base_weights`).  replaced: rows of the head and the embedding, in the one more layer too.
+    invocation: tokens of an activated LoRA.
     """
 
     layers: list[list[PairSource]]
@@ -49,6 +51,7 @@ class Match:
     warnings: tuple[str, ...]
     copies: tuple[str, ...]
     replaced: tuple[ReplacedRows, ...] = ()
+    invocation: tuple[int, ...] = ()
 
 
 def match(
@@ -108,12 +111,13 @@ def match(
     for layer in layers:
         _check_one_form(layer, where)
     sources = [source for layer in layers for source in layer]
+    _check_activated(config, sources, replaced, shape)
     swapped = is_swapped(sources, tensors, shape)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
     warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)
     layers = layers if layers[-1] or replaced else layers[:-1]
-    return Match(layers, swapped, warnings, copies, replaced)
+    return Match(layers, swapped, warnings, copies, replaced, config.alora_invocation_tokens)
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
@@ -129,6 +133,33 @@ def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
     largest = max((source.lora_rank for layer in found.layers for source in layer), default=0)
     if largest > max_lora_rank:
         raise AdapterError(f"{where}: {rank_problem(largest, max_lora_rank)}")
+
+
+def _check_activated(
+    config: AdapterConfig,
+    sources: Sequence[PairSource],
+    replaced: Sequence[ReplacedRows],
+    shape: ModelShape,
+) -> None:
+    """Refuses an activated LoRA on modules without activation in PEFT, and with tokens of no vocabulary.
+
+    Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py.
+    """
+    if not (tokens := config.alora_invocation_tokens):
+        return
+    if max(tokens) >= shape.vocab_size:
+        raise AdapterError(
+            f"{config.where}: alora_invocation_tokens={shown(list(tokens))} must be tokens from 0 to "
+            f"{shape.vocab_size - 1}; serve the adapter with the base it was trained for"
+        )
+    served = _ACTIVATED if shape.num_experts else {*_ACTIVATED, "gate_up", "down"}
+    other = next((one.key_a for one in sources if one.place.site not in served), None)
+    other = other or next((one.key for one in replaced), None)
+    if other is not None:
+        raise AdapterError(
+            f"{config.where}: alora_invocation_tokens={shown(list(tokens))} with {other}: an activated LoRA "
+            "is served on attention and dense MLPs alone; train without this target, or a plain LoRA"
+        )
 
 
 def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:

@@ -182,7 +182,8 @@ def _pack(
 ) -> PackedAdapter:
     num_entries = num_table_entries(shape, len(matched.layers))
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
-    return replace(assemble(name, layers, shape, matched.warnings), base_copies=matched.copies)
+    packed = assemble(name, layers, shape, matched.warnings, matched.invocation)
+    return replace(packed, base_copies=matched.copies)
 
 
 def logged(packed: PackedAdapter) -> PackedAdapter:

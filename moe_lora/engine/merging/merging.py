@@ -150,7 +150,11 @@ class Merging:
         items = list(plan)
         mode: Mode = "unmerged"
         if self._carried is not None and self._num_in:
-            others = [item.sequence for item in items if item.sequence.adapter is not self._carried]
+            others = [
+                one
+                for one in (item.sequence for item in items)
+                if one.adapter is not self._carried or one.base_tokens
+            ]
             for sequence in others:
                 sequence.unshared = True
             mode = "mixed" if others or not self._is_whole else "merged"

@@ -312,7 +312,9 @@ class ModelRunner:
         """
         routes: dict[AdapterVersion, int] = {}
         of_items = [
-            -1 if item.sequence.adapter is None else routes.setdefault(item.sequence.adapter, len(routes))
+            -1
+            if (one := item.sequence).adapter is None or one.num_computed < one.base_tokens
+            else routes.setdefault(one.adapter, len(routes))
             for item in plan
         ]
         of_items += [-1] * (len(counts) - len(plan))

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences of activated LoRAs: the adapter starts at the last invocation tokens of the prompt.
+
+Earlier rows and their KV are the base's, and every request shares the KV.  A prompt without invocation tokens
+is the base's.
+Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py, calculate_alora_offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from moe_lora.cache.pages import BlockTable
+from moe_lora.core.request import GenerateRequest
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
+
+from .sequence import Sequence
+
+
+def activated(make: Callable[..., Sequence]) -> Callable[..., Sequence]:
+    """As `make`, for an adapter with invocation tokens."""
+
+    def made(request: GenerateRequest, adapter: AdapterVersion, *rest: Any) -> Sequence:
+        start = invocation_start(request.prompt_token_ids, adapter.packed.invocation)
+        sequence = make(request, None if start is None else adapter, *rest)
+        if start:
+            sequence.base_tokens, sequence.adapter_uid, sequence.table = start, None, BlockTable(None)
+        return sequence
+
+    return made
+
+
+def invocation_start(prompt: Seq[int], invocation: Seq[int]) -> int | None:
+    """Index of the last `invocation` in the prompt; None without an occurrence."""
+    wanted, width = tuple(invocation), len(invocation)
+    starts = range(len(prompt) - width, -1, -1)
+    return next((at for at in starts if tuple(prompt[at : at + width]) == wanted), None)

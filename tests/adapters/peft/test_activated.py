@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of activated LoRAs: what is read, and refusals by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_lora.adapters.host_store import HostStore, is_intact
+from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.core.errors import AdapterError
+from tests.adapters.peft.test_outer_sites import change, outer_adapter
+from tests.families import make_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FIELDS = {"alora_invocation_tokens": [7, 11], "task_type": "CAUSAL_LM"}
+
+
+def test_invocation_tokens_are_part_of_the_content_and_stay_in_the_store(checkpoint, shape_of, tmp_path):
+    shape = shape_of("qwen3_moe")
+    adapter = outer_adapter("qwen3_moe", checkpoint("qwen3_moe"), tmp_path / "a", **FIELDS)
+    packed = read_adapter(adapter, shape, torch.float32)
+    assert packed.invocation == (7, 11)
+    change(adapter, config={"alora_invocation_tokens": [7]})
+    other = read_adapter(adapter, shape, torch.float32)
+    change(adapter, config={"alora_invocation_tokens": None})
+    plain = read_adapter(adapter, shape, torch.float32)
+    assert len({one.content_hash for one in (packed, other, plain)}) == 3
+    assert plain.invocation == ()
+    for one in (packed, plain):
+        HostStore(tmp_path / "store").put(one)
+        kept = HostStore(tmp_path / "store").get(one.content_hash, "a")
+        assert kept.invocation == one.invocation
+        assert is_intact(kept)
+
+
+REFUSED = {
+    "experts": ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}, "experts.*attention and dense"),
+    "shared experts": ("qwen2_moe", {"target_modules": ["shared_expert.up_proj"]}, "shared_expert"),
+    "the head": ("llama", {"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+    "a saved head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head"),
+    "trained tokens": (
+        "llama",
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3]},
+        "embed_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_targets_are_refused_by_name(case, checkpoint, shape_of, tmp_path):
+    family, config, reason = REFUSED[case]
+    fields = {"target_modules": ["q_proj"], "target_parameters": None, **config}
+    adapter = make_adapter(family, checkpoint(family), tmp_path / "a", **fields)
+    change(adapter, config=FIELDS)
+    with pytest.raises(AdapterError, match=reason):
+        read_adapter(adapter, shape_of(family), torch.float32, base_dir=checkpoint(family))
+
+
+@pytest.mark.parametrize("tokens", [[7, 96], [-1], ["7"], "7", [[7]], {"a": 7}, 7, True])
+def test_tokens_of_no_vocabulary_are_refused(tokens, checkpoint, shape_of, tmp_path):
+    adapter = outer_adapter("llama", checkpoint("llama"), tmp_path / "a", **FIELDS)
+    change(adapter, config={"alora_invocation_tokens": tokens})
+    with pytest.raises(AdapterError, match="alora_invocation_tokens"):
+        read_adapter(adapter, shape_of("llama"), torch.float32)
