@@ -109,6 +109,11 @@ class ClusterConfig:
                 "front_end.engines_address and front_ends are both given; give each of front_ends its "
                 "engines_address, and in front_end only what they share"
             )
+        if len(self.front_ends) > 1 and self.front_end.batch_dir is not None:
+            raise ConfigError(
+                f"front_end.batch_dir={self.front_end.batch_dir} needs a server with one front end; leave "
+                "batch_dir out, and use moe-lora batch --server"
+            )
         for name in self.front_ends:
             self.front_end_named(name)
         addresses = {"front_end.engines_address": self.front_end.engines_address}

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from moe_lora.core.request import BACKGROUND
 
-from .views import RequestQueue, Sequence
+from .views import Adapters, RequestQueue, Sequence
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -22,8 +22,8 @@ class Background(Generic[Sequence]):
     cache.
     """
 
-    def __init__(self, scheduler: Scheduler[Sequence]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler[Sequence], adapters: Adapters[Any]) -> None:
+        self._scheduler, self._adapters = scheduler, adapters
         self._parked: RequestQueue[Sequence] = RequestQueue()
         self._arrived: list[Sequence] = []
         """Other requests since the last plan."""
@@ -31,16 +31,16 @@ class Background(Generic[Sequence]):
         """Queues of other requests while background requests run."""
 
     @property
+    def runs(self) -> bool:
+        """True if the scheduler has background requests."""
+        return self._others is not None
+
+    @property
     def num_waiting(self) -> int:
         return len(self._parked) + len(self._arrived)
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.priority >= BACKGROUND:
-            self._parked.append(sequence)
-        elif self._others is None:
-            self._scheduler.enqueue(sequence)
-        else:
-            self._arrived.append(sequence)
+        (self._parked if sequence.priority >= BACKGROUND else self._arrived).append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove an ended or aborted sequence outside of the scheduler's queues."""
@@ -59,7 +59,10 @@ class Background(Generic[Sequence]):
             self._others = scheduler.waiting, scheduler.tenants
             scheduler.waiting, scheduler.tenants = RequestQueue(), None
         while self._parked:
-            scheduler.append(self._parked.popleft())
+            sequence = self._parked.popleft()
+            scheduler.waiting.append(sequence)
+            if sequence.adapter is not None:
+                self._adapters.enqueue(sequence.adapter)
 
     def _put_back(self, waiting: RequestQueue[Sequence], tenants: TenantQueue[Sequence] | None) -> None:
         scheduler = self._scheduler
@@ -70,4 +73,4 @@ class Background(Generic[Sequence]):
         self._others, scheduler.waiting, scheduler.tenants = None, waiting, tenants
         arrived, self._arrived = self._arrived, []
         for sequence in arrived:
-            scheduler.enqueue(sequence)
+            scheduler.add(sequence)

@@ -97,28 +97,24 @@ class Scheduler(Generic[Sequence]):
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
-        if self.background is None and sequence.priority >= BACKGROUND:
-            from .background import Background
-
-            self.background = Background(self)
-        if self.background is None:
-            self.enqueue(sequence)
-        else:
-            self.background.add(sequence)
-
-    def enqueue(self, sequence: Sequence) -> None:
-        """Add to the queue, by tenant from the second tenant or priority on."""
+        if sequence.priority >= BACKGROUND or (self.background is not None and self.background.runs):
+            self._add_beside(sequence)
+            return
         lane = sequence.tenant, sequence.priority
         if self._lane is None:
             self._lane = lane
         elif self.tenants is None and lane != self._lane:
             self._count_tenants()
-        self.append(sequence)
-
-    def append(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
+
+    def _add_beside(self, sequence: Sequence) -> None:
+        if self.background is None:
+            from .background import Background
+
+            self.background = Background(self, self._adapters)
+        self.background.add(sequence)
 
     def _count_tenants(self) -> None:
         """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""

@@ -302,11 +302,11 @@ async def serve_forever(
     server = HttpServer(_http_config(frontend, drain_s), limits)
 
     def ready(url: str) -> None:
-        logger.info("Serving %s at %s", frontend.model_name, url)
         if frontend.config.batch_dir is not None:
             from .batches.endpoints import opened
 
             opened(frontend, cast("FastAPI", server.config.app))
+        logger.info("Serving %s at %s", frontend.model_name, url)
 
     server.on_ready = ready
     loop = asyncio.get_running_loop()

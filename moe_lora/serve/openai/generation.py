@@ -274,7 +274,16 @@ class Generation:
         left_s = None
         if self.timeout_s is not None:
             left_s = max(0.0, self.from_s + self.timeout_s - time.monotonic())
-        waits = None if self.caller.background else self._queued(index, request, left_s)
+        waits = None
+        if not self.caller.background:
+            waits = Waiting(
+                client=self.client,
+                tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
+                tenant=self.caller.tenant,
+                share=self.caller.share,
+                priority=self.priority,
+            )
+            frontend.limits.enter_queue(waits, None if index else left_s)
         watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
         if self.timeout_s is not None and left_s is not None:
             abort = partial(frontend.client.abort, request.request_id)
@@ -305,18 +314,6 @@ class Generation:
             watchers.metrics.end(watchers.reason, watchers.timing)
             if watchers.timing is not None:
                 self._timings.append(watchers.timing)
-
-    def _queued(self, index: int, request: GenerateRequest, left_s: float | None) -> Waiting:
-        """Count the choice in the front end's queue.  Raises ApiError beyond a limit."""
-        waits = Waiting(
-            client=self.client,
-            tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
-            tenant=self.caller.tenant,
-            share=self.caller.share,
-            priority=self.priority,
-        )
-        self.frontend.limits.enter_queue(waits, None if index else left_s)
-        return waits
 
     def _metrics(self, request: GenerateRequest) -> RequestWatch:
         window, visit = self.frontend.controller.window, None

@@ -6,15 +6,19 @@ from __future__ import annotations
 import json
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
+from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.serve.api_keys import add_key, remove_key
+from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
-from tests.serve.conftest import app_of, scripted
+from tests.serve.conftest import app_of, frontend_of, scripted
 from tests.serve.demo_server import DEMO, demo_server
 from tests.serve.live_server import ServerThread, wait_until
 from tests.serve.test_access import rights
@@ -304,6 +308,20 @@ def test_wrong_batches_are_refused(tokenizer, fields, param):
             assert http.get(f"/v1/batches?{path}").status_code == 400
         assert http.get("/v1/batches?after=none").status_code == 404
         assert http.post("/v1/batches", content=b"[").status_code == 400
+
+
+def test_several_front_ends_have_no_batches(tokenizer, tmp_path):
+    frontend = frontend_of(scripted(tokenizer), tokenizer)
+    places = {name: FrontEndPlace(engines_address=f"/nowhere/{name}") for name in ("a", "b")}
+    controller = ControllerConfig(address="/nowhere/c", engines_address="/nowhere/d")
+    frontend.cluster = replace(frontend.cluster, front_ends=places, controller=controller)
+    with ServerThread(create_app(frontend)) as thread:
+        answer = httpx.get(f"{thread.url}/v1/files", trust_env=False)
+    assert answer.status_code == 400
+    assert "one front end" in answer.json()["error"]["message"]
+    settings = replace(frontend.cluster.front_end, batch_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="batch_dir"):
+        replace(frontend.cluster, front_end=settings)
 
 
 def test_a_folder_serves_one_server_at_a_time(tokenizer, tmp_path):
