@@ -141,10 +141,11 @@ class Batches:
             run = self._runs[batch.id] = Run(self, batch)
             try:
                 await run.run()
+            except KeyGoneError:
+                run.end("failed", [_error("batch_failed", "the key of the batch was removed")])
             except Exception as error:
-                if not isinstance(error, KeyGoneError):
-                    logger.exception("the batch %s failed", batch.id)
-                why = "the key of the batch was removed" if isinstance(error, KeyGoneError) else str(error)
+                logger.exception("the batch %s failed", batch.id)
+                why = f"the server failed: {type(error).__name__}; see its log"
                 run.end("failed", [_error("batch_failed", why)])
             finally:
                 del self._runs[batch.id]

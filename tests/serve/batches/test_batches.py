@@ -234,6 +234,17 @@ def test_a_batch_goes_on_after_the_server_was_killed(tmp_path):
     assert {one["response"]["body"]["choices"][0]["text"] for one in results.values()} == {"HELLO"}
 
 
+def test_a_lost_file_fails_its_batch_alone(tokenizer, tmp_path):
+    with served(scripted(tokenizer), tokenizer, batch_dir=str(tmp_path)) as url, client_of(url) as client:
+        file_id = upload(client, lines_of({"prompt": "the"}))
+        (tmp_path / file_id).unlink()
+        batch = client.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+        found = ended(client, batch.id)
+        assert found.status == "failed"
+        assert str(tmp_path) not in found.errors.data[0].message
+        assert ended(client, create(client, lines_of({"prompt": "the"})).id).status == "completed"
+
+
 @pytest.mark.parametrize(
     ("form", "status", "message"),
     [
