@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight
 from tests.families import make_checkpoint
 from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.generated_code import captured_graphs
 from tests.stored_checkpoints import stored_pair
 
 from .test_recurrent import answers_as_peft
@@ -28,9 +31,17 @@ def base(tmp_path_factory):
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("latent") / "base")
 
 
-@pytest.mark.parametrize("settings", [{"eager": False}, {"eager": True, "async_scheduling": "on"}], ids=str)
-def test_compiled_steps_and_steps_ahead_answer_as_peft_does(settings, served):  # noqa: F811
-    answers_as_peft(served("deepseek_v3"), **settings)
+@pytest.mark.parametrize(
+    "ways", [captured_graphs, pytest.param(nullcontext, marks=pytest.mark.slow)], ids=["graphs", "generated"]
+)
+def test_compiled_steps_answer_as_peft_does(ways, served):  # noqa: F811
+    """ways: of running a graph."""
+    with ways():
+        answers_as_peft(served("deepseek_v3"), eager=False)
+
+
+def test_steps_ahead_answer_as_peft_does(served):  # noqa: F811
+    answers_as_peft(served("deepseek_v3"), eager=True, async_scheduling="on")
 
 
 def test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does(served):  # noqa: F811

@@ -221,13 +221,14 @@ def tiny_config(family: str, **changes: Any) -> Any:
         heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "rope_parameters": dict(_LATENT_YARN)}
         return transformers.DeepseekV3Config(**{**_latent_fields(common), **heads, **changes})
     if family == "deepseek_v2":
-        routing = {"topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2}
-        return transformers.DeepseekV2Config(**{**_latent_fields(common), **routing, **changes})
+        fields = {**_latent_fields(common), "q_lora_rank": None, "n_shared_experts": 2}
+        fields["topk_method"] = "group_limited_greedy"
+        return transformers.DeepseekV2Config(**{**fields, **changes})
     if family == "glm4_moe_lite":
         fields = _latent_fields(common)
         del fields["first_k_dense_replace"]
-        layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
-        return transformers.Glm4MoeLiteConfig(**{**fields, **layers, "rope_interleave": False, **changes})
+        fields |= {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
+        return transformers.Glm4MoeLiteConfig(**{**fields, "rope_interleave": False, **changes})
     if family == "granite":
         return transformers.GraniteConfig(**{**common, **MULTIPLIERS, **changes})
     if family == "granitemoe":
