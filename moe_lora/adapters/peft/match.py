@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape, rank_problem
 
 from .base import base_copies, check_base, quantised_base
 from .config import AdapterConfig, shown, suffixes
-from .names import TINKER_HEAD, Names, TensorName, read_names, stranger, unplaced
+from .names import TINKER_HEAD, Names, OuterPaths, TensorName, read_names, stranger, unplaced
 from .places import (
     STACKED_NAMES,
     STRANGERS,
@@ -29,7 +29,9 @@ from .places import (
     max_tensors,
     place_map,
 )
-from .replaced import ReplacedRows, check_no_pair, replaced_rows
+
+if TYPE_CHECKING:
+    from .replaced import ReplacedRows
 
 _MAX_SHOWN_NAMES = 10
 _ACTIVATED = {"qkv", "o", "output_gate", "dense_gate_up", "dense_down"}
@@ -70,18 +72,17 @@ def match(
     for an A without a B.
     """
     check_base(config, base, shape)
-    if len(tensors) > max_tensors(shape) + STRANGERS:
-        raise AdapterError(
-            f"{where}: {len(tensors)} tensors, an adapter of this base model has at most "
-            f"{max_tensors(shape)}; serve it with the base it was trained for, and save one adapter only"
-        )
-    _check_gathered(tensors, where)
-    replaced = replaced_rows(tensors, config, shape, place_map(shape), base_dir, where)
-    own = {one.key for one in replaced}
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
+    _check_sizes(tensors, shape, where)
+    places = place_map(shape)
+    replaced: tuple[ReplacedRows, ...] = ()
+    if config.trainable_token_indices or config.modules_to_save:
+        from .replaced import replaced_rows
+
+        replaced = replaced_rows(tensors, config, shape, places, base_dir, where)
+        own = {one.key for one in replaced}
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
     copies = base_copies(tensors, shape, where)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
-    places = place_map(shape)
     names = read_names(tensors, places.layer_prefix, places.outer, where)
     if places.older and any(f".{places.older}" in name.path for name in names.by_key.values()):
         places = place_map(shape, older_names=True)
@@ -98,7 +99,7 @@ def match(
             )
         keys[name.expert] = key
     _check_tying(config, expected, places, where)
-    check_no_pair(replaced, expected, places.outer, where)
+    _check_no_pair(replaced, expected, places.outer, where)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
@@ -162,7 +163,26 @@ def _check_activated(
         )
 
 
-def _check_gathered(tensors: Mapping[str, Shaped], where: str) -> None:
+def _check_no_pair(
+    replaced: Sequence[ReplacedRows], targeted: Mapping[str, object], outer: OuterPaths, where: str
+) -> None:
+    """Raises AdapterError for a LoRA pair on a module with replaced rows.  targeted: by path."""
+    for one in replaced:
+        path = getattr(outer, one.site)
+        if path in targeted:
+            raise AdapterError(
+                f"{where}: {one.key} replaces rows of {path}, and {path} has a LoRA pair too; "
+                "train with one of them"
+            )
+
+
+def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:
+    """Refuses too many tensors, none, and empty tensors."""
+    if len(tensors) > max_tensors(shape) + STRANGERS:
+        raise AdapterError(
+            f"{where}: {len(tensors)} tensors, an adapter of this base model has at most "
+            f"{max_tensors(shape)}; serve it with the base it was trained for, and save one adapter only"
+        )
     gather = (
         "save again with the parts of all processes gathered: under DeepSpeed ZeRO-3 with "
         "stage3_gather_16bit_weights_on_model_save=true or zero_to_fp32.py, under FSDP from a full state dict"

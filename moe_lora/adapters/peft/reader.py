@@ -24,12 +24,10 @@ from moe_lora.core.host import free_memory_bytes
 from moe_lora.core.shape import ModelShape
 
 from .base import read_base
-from .base_weights import with_changes
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
 from .match import Match, check_rank, match
 from .places import make_pairs
-from .replaced import replaced_pair
 from .training_state import config_fields, lora_tensors
 
 logger = logging.getLogger(__name__)
@@ -57,8 +55,9 @@ def read_adapter(
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
         needed = sum(_layer_bytes(found, shape, dtype))
-        tensors = with_changes(found.match, _read_tensors(found, needed), base_dir, found.where)
-        return _pack(found.match, tensors, shape, dtype, name or folder.resolve().name, found.where)
+        tensors = _read_tensors(found, needed)
+        named = name or folder.resolve().name
+        return _pack(found.match, tensors, shape, dtype, named, found.where, base_dir)
 
 
 def read_pairs(
@@ -70,7 +69,11 @@ def read_pairs(
     values that are not finite.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
-        tensors = with_changes(found.match, _read_tensors(found, 0), base_dir, found.where)
+        tensors = _read_tensors(found, 0)
+        if found.match.replaced:
+            from .base_weights import with_changes
+
+            tensors = with_changes(found.match, tensors, base_dir, found.where)
         return _pairs(found.match, tensors, shape), found.match.copies
 
 
@@ -80,8 +83,10 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
         [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
         for layer in found.layers
     ]
-    for rows in found.replaced:
-        pairs[-1].append(replaced_pair(rows, tensors[rows.site], shape))
+    if found.replaced:
+        from .replaced import replaced_pair
+
+        pairs[-1] += [replaced_pair(rows, tensors[rows.site], shape) for rows in found.replaced]
     return pairs
 
 
@@ -155,7 +160,7 @@ def pack_state_dict(
     tensors = tensors_of(state_dict, shape, where)
     matched = match(tensors, parsed, shape, where, read_base(parsed, None), base_dir)
     check_rank(matched, max_lora_rank, where)
-    return _pack(matched, with_changes(matched, tensors, base_dir, where), shape, dtype, name, where)
+    return _pack(matched, tensors, shape, dtype, name, where, base_dir)
 
 
 def tensors_of(
@@ -179,7 +184,12 @@ def _pack(
     dtype: torch.dtype,
     name: str,
     where: str,
+    base_dir: Path | None,
 ) -> PackedAdapter:
+    if matched.replaced:
+        from .base_weights import with_changes
+
+        tensors = with_changes(matched, tensors, base_dir, where)
     num_entries = num_table_entries(shape, len(matched.layers))
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
     packed = assemble(name, layers, shape, matched.warnings, matched.invocation)

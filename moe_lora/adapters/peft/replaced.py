@@ -13,7 +13,7 @@ Legend: N rows, V vocabulary, H hidden size, R LoRA rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,8 +67,6 @@ def replaced_rows(
     base_dir: checkpoint of the base.  Raises AdapterError with `where` for other modules, without a
     checkpoint, for missing or misshapen tensors, and for rows replaced twice.
     """
-    if not config.trainable_token_indices and not config.modules_to_save:
-        return ()
     if base_dir is None:
         raise AdapterError(
             f"{config.where}: {_TOKENS} and {_SAVED} are changes of the base's rows, and no checkpoint of "
@@ -117,19 +115,6 @@ def replaced_pair(rows: ReplacedRows, change: torch.Tensor, shape: ModelShape) -
         scale=1.0,
         source=rows.key,
     )
-
-
-def check_no_pair(
-    replaced: Sequence[ReplacedRows], targeted: Mapping[str, object], outer: OuterPaths, where: str
-) -> None:
-    """Raises AdapterError for a LoRA pair on a module with replaced rows.  targeted: by path."""
-    for one in replaced:
-        path = getattr(outer, one.site)
-        if path in targeted:
-            raise AdapterError(
-                f"{where}: {one.key} replaces rows of {path}, and {path} has a LoRA pair too; "
-                "train with one of them"
-            )
 
 
 def _keys(tensors: Mapping[str, Shaped], places: PlaceMap, where: str) -> dict[tuple[str, str], str]:
