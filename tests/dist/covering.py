@@ -35,3 +35,13 @@ def covering_rows(factors: Mapping[str, Sequence[str]], is_possible: Callable[[R
         chosen.append(rows[best])
         open_pairs -= pairs[best]
     return chosen
+
+
+def rows_of_all_values(rows: Sequence[Row]) -> list[Row]:
+    """Few of the rows in which every value of every factor occurs.  Greedy, as `covering_rows`."""
+    open_values = {value for row in rows for value in row.items()}
+    chosen = []
+    while open_values:
+        chosen.append(max(rows, key=lambda row: len(open_values & row.items())))
+        open_values -= chosen[-1].items()
+    return chosen

@@ -47,6 +47,7 @@ def check(asked: Asked, folder: Path, plan: ChaosPlan) -> ChaosReport:
     return report
 
 
+@pytest.mark.slow
 def test_the_only_holder_of_adapters_and_the_controller_are_killed(asked, tmp_path):
     report = check(asked, tmp_path, ChaosPlan(num_requests=150, faults=FEW_FAULTS, pool_replicas=1))
     assert report.counts["cut"] == 0

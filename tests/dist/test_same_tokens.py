@@ -20,12 +20,13 @@ from moe_lora.models.quantised_weight import quantisation_of
 from tests.families import BESIDE_FAMILIES, FURTHER, RECURRENT_FAMILIES, later
 
 from .combinations import FACTORS, beside_rows, is_possible, title
-from .covering import Row, all_rows, covering_rows, pairs_of
+from .covering import Row, all_rows, covering_rows, pairs_of, rows_of_all_values
 from .forked_cluster import Tokens, local_tokens, served_tokens
 from .served_models import ServedModel, make_served_model
 
-NUM_QUICK = 10
-"""Rows of the default run: the first ones cover most pairs."""
+ROWS = covering_rows(FACTORS, is_possible)
+QUICK = rows_of_all_values(ROWS)
+"""Rows of the default run."""
 Expected = Callable[[str, str], tuple[ServedModel, Tokens]]
 
 
@@ -47,10 +48,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=title(row), marks=() if number < NUM_QUICK else pytest.mark.slow)
-        for number, row in enumerate(covering_rows(FACTORS, is_possible))
-    ]
+    [pytest.param(row, id=title(row), marks=() if row in QUICK else pytest.mark.slow) for row in ROWS]
     + [
         pytest.param(row, id=title(row), marks=() if number < len(BESIDE_FAMILIES) else pytest.mark.slow)
         for number, row in enumerate(beside_rows())
@@ -105,7 +103,7 @@ def test_compiled_layers_add_the_same_bits(family: str, expected: Expected) -> N
 
 
 def test_rows_cover_every_pair_that_is_possible() -> None:
-    rows, possible = covering_rows(FACTORS, is_possible), all_rows(FACTORS, is_possible)
+    rows, possible = ROWS, all_rows(FACTORS, is_possible)
     wanted = {
         tuple(zip(names, values, strict=True))
         for names in combinations(FACTORS, 2)
@@ -116,3 +114,5 @@ def test_rows_cover_every_pair_that_is_possible() -> None:
     assert set().union(*map(pairs_of, rows)) == wanted
     assert all(map(is_possible, rows))
     assert len(rows) < len(possible) / 8
+    for name, values in FACTORS.items():
+        assert {row[name] for row in QUICK} == set(values)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
 from tests.families import BESIDE_FAMILIES, FURTHER, later, make_adapter
+from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import make_prompts
 from tests.models.test_quantised import SLOTS, base  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
@@ -25,6 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 WAYS = {
     "eager": {"eager": True},
     "compiled": {},
+    "captured": {},
     "padded": {"decode_buckets": (4,)},
     "expert_parallel": {"eager": True, "expert_parallel": 2},
     "tensor_parallel": {"eager": True, "tensor_parallel": 2},
@@ -37,7 +41,8 @@ WAYS = {
 }
 CASES = [
     pytest.param("llama", "int8", "compiled", marks=pytest.mark.slow),
-    ("mixtral", "int4", "compiled"),
+    ("mixtral", "int4", "captured"),
+    pytest.param("mixtral", "int4", "compiled", marks=pytest.mark.slow),
     ("gpt_oss", "int8", "padded"),
     pytest.param("mixtral", "int8", "expert_parallel", marks=pytest.mark.slow),
     ("qwen3_moe", "int4", "host_workers"),
@@ -56,7 +61,8 @@ def test_mixed_batch_continues_as_peft_does(family, quantize, way, base, tmp_pat
     prompts, names = make_prompts(), [None if slot < 0 else adapters[slot].name for slot in SLOTS]
     given = {path.name: str(path) for path in adapters}
     settings = {"quantize": quantize, "quantize_group_size": group, **WAYS[way]}
-    with LLM(model_dir, adapters=given, dtype="float32", num_threads=1, **settings) as llm:
+    layers = captured_graphs() if way == "captured" else nullcontext()
+    with layers, LLM(model_dir, adapters=given, dtype="float32", num_threads=1, **settings) as llm:
         found = llm.generate(prompts, names, GREEDY)
         stats = llm.stats()
     for slot, prompt, completion in zip(SLOTS, prompts, found, strict=True):

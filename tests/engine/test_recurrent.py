@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from moe_lora.engine.step.recurrent import RecurrentContext, check_recurrent
 from moe_lora.families import shape_of
 from tests.families import RECURRENT_FAMILIES, make_adapter, make_checkpoint
 from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
 
@@ -45,9 +47,17 @@ def answers_as_peft(model, **settings):
     return stats
 
 
-@pytest.mark.parametrize("settings", [{"eager": False}, {"eager": True, "async_scheduling": "on"}], ids=str)
-def test_compiled_steps_and_steps_ahead_answer_as_peft_does(settings, served):  # noqa: F811
-    answers_as_peft(served("qwen3_next"), **settings)
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        pytest.param({"eager": False}, captured_graphs, id="captured"),
+        pytest.param({"eager": False}, nullcontext, id="compiled", marks=pytest.mark.slow),
+        pytest.param({"eager": True, "async_scheduling": "on"}, nullcontext, id="ahead"),
+    ],
+)
+def test_compiled_steps_and_steps_ahead_answer_as_peft_does(settings, layers, served):  # noqa: F811
+    with layers():
+        answers_as_peft(served("qwen3_next"), **settings)
 
 
 def test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does(served):  # noqa: F811

@@ -38,7 +38,7 @@ OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", 
     params=[
         pytest.param((), marks=pytest.mark.slow),
         ("--lora-server", "EP1-PP1"),
-        ("--front-ends", "2"),
+        pytest.param(("--front-ends", "2"), marks=pytest.mark.slow),
     ],
     ids=["coupled", "lora-server", "front-ends"],
 )

@@ -130,14 +130,9 @@ def assert_new_version_reaches_all_ranks(llm: LLM, model) -> None:
     assert llm.generate(prompt, None, GREEDY)[0].finish_reason == "length"
 
 
-COMPILED = [
-    pytest.param(family, buckets, marks=() if (family, buckets) == ("mixtral", (4,)) else SLOW)
-    for family in MOE_FAMILIES
-    for buckets in (None, (4,))
-]
-
-
-@pytest.mark.parametrize(("family", "buckets"), COMPILED)
+@pytest.mark.slow
+@pytest.mark.parametrize("buckets", [None, (4,)])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_compiled_ranks_give_the_tokens_of_one_eager_process(family, buckets, served):  # noqa: F811
     model = served(family)
     with LLM(model.model_dir, **settings(model)) as llm:
