@@ -36,6 +36,7 @@ def record(trace: str, kernel: str, load: float, system: str, **result: object) 
     return {"config": config, "result": {"same_answers": 1.0, **result}}
 
 
+@pytest.mark.slow
 def test_every_system_of_the_quick_plan_is_measured_on_the_same_requests(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
     printed = run("--quick", "--out", str(out), "--plot", str(plot))

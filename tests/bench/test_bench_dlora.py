@@ -67,6 +67,7 @@ def test_load_at_the_slo_is_found_between_the_rates_around_it(monkeypatch: pytes
     assert rate_at_slo(PAPER, SHORT) == pytest.approx(8, rel=0.04)
 
 
+@pytest.mark.slow
 def test_points_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlora_simulated, "rate_at_slo", lambda machine, work: 4.0)
     seen = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.provision.bench_performance_model import MIXES, PARTS, main
 from moe_lora.report.results import read_results
 
 
+@pytest.mark.slow
 def test_every_part_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     done = CliRunner().invoke(main, ["--tiny", "--rounds", "1", "--out", str(out)], catch_exceptions=False)

@@ -5,7 +5,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_one_kill_is_recorded_in_parts_that_add_up(tmp_path):
     out = tmp_path / "out.jsonl"
     options = ["--eager", "--kills", "1", "--out", str(out)]

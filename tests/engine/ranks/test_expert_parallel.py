@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, FURTHER_MOE, MOE_FAMILIES, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.generated_code import captured_graphs
 from tests.stopped_processes import stop
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -130,15 +132,36 @@ def assert_new_version_reaches_all_ranks(llm: LLM, model) -> None:
     assert llm.generate(prompt, None, GREEDY)[0].finish_reason == "length"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("buckets", [None, (4,)])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_compiled_ranks_give_the_tokens_of_one_eager_process(family, buckets, served):  # noqa: F811
+CAPTURED = """
+from moe_lora.models import compiled_layers
+
+compiled_layers.lookup_backend = lambda name: lambda graph, inputs: graph
+"""
+"""`captured_graphs` of a process from its start."""
+COMPILED = [
+    ("mixtral", (4,), False),
+    *(pytest.param(*cell, True, marks=SLOW) for cell in product(MOE_FAMILIES, (None, (4,)))),
+]
+
+
+@pytest.mark.parametrize(("family", "buckets", "generates"), COMPILED)
+def test_compiled_ranks_give_the_tokens_of_one_eager_process(
+    family,
+    buckets,
+    generates,
+    served,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """generates: code from the captured graphs; else the graphs run."""
     model = served(family)
     with LLM(model.model_dir, **settings(model)) as llm:
         expected = answers(llm, model)
     compiled = settings(model, eager=False, expert_parallel=2, decode_buckets=buckets)
-    with LLM(model.model_dir, **compiled) as llm:
+    if not generates:
+        (tmp_path / "sitecustomize.py").write_text(CAPTURED)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with nullcontext() if generates else captured_graphs(), LLM(model.model_dir, **compiled) as llm:
         assert answers(llm, model) == expected
 
 
