@@ -12,11 +12,12 @@ from moe_lora.families import shape_of
 from tests.adapters.peft.test_outer_sites import outer_adapter
 from tests.dist.lora_server.cluster import Cluster
 from tests.engine.test_outer_sites import WAYS
-from tests.families import make_checkpoint
+from tests.families import make_adapter, make_checkpoint
 from tests.oracle import greedy_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INVOCATION = [7, 11]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BEFORE = [(3 * i + 1) % 90 for i in range(37)]
@@ -57,6 +58,14 @@ def made(tmp_path_factory):
         return known[family]
 
     return make
+
+
+def test_projections_of_latent_attention_start_at_the_invocation(made, tmp_path):
+    base, adapters = made("deepseek_v3")
+    fields = {"alora_invocation_tokens": INVOCATION, "task_type": "CAUSAL_LM"}
+    targets = {"target_modules": LATENT, "target_parameters": None}
+    latent = make_adapter("deepseek_v3", base, tmp_path / "latent", seed=4, **targets, **fields)
+    assert_tokens_of_peft(base, adapters | {"activated": latent}, block_size=4)
 
 
 @pytest.mark.parametrize(

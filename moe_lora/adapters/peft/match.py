@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from .replaced import ReplacedRows
 
 _MAX_SHOWN_NAMES = 10
-_ACTIVATED = {"qkv", "o", "output_gate", "dense_gate_up", "dense_down"}
+_ACTIVATED = {"qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"}
+"""Sites of an activated LoRA.  Absorbed kv_b_proj sees earlier tokens, which are the base's."""
 _MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""
 
@@ -159,7 +160,8 @@ def _check_activated(
     if other is not None:
         raise AdapterError(
             f"{config.where}: alora_invocation_tokens={shown(list(tokens))} with {other}: an activated LoRA "
-            "is served on attention and dense MLPs alone; train without this target, or a plain LoRA"
+            "is served on attention (without kv_b_proj) and dense MLPs alone; train without this target, or "
+            "a plain LoRA"
         )
 
 

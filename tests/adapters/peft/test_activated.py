@@ -35,8 +35,9 @@ def test_invocation_tokens_are_part_of_the_content_and_stay_in_the_store(checkpo
 
 
 REFUSED = {
-    "experts": ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}, "experts.*attention and dense"),
+    "experts": ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}, "experts.*dense MLPs alone"),
     "shared experts": ("qwen2_moe", {"target_modules": ["shared_expert.up_proj"]}, "shared_expert"),
+    "kv_b_proj": ("deepseek_v3", {"target_modules": ["o_proj", "kv_b_proj"]}, "without kv_b_proj"),
     "the head": ("llama", {"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     "a saved head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head"),
     "trained tokens": (
