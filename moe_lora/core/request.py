@@ -14,6 +14,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION_PENALTY = 100.0
 UNFOLLOWABLE = "no token can follow"
@@ -53,7 +54,8 @@ class SamplingParams:
 
     temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
     likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
-    truncation; -1: of the whole vocabulary.  prompt_logprobs n: the same of prompt tokens.  hidden_state: the
+    truncation; -1: of the whole vocabulary.  logprob_token_ids: these tokens in place of the n likeliest.
+    prompt_logprobs n: the same of prompt tokens.  hidden_state: the
     last prompt token's state after the final norm.  max_tokens None: up to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
@@ -76,6 +78,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     hidden_state: bool = False
     frequency_penalty: float = 0.0
@@ -103,6 +106,10 @@ class SamplingParams:
         self._check("stop", all(self.stop), "non-empty strings")
         rule = f"between 0 and {MAX_LOGPROBS}, or -1 for the whole vocabulary"
         self._check("logprobs", self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS, rule)
+        listed = self.logprob_token_ids
+        if listed:
+            self._check("logprob_token_ids", len(listed) <= MAX_LOGPROB_IDS, f"at most {MAX_LOGPROB_IDS} ids")
+            self._check("logprob_token_ids", self.logprobs is not None, "empty without logprobs")
         num = self.prompt_logprobs
         self._check("prompt_logprobs", num is None or -1 <= num <= MAX_LOGPROBS, rule)
         if self.edits_logits:

@@ -142,6 +142,7 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         raise ValueError(f"generated has {len(generated)} tokens, so that the answer can't have another one")
     named: list[tuple[str, Iterable[int]]] = [("prompt", prompt), ("generated", generated)]
     named.append(("stop_token_ids", sampling.stop_token_ids))
+    named.append(("logprob_token_ids", sampling.logprob_token_ids))
     if sampling.edits_logits:
         named += sampling.edited_ids()
     for name, ids in named:

@@ -180,3 +180,17 @@ def test_an_abort_ends_a_stream_with_its_reason(demo):  # noqa: F811
                 assert demo.post("/inference/v1/abort_requests", ids).status_code == 200
     assert found[-1]["choices"][0]["finish_reason"] in ("abort", "length")  # a short answer may end first
     assert demo.post("/inference/v1/abort_requests", {}).status_code == 400
+
+
+def test_listed_tokens_have_log_probabilities(demo):  # noqa: F811
+    common = {"temperature": 0, "max_tokens": 2, "logprob_token_ids": [5, 9, 5], "allowed_token_ids": [42]}
+    common["return_tokens_as_token_ids"] = True
+    answer = ask(demo, prompt=IDS, logprobs=5, **common)["choices"][0]["logprobs"]
+    assert [set(one) for one in answer["top_logprobs"]] == [{"token_id:5", "token_id:9", "token_id:42"}] * 2
+    chat = ask(demo, "/v1/chat/completions", messages=CHAT, logprobs=True, **common)["choices"][0]
+    for one in chat["logprobs"]["content"]:
+        assert {top["token"] for top in one["top_logprobs"]} == {"token_id:5", "token_id:9", "token_id:42"}
+    for body in ({"logprob_token_ids": [5]}, {"logprobs": 1, "logprob_token_ids": [128]}):
+        assert refused(demo, prompt=IDS, **body)["param"] == "logprob_token_ids"
+    many = {"logprobs": 1, "logprob_token_ids": list(range(129))}
+    assert "logprob_token_ids" in refused(demo, prompt=IDS, **many)["param"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -40,13 +41,12 @@ class HostCopy:
 
 
 class Drawn:
-    """Result of `sample`.  tokens: [S] int64, on the logits' device.  num_top: reported likeliest tokens
-    per sequence; None: no report.
-    """
+    """Result of `sample`.  tokens: [S] int64, on the logits' device.  sampling: by sequence."""
 
     def __init__(
-        self, tokens: torch.Tensor, logprobs_RV: torch.Tensor | None, num_top: Seq[int | None]
+        self, tokens: torch.Tensor, logprobs_RV: torch.Tensor | None, sampling: Seq[SamplingParams]
     ) -> None:
+        num_top = [one.logprobs for one in sampling]
         self.tokens = tokens
         self._num_top = num_top
         self._host_tokens = HostCopy(tokens)
@@ -54,7 +54,9 @@ class Drawn:
         if logprobs_RV is not None:
             rows = [row for row, num in enumerate(num_top) if num is not None]
             chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, sent(rows, tokens))
-            self._report = LogprobReport(logprobs_RV, chosen, [num for num in num_top if num is not None])
+            listed = [sampling[row].logprob_token_ids for row in rows]
+            tops = [0 if ids else num_top[row] or 0 for row, ids in zip(rows, listed, strict=True)]
+            self._report = LogprobReport(logprobs_RV, chosen, tops, listed)
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The tokens and the reports; waits for the device."""
@@ -130,7 +132,7 @@ def sample(
     if any(sequence.seed is not None for sequence in sequences):
         draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
         tokens = draw(logits_SV, sequences, tokens)
-    return Drawn(tokens, logprobs, [sequence.request.sampling.logprobs for sequence in sequences])
+    return Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences])
 
 
 def _on_device(logits_SV: torch.Tensor) -> bool:
@@ -209,9 +211,18 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 
 
 class LogprobReport:
-    """Log probability and position of each row's chosen token, and the likeliest tokens."""
+    """Log probability and position of each row's chosen token, and the likeliest tokens.
 
-    def __init__(self, logprobs_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]) -> None:
+    listed: token ids in place of the likeliest, by row; the chosen token joins them.
+    """
+
+    def __init__(
+        self,
+        logprobs_RV: torch.Tensor,
+        chosen_R: torch.Tensor,
+        num_top: Seq[int],
+        listed: Seq[tuple[int, ...]] = (),
+    ) -> None:
         vocab = logprobs_RV.shape[1]
         self._num_top = [vocab if num < 0 else min(num, vocab) for num in num_top]
         chosen = logprobs_RV.gather(1, chosen_R[:, None])
@@ -221,13 +232,24 @@ class LogprobReport:
         self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
         # One copy from the device; fp64 holds fp32 and token ids exactly.
         parts = [chosen, position, *(part for top in tops for part in top)]
+        width = max(map(len, listed), default=0)
+        self._listed = listed if width else ()
+        if width:
+            padded = [(*ids, *(0,) * (width - len(ids))) for ids in listed]
+            parts += [logprobs_RV.gather(1, sent(padded, logprobs_RV)), chosen_R[:, None]]
         self._columns = list(accumulate((part.shape[1] for part in parts), initial=0))
         self._found = HostCopy(torch.cat([part.double() for part in parts], dim=1))
 
     def read(self) -> list[TokenLogprobs]:
-        reports = []
-        for row, num in zip(self._found.tolist(), self._num_top, strict=True):
+        reports, rows = [], self._found.tolist()
+        for row, num in zip(rows, self._num_top, strict=True):
             values, ids = (self._columns[2 + part + 2 * self._place[num]] for part in range(2))
             top = tuple(zip(map(int, row[ids : ids + num]), row[values : values + num], strict=True))
             reports.append(TokenLogprobs(logprob=row[0], position=int(row[1]), top=top))
+        for place, listed in enumerate(self._listed):
+            if listed:
+                row, report = rows[place], reports[place]
+                values = dict(zip(listed, row[self._columns[-3] :], strict=False))
+                values[int(row[-1])] = report.logprob
+                reports[place] = replace(report, top=tuple(values.items()))
         return reports

@@ -114,7 +114,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             "documents",
             "functions",
             "logits_processors",
-            "logprob_token_ids",
             "tools",
         ),
         (None, []),

@@ -288,7 +288,7 @@ def asked_of(
     limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
     sampling = body.sampling(body.logprobs, limit, defaults)
     if tokenizer is None and (sampling.stop or sampling.bad_words):
-        raise no_tokenizer("stop (other than stop_token_ids)" if sampling.stop else "bad_words")
+        raise no_tokenizer("a list of stop strings" if sampling.stop else "bad_words")
     prompts = body.prompts
     if len(prompts) * body.num_choices > most:
         raise _too_many_choices(len(prompts), body.num_choices, most)
@@ -342,6 +342,8 @@ def prepared(
         check_prompt(token_ids, sampling, info)
     if any(not 0 <= one < info.vocab_size for one in sampling.stop_token_ids):
         raise _unknown_token("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    if any(one >= info.vocab_size for one in sampling.logprob_token_ids):
+        raise _unknown_token("logprob_token_ids", sampling.logprob_token_ids, info.vocab_size)
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
     answer_tokens = [
         min(info.max_model_len - len(one), _UNBOUNDED_ANSWER_TOKENS)
@@ -350,6 +352,7 @@ def prepared(
         for one in prompts
     ]
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
+    others = len(sampling.logprob_token_ids) or others
     scored = sampling.prompt_logprobs
     scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
     work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from moe_lora.config import MAX_COUNT
-from moe_lora.core.request import GREEDY_BELOW, SamplingParams
+from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
 from .fields import FieldError, check_unknown, drop_neutral, drop_unused
@@ -176,6 +176,7 @@ class SamplingFields(StructuredFields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Listed[TokenId] | None = None
     bad_words: Annotated[Listed[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logprob_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_LOGPROB_IDS)] | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -234,6 +235,7 @@ class SamplingFields(StructuredFields):
                 **given,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
+                logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
                 stop=stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )

@@ -121,7 +121,9 @@ def _common(body: Rendered, prepared: Prepared) -> dict[str, Any]:
     context = None
     if isinstance(body, ChatRequest):
         context = {name: value for name in CONTEXT if (value := getattr(body, name)) is not None}
+    parsers = prepared.parsers
     return {
+        "reasoning_ended": None if parsers is None or not parsers.reasoning else parsers.is_closed,
         "token_offsets": None,
         "features": None,
         "sampling_params": {**sampling, "n": body.num_choices},

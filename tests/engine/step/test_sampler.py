@@ -139,3 +139,22 @@ def test_logprobs_are_of_the_untruncated_distribution():
 def test_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+def test_listed_tokens_and_the_chosen_one_are_reported_in_place_of_the_likeliest():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
+    rows = [
+        sequence(temperature=0.0, logprobs=2, logprob_token_ids=(3, 2)),
+        sequence(temperature=0.0, logprobs=2),
+        sequence(temperature=0.0, logprobs=0, logprob_token_ids=(0,)),
+    ]
+    tokens, [listed, likeliest, chosen] = sampled(logits.clone(), rows, EOS)
+    assert tokens == [0, 0, 0]
+    assert [token for token, _ in listed.top] == [3, 2, 0]
+    expected = torch.log_softmax(logits[0], dim=-1)
+    assert [value for _, value in listed.top] == pytest.approx(expected[[3, 2, 0]].tolist())
+    assert [token for token, _ in likeliest.top] == [0, 1]
+    assert [token for token, _ in chosen.top] == [0]
+    for wrong in ({"logprob_token_ids": (1,)}, {"logprobs": 1, "logprob_token_ids": (1,) * 129}):
+        with pytest.raises(ValueError, match="logprob_token_ids"):
+            SamplingParams(**wrong)
