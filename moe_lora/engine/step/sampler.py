@@ -249,7 +249,7 @@ class LogprobReport:
         for place, listed in enumerate(self._listed):
             if listed:
                 row, report = rows[place], reports[place]
-                values = dict(zip(listed, row[self._columns[-3] :], strict=False))
-                values[int(row[-1])] = report.logprob
-                reports[place] = replace(report, top=tuple(values.items()))
+                scores = dict(zip(listed, row[self._columns[-3] :], strict=False))
+                scores[int(row[-1])] = report.logprob
+                reports[place] = replace(report, top=tuple(scores.items()))
         return reports
