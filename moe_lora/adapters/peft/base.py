@@ -123,6 +123,14 @@ def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterE
     )
 
 
+def one_place(key: str, other: str, where: str) -> AdapterError:
+    """The error for two tensors of one module."""
+    return AdapterError(
+        f"{where}: {key} and {other} have one place in the model; keep the tensor that belongs to the "
+        "adapter, and remove the other"
+    )
+
+
 def _key(config: AdapterConfig) -> str:
     return f"{config.where}: base_model_name_or_path={shown(config.base_model, MAX_REASON_CHARS)}"
 

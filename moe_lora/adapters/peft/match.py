@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape, rank_problem
 
-from .base import base_copies, check_base, quantised_base
+from .base import base_copies, check_base, one_place, quantised_base
 from .config import AdapterConfig, shown, suffixes
 from .names import TINKER_HEAD, Names, OuterPaths, TensorName, read_names, stranger, unplaced
 from .places import (
@@ -80,8 +80,8 @@ def match(
         from .replaced import replaced_rows
 
         replaced = replaced_rows(tensors, config, shape, places, base_dir, where)
-        own = {one.key for one in replaced}
-        tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
+    own = {row.key for row in replaced}
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
     copies = base_copies(tensors, shape, where)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
     names = read_names(tensors, places.layer_prefix, places.outer, where)
@@ -94,32 +94,29 @@ def match(
         _check_known(key, name, places, expected, config, shape, where)
         keys = found.setdefault((name.path, name.depth), {}).setdefault(name.part, {})
         if name.expert in keys:
-            raise AdapterError(
-                f"{where}: {key} and {keys[name.expert]} have one place in the model; keep the tensor that "
-                "belongs to the adapter, and remove the other"
-            )
+            raise one_place(key, keys[name.expert], where)
         keys[name.expert] = key
     _check_tying(config, expected, places, where)
-    _check_no_pair(replaced, expected, places.outer, where)
+    for row in replaced:
+        _check_no_pair(row, expected, places.outer, where)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
-            parts = {
-                part: _of_all_experts(keys, shape, where)
-                for part, keys in found.get((path, depth), {}).items()
-            }
+            there = found.get((path, depth), {})
+            parts = {part: _of_all_experts(keys, shape, where) for part, keys in there.items()}
             source = _source(path, place, parts, config, names, where)
             layers[places.by_path[path][0]].append(source)
     for layer in layers:
         _check_one_form(layer, where)
     sources = [source for layer in layers for source in layer]
-    _check_activated(config, sources, replaced, shape)
+    if config.alora_invocation_tokens:
+        _check_activated(config, sources, replaced, shape)
     swapped = is_swapped(sources, tensors, shape)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
     warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)
-    layers = layers if layers[-1] or replaced else layers[:-1]
-    return Match(layers, swapped, warnings, copies, replaced, config.alora_invocation_tokens)
+    kept = layers if layers[-1] or replaced else layers[:-1]
+    return Match(kept, swapped, warnings, copies, replaced, config.alora_invocation_tokens)
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
@@ -147,8 +144,7 @@ def _check_activated(
 
     Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py.
     """
-    if not (tokens := config.alora_invocation_tokens):
-        return
+    tokens = config.alora_invocation_tokens
     if max(tokens) >= shape.vocab_size:
         raise AdapterError(
             f"{config.where}: alora_invocation_tokens={shown(list(tokens))} must be tokens from 0 to "
@@ -165,17 +161,14 @@ def _check_activated(
         )
 
 
-def _check_no_pair(
-    replaced: Sequence[ReplacedRows], targeted: Mapping[str, object], outer: OuterPaths, where: str
-) -> None:
+def _check_no_pair(rows: ReplacedRows, targeted: Mapping[str, object], outer: OuterPaths, where: str) -> None:
     """Raises AdapterError for a LoRA pair on a module with replaced rows.  targeted: by path."""
-    for one in replaced:
-        path = getattr(outer, one.site)
-        if path in targeted:
-            raise AdapterError(
-                f"{where}: {one.key} replaces rows of {path}, and {path} has a LoRA pair too; "
-                "train with one of them"
-            )
+    path = getattr(outer, rows.site)
+    if path in targeted:
+        raise AdapterError(
+            f"{where}: {rows.key} replaces rows of {path}, and {path} has a LoRA pair too; "
+            "train with one of them"
+        )
 
 
 def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:

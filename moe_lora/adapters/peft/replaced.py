@@ -23,7 +23,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import model_spec
 
-from .base import resized
+from .base import one_place, resized
 from .config import AdapterConfig, shown
 from .names import OuterPaths, outer_path, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, site_named
@@ -130,10 +130,7 @@ def _keys(tensors: Mapping[str, Shaped], places: PlaceMap, where: str) -> dict[t
         site = places.outer._fields[places.outer.index(path)]
         before = found.setdefault((site, _TOKENS if parts["tokens"] else _SAVED), key)
         if before != key:
-            raise AdapterError(
-                f"{where}: {key} and {before} have one place in the model; keep the tensor that belongs to "
-                "the adapter, and remove the other"
-            )
+            raise one_place(key, before, where)
     return found
 
 

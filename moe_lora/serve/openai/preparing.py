@@ -345,34 +345,25 @@ def prepared(
     if any(one >= info.vocab_size for one in sampling.logprob_token_ids):
         raise _unknown_token("logprob_token_ids", sampling.logprob_token_ids, info.vocab_size)
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
-    answer_tokens = [
-        min(info.max_model_len - len(one), _UNBOUNDED_ANSWER_TOKENS)
-        if sampling.max_tokens is None
-        else sampling.max_tokens
-        for one in prompts
-    ]
+    limit, room = sampling.max_tokens, info.max_model_len
+    answer_tokens = [limit or min(room - len(one), _UNBOUNDED_ANSWER_TOKENS) for one in prompts]
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     others = len(sampling.logprob_token_ids) or others
     scored = sampling.prompt_logprobs
     scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
     work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
     if work > most and (body.num_choices * len(prompts) > 1 or others or scores):
-        raise bad_request(
-            f"all choices of the request may take {work} tokens, log probabilities of others included, more "
-            f"than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs",
-            "max_tokens",
-            limit="request_tokens",
-        )
+        what = f"all choices of the request may take {work} tokens, log probabilities of others included, "
+        what += f"more than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs"
+        raise bad_request(what, "max_tokens", limit="request_tokens")
     ignored: tuple[str, ...] = ()
     if body.model_extra or body.stream_options is not None:
         ignored = tuple(map(shown_name, body.unknown_fields()))
         body.drop_unknown()
     chat = body.as_chat
     parsers = None if chat is None else _parsers(chat, prompts, tokenizer, bounds)
-    if chat is not None and (budget := chat.thinking_token_budget) is not None and budget >= 0:
-        from .parsers.choice import thinking_limit
-
-        sampling = replace(sampling, thinking=thinking_limit(parsers, budget, tokenizer))
+    if chat is not None and chat.thinking_token_budget is not None:
+        sampling = _limited(sampling, chat.thinking_token_budget, parsers, tokenizer)
     asked = None
     if not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
         from .structured import body_grammar
@@ -400,6 +391,15 @@ def _parsers(
     from .parsers.choice import parsers_for
 
     return parsers_for(body, tuple(prompts[0]), tokenizer, config, bounds.info.tool_format)
+
+
+def _limited(
+    sampling: SamplingParams, budget: int, parsers: AnswerParsers | None, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """The parameters with a limit of the reasoning; budget -1: none."""
+    from .parsers.choice import thinking_limit
+
+    return sampling if budget < 0 else replace(sampling, thinking=thinking_limit(parsers, budget, tokenizer))
 
 
 def for_engine(
