@@ -8,6 +8,7 @@ Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py, calculate_alora
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -18,6 +19,8 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 
 from .sequence import Sequence
 
+TOKEN_BYTES = array("q").itemsize
+
 
 def activated(make: Callable[..., Sequence]) -> Callable[..., Sequence]:
     """As `make`, for an adapter with invocation tokens."""
@@ -26,7 +29,7 @@ def activated(make: Callable[..., Sequence]) -> Callable[..., Sequence]:
         start = invocation_start(request.prompt_token_ids, adapter.packed.invocation)
         sequence = make(request, None if start is None else adapter, *rest)
         if start:
-            sequence.base_tokens, sequence.adapter_uid, sequence.table = start, None, BlockTable(None)
+            sequence.base_tokens, sequence.table = start, BlockTable(None)
         return sequence
 
     return made
@@ -34,6 +37,8 @@ def activated(make: Callable[..., Sequence]) -> Callable[..., Sequence]:
 
 def invocation_start(prompt: Seq[int], invocation: Seq[int]) -> int | None:
     """Index of the last `invocation` in the prompt; None without an occurrence."""
-    wanted, width = tuple(invocation), len(invocation)
-    starts = range(len(prompt) - width, -1, -1)
-    return next((at for at in starts if tuple(prompt[at : at + width]) == wanted), None)
+    text, wanted = (array("q", tokens).tobytes() for tokens in (prompt, invocation))
+    place = text.rfind(wanted)
+    while place % TOKEN_BYTES and place >= 0:
+        place = text.rfind(wanted, 0, place + len(wanted) - 1)
+    return None if place < 0 else place // TOKEN_BYTES

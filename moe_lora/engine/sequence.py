@@ -62,7 +62,7 @@ class Sequence:
         self.held, self.awaits_kv = request.held, request.awaits_kv
         self.tokens = [*request.prompt_token_ids, *request.generated]
         self.adapter_uid = None if self.adapter is None else self.adapter.uid
-        """The adapter's version, None for the base; also the prefix-cache namespace."""
+        """The adapter's version, None for the base."""
         self.table = BlockTable(self.adapter_uid)
 
     @property

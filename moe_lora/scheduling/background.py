@@ -19,7 +19,7 @@ class Background(Generic[Sequence]):
 
     The queue of other requests, with its tenants, never has a background request.  When another request
     arrives, the next plan first puts all background requests back.  Their filled blocks stay in the prefix
-    cache.
+    cache.  Requests here count as waiting for their adapters, whose versions stay.
     """
 
     def __init__(self, scheduler: Scheduler[Sequence], adapters: Adapters[Any]) -> None:
@@ -41,12 +41,15 @@ class Background(Generic[Sequence]):
 
     def add(self, sequence: Sequence) -> None:
         (self._parked if sequence.priority >= BACKGROUND else self._arrived).append(sequence)
+        if sequence.adapter is not None:
+            self._adapters.enqueue(sequence.adapter)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove an ended or aborted sequence outside of the scheduler's queues."""
         for group in (self._parked, self._arrived):
             if sequence in group:
                 group.remove(sequence)
+                self._dequeue(sequence)
 
     def turn(self) -> None:
         """Before a plan: change between background and other requests if due."""
@@ -58,19 +61,19 @@ class Background(Generic[Sequence]):
                 return
             self._others = scheduler.waiting, scheduler.tenants
             scheduler.waiting, scheduler.tenants = RequestQueue(), None
-        while self._parked:
-            sequence = self._parked.popleft()
-            scheduler.waiting.append(sequence)
-            if sequence.adapter is not None:
-                self._adapters.enqueue(sequence.adapter)
+        scheduler.waiting.extend(self._parked)
+        self._parked.clear()
 
     def _put_back(self, waiting: RequestQueue[Sequence], tenants: TenantQueue[Sequence] | None) -> None:
         scheduler = self._scheduler
         scheduler.preempt_all()
         self._parked.extendleft(reversed(scheduler.waiting))
-        for sequence in list(scheduler.waiting):
-            scheduler.finish(sequence)
         self._others, scheduler.waiting, scheduler.tenants = None, waiting, tenants
         arrived, self._arrived = self._arrived, []
         for sequence in arrived:
             scheduler.add(sequence)
+            self._dequeue(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            self._adapters.dequeue(sequence.adapter)

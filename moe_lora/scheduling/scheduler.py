@@ -218,7 +218,7 @@ class Scheduler(Generic[Sequence]):
         """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence
         waits with all holds.
         """
-        num_tokens = self._num_tokens(sequence, sequence.num_uncomputed, budget, plan)
+        num_tokens = self._num_tokens(sequence, sequence.num_computed, budget, plan)
         while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
             if self.loading:
                 self._stop_loading()
@@ -234,13 +234,11 @@ class Scheduler(Generic[Sequence]):
             plan[sequence] = num_tokens
         return num_tokens
 
-    def _num_tokens(
-        self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
-    ) -> int:
-        """Tokens for this step; 0 for a loading adapter if the wait is quicker than the host."""
-        num_uncomputed -= sequence.held
-        if sequence.num_computed < sequence.base_tokens:
-            num_uncomputed -= len(sequence.tokens) - sequence.base_tokens
+    def _num_tokens(self, sequence: Sequence, start: int, budget: int, plan: dict[Sequence, int]) -> int:
+        """Tokens from `start` for this step; 0 for a loading adapter if the wait is quicker than the host."""
+        num_uncomputed = sequence.num_uncomputed + sequence.num_computed - start - sequence.held
+        if start < sequence.base_tokens:
+            num_uncomputed = sequence.base_tokens - start
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
         on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
@@ -312,12 +310,13 @@ class Scheduler(Generic[Sequence]):
 
         Uncomputed tokens count for the tenant, once.
         """
+        namespace = sequence.table.namespace
         if sequence.awaits_kv or sequence.computes_prompt:
-            sequence.table = self._cache.new_table(sequence.adapter_uid, sequence.cache_salt)
+            sequence.table = self._cache.new_table(namespace, sequence.cache_salt)
         else:
             tokens = sequence.tokens[: sequence.base_tokens + 1] if sequence.base_tokens else sequence.tokens
             sequence.table = self._cache.match(
-                sequence.adapter_uid, tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
+                namespace, tokens, now_s, again=sequence.matched, salt=sequence.cache_salt
             )
         if sequence.awaits_kv:
             return
@@ -360,8 +359,7 @@ class Scheduler(Generic[Sequence]):
                     return False
                 if readiness is Readiness.HOST_COMPUTABLE:
                     sequence.cold_tokens = len(sequence.tokens)
-                    num_uncomputed = len(sequence.tokens) - sequence.table.num_matched
-                    if not self._num_tokens(sequence, num_uncomputed, budget, plan):
+                    if not self._num_tokens(sequence, sequence.table.num_matched, budget, plan):
                         sequence.cold_tokens = 0
                         return False
             sequence.waits.adapter_s = now_s
@@ -373,7 +371,7 @@ class Scheduler(Generic[Sequence]):
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
         """Start a loaded sequence if pages are available, if need be from younger loading sequences."""
         table = sequence.table
-        num_tokens = self._num_tokens(sequence, len(sequence.tokens) - table.num_matched, budget, plan)
+        num_tokens = self._num_tokens(sequence, table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
             if self.loading[-1] is sequence:
                 return False

@@ -62,9 +62,9 @@ Adapter = TypeVar("Adapter", contravariant=True)
 class Schedulable(Protocol):
     """A sequence.  The scheduler sets plain attributes; the caller appends tokens.
 
-    table: KV pages.  num_computed: tokens with KV in the table; counted after a step, reset with the
-    release of pages.  num_cached: part found in the cache at admission.  matched: the prompt was looked up
-    in the cache.  adapter_hit: the adapter was resident at arrival.  cold_tokens: `tokens` to compute
+    table: KV pages, in the namespace of the adapter, or with base_tokens of the base.  num_computed: tokens
+    with KV in the table; counted after a step, reset with the release of pages.  num_cached: part found in
+    the cache at admission.  matched: the prompt was looked up in the cache.  adapter_hit: the adapter was resident at arrival.  cold_tokens: `tokens` to compute
     before the adapter's arrival; 0: resident.  base_tokens: first tokens, computed without the adapter; later
     KV is not for the prefix cache; 0: the adapter computes all.  held: the last token is not computed now.
     awaits_kv: KV arrives from elsewhere, into pages allocated by the caller; reset with the release of pages.
@@ -92,7 +92,7 @@ class Schedulable(Protocol):
 
     @property
     def adapter_uid(self) -> Namespace:
-        """The adapter's namespace in the cache."""
+        """The adapter in policies, and its namespace in the cache."""
         ...
 
     @property

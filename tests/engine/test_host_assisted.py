@@ -438,7 +438,8 @@ def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():
     )
     runner.merged, runner._merged_route = None, lambda routes: -1
     runner._modules = {Source.LEASED: set(packed.targets)}
-    plan = [SimpleNamespace(sequence=SimpleNamespace(adapter=adapter))]
+    sequence = SimpleNamespace(adapter=adapter, num_computed=0, base_tokens=0)
+    plan = [SimpleNamespace(sequence=sequence)]
     routing = ModelRunner._routing(runner, plan, [1])
     assert routing.sources == [{Source.LOCAL}, {Source.LEASED}]
     assert routing.terms["slot"][0, :, 0].tolist() == [-1, 3]

@@ -84,7 +84,8 @@ def test_graph_of_decode_steps_never_has_rows_of_hosts(loading_slot, compiled):
     runner._sources, runner._groups, runner._lora_rows = [Source.LOCAL], ((0,),) * NUM_LAYERS, {}
     runner._lora_rows = dict.fromkeys(Source, 0)
     table = SimpleNamespace(pages=[0])
-    sequence = SimpleNamespace(adapter=adapter, num_computed=4, tokens=list(range(5)), table=table)
+    fields = {"num_computed": 4, "base_tokens": 0, "tokens": list(range(5))}
+    sequence = SimpleNamespace(adapter=adapter, table=table, **fields)
     plan = [SimpleNamespace(sequence=sequence, num_tokens=1, samples=True)]
     batch = runner._batch(plan, 1)
     assert batch.tables.decode

@@ -64,7 +64,8 @@ def test_an_adapter_without_deltas_at_the_servers_sites_asks_it_for_none(targets
     context = SimpleNamespace(channels=[None] * shape.num_layers)
     runner = ModelRunner(model, context, CPU, sources, eager=True, decode_buckets=())
     adapters = [adapter(number, *of) for number, of in enumerate(targets)]
-    plan = [SimpleNamespace(sequence=SimpleNamespace(adapter=one)) for one in adapters]
+    fields = {"num_computed": 0, "base_tokens": 0}
+    plan = [SimpleNamespace(sequence=SimpleNamespace(adapter=one, **fields)) for one in adapters]
     routing = runner._routing(plan, [1] * len(plan))
     assert routing.sources == [{Source.LOCAL} if plan else set(), {Source.LEASED} if leased else set()]
     found = routing.terms_from(Source.LEASED, 1)
