@@ -64,12 +64,12 @@ class Schedulable(Protocol):
 
     table: KV pages, in the namespace of the adapter, or with base_tokens of the base.  num_computed: tokens
     with KV in the table; counted after a step, reset with the release of pages.  num_cached: part found in
-    the cache at admission.  matched: the prompt was looked up in the cache.  adapter_hit: the adapter was resident at arrival.  cold_tokens: `tokens` to compute
-    before the adapter's arrival; 0: resident.  base_tokens: first tokens, computed without the adapter; later
-    KV is not for the prefix cache; 0: the adapter computes all.  held: the last token is not computed now.
-    awaits_kv: KV arrives from elsewhere, into pages allocated by the caller; reset with the release of pages.
-    gave_way: preempted for another tenant. unshared: further KV is not for the prefix cache; set by the
-    caller.  computes_prompt: uses no cached prefix.
+    the cache at admission.  matched: the prompt was looked up in the cache.  adapter_hit: the adapter was
+    resident at arrival.  cold_tokens: `tokens` to compute before its arrival; 0: resident.  base_tokens:
+    first tokens, computed without the adapter; later KV is not for the prefix cache; 0: the adapter computes
+    all.  held: the last token is not computed now. awaits_kv: KV arrives from elsewhere, into pages allocated
+    by the caller; reset with the release of pages. gave_way: preempted for another tenant. unshared: further
+    KV is not for the prefix cache; set by the caller.  computes_prompt: uses no cached prefix.
     """
 
     table: BlockTable

@@ -107,6 +107,6 @@ def test_reasoning_is_parsed_by_the_end_of_each_prompt():
         opened, closed = (one["message"] for one in ask(server, PATH, **body)["choices"])
         assert (opened["reasoning"], opened["content"]) == ("why", "so")
         assert closed["content"] == "why</think>so"
-        body["structured_outputs"] = {"choice": ["so"]}
-        error = refused(server, PATH, **body)
-        assert "reasoning" in json.dumps(error)
+        for fields in ({"structured_outputs": {"choice": ["so"]}}, {"thinking_token_budget": 5}):
+            error = refused(server, PATH, **body, **fields)
+            assert "reasoning" in json.dumps(error)

@@ -104,6 +104,7 @@ def test_all_sampling_parameters_of_vllm_s_clients_are_taken(demo):  # noqa: F81
         ({"token_ids": IDS, "sampling_params": {"detokenize": False, "stop": ["x"]}}, "stop"),
         ({"token_ids": IDS, "sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode"),
         ({"token_ids": IDS, "output_mode": "bogus"}, "output_mode"),
+        ({"token_ids": IDS, "output_mode": "text", "skip_special_tokens": False}, "skip_special_tokens"),
         ({"token_ids": IDS, "output_mode": "derender", "stream": True}, "stream"),
         ({"token_ids": IDS, "features": {"mm_hashes": {}}}, "features"),
         ({"token_ids": IDS, "parse_context": {"messages": CHAT}}, "parse_context"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
 
@@ -375,6 +376,11 @@ def test_a_budget_of_reasoning_reaches_the_engine():
             ({"chat_template_kwargs": {"think": True}}, ThinkingLimit(9, (), (engine.vocab_size - 1,))),
         ):
             ask(client, extra_body={"thinking_token_budget": 9, **fields})
+            assert engine.requests[-1].sampling.thinking == expected
+            body = {"messages": [{"role": "user", "content": "hi"}], "thinking_token_budget": 9, **fields}
+            root = str(client.base_url).removesuffix("v1/")
+            rendered = httpx.post(f"{root}v1/chat/completions/render", json=body).json()
+            httpx.post(f"{root}inference/v1/generate", json=rendered).raise_for_status()
             assert engine.requests[-1].sampling.thinking == expected
         ask(client, extra_body={"thinking_token_budget": -1})
         assert engine.requests[-1].sampling.thinking is None

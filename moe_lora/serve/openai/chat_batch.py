@@ -85,7 +85,7 @@ class Endpoints:
     def _parsers(self, body: BatchChat, prepared: Prepared) -> list[AnswerParsers | None]:
         """Parsers by conversation.
 
-        Raises ApiError for a grammar after reasoning in different states.
+        Raises ApiError for a grammar after, or a budget of, reasoning in different states.
         """
         parsers, tokenizer = prepared.parsers, self._frontend.tokenizer
         if parsers is None or tokenizer is None:
@@ -97,7 +97,9 @@ class Endpoints:
             replace(parsers, **begun(parsers.reasoning, prompt, tokenizer, whole=whole))
             for prompt in prepared.prompts
         ]
-        if prepared.sampling.grammar is not None and any(one != parsers for one in found):
-            what = "a grammar follows the reasoning, and the conversations end within and after reasoning"
-            raise bad_request(f"{what}; send the chats to /v1/chat/completions", "messages")
+        depends = prepared.sampling.grammar is not None or body.thinking_token_budget not in (None, -1)
+        if depends and any(one != parsers for one in found):
+            what = "a grammar or thinking_token_budget depends on the reasoning, and the conversations end "
+            what += "within and after reasoning; send the chats to /v1/chat/completions"
+            raise bad_request(what, "messages")
         return list(found)

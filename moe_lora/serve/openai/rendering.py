@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .preparing import Prepared, Preparer
 
-_INTERNAL = ("bad_word_ids", "grammar", "hidden_state")
+_INTERNAL = ("bad_word_ids", "grammar", "hidden_state", "thinking")
 _ECHOED = "echo is not supported for a rendered prompt; leave echo out"
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
 from fastapi import Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from moe_lora.config import AUTO
 from moe_lora.core.request import TokenLogprobs
-from moe_lora.serve.access import caller_of
+from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_validation
 
 from .converted import renaming
@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
     from .preparing import Prepared, Preparer
 
-CONTEXT = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+CONTEXT = (
+    *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs"),
+    "thinking_token_budget",
+)
 """Fields of a chat that decide how its answer is parsed."""
 _UNUSED = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "skip_clone")
 """Fields of vLLM without an effect: the prompt shows the state of the reasoning."""
@@ -56,6 +59,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_kind": (None, 0, 1, 2),
 }
 """Fields without an effect on token ids, and their values: vLLM's clients send all of its sampling_params."""
+_OF_TEXT = dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True))
 MAX_ABORTED = 1024
 
 
@@ -77,7 +81,9 @@ class TokensRequest(CompletionRequest):
     @classmethod
     def _check_names(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            data = drop_neutral(_flattened(data), cls.model_fields, _NEUTRAL)
+            data = _flattened(data)
+            has_text = data.get("output_mode") not in (None, "tokens")
+            data = drop_neutral(data, cls.model_fields, {**_NEUTRAL, **_OF_TEXT} if has_text else _NEUTRAL)
             check_unknown(data, cls.model_fields)
         return data
 
@@ -142,10 +148,17 @@ class AbortRequest(ApiRequest):
     request_ids: Annotated[Listed[Text], Field(max_length=MAX_ABORTED)]
 
 
+RunningId: TypeAlias = tuple[str | None, str]
+
+
+def _running_id(caller: Caller, request_id: str) -> RunningId:
+    return None if caller.key is None else caller.key.id, request_id
+
+
 class TokensFormat(ChatFormat):
     """Choices of token ids, with their text or message by output_mode.
 
-    running: gets the generation by the answer's id.
+    running: gets the generation by its key and the answer's id.
     """
 
     id_prefix = "generate-tokens-"
@@ -155,7 +168,7 @@ class TokensFormat(ChatFormat):
         body: TokensRequest,
         prepared: Prepared,
         tokenizer: Tokenizer | None,
-        running: WeakValueDictionary[str, Generation],
+        running: WeakValueDictionary[RunningId, Generation],
     ) -> None:
         self._mode, self._body, self._running = body.output_mode, body, running
         super().__init__(tokenizer, with_token_ids=True)
@@ -204,7 +217,7 @@ class TokensFormat(ChatFormat):
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         head = {"request_id": head["id"], "output_mode": self._mode, "model": head["model"]}
-        self._running[head["request_id"]] = generation
+        self._running[_running_id(generation.caller, head["request_id"])] = generation
         if self._body.stream:
             options = self._body.stream_options or StreamOptions()
             return EventStream(generation, self, head, options, headers)
@@ -227,7 +240,7 @@ class Endpoints:
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
-        self._running: WeakValueDictionary[str, Generation] = WeakValueDictionary()
+        self._running: WeakValueDictionary[RunningId, Generation] = WeakValueDictionary()
 
     async def generate(self, request: Request) -> Response:
         with renaming({"prompt": "token_ids"}):
@@ -250,9 +263,9 @@ class Endpoints:
     async def abort(self, request: Request) -> Response:
         """End running requests of this front end and key.  Unknown ids may have ended before."""
         found = await read_body(request, AbortRequest, self._frontend, self._preparer)
-        key = caller_of(request.scope).key
+        caller = caller_of(request.scope)
         for request_id in found.body.request_ids:
-            generation = self._running.get(request_id)
-            if generation is not None and generation.caller.key == key:
+            generation = self._running.get(_running_id(caller, request_id))
+            if generation is not None:
                 await generation.abort()
         return Response()
