@@ -83,6 +83,8 @@ def batch(
         found = read_lines(source)
         for problem in found.problems:
             _report(f"line {problem.number}: {problem.message}")
+        if found.further:
+            _report(found.further)
         todo = [line for line in found.lines if line.custom_id not in results.finished]
         run = BatchRun(source, results, concurrency, _report)
         try:
@@ -103,8 +105,8 @@ def _end(run: BatchRun, found: BatchLines) -> None:
     if run.interrupted:
         _report("interrupted; the same command goes on with the rest")
         raise click.exceptions.Exit(INTERRUPTED)
-    if run.failed or run.left or found.problems:
-        _report(f"{run.failed} failed, {run.left} without a result, {len(found.problems)} wrong lines")
+    if run.failed or run.left or found.num_wrong:
+        _report(f"{run.failed} failed, {run.left} without a result, {found.num_wrong} wrong lines")
         raise click.exceptions.Exit(1)
 
 

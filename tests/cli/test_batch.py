@@ -85,6 +85,17 @@ def test_wrong_lines_and_refused_requests_stop_no_others(tmp_path, tokenizer):
     assert found["n0"]["body"]["error"]["param"] == "model"
 
 
+def test_many_wrong_lines_are_a_number(tmp_path, tokenizer):
+    file = write(tmp_path / "in", {"prompt": "the"})
+    file.write_text(file.read_text() + "x\n" * 250)
+    with ServerThread(app_of(scripted(tokenizer), tokenizer)) as server:
+        done = batch(file, "--server", server.url)
+    assert "line 101: not valid JSON" in done.output
+    assert "line 102:" not in done.output
+    assert "150 further wrong lines" in done.output
+    assert "0 without a result, 250 wrong lines" in done.output
+
+
 def start(file: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "moe_lora.cli.main", "batch", str(file), "-o"]
     return subprocess.Popen([*command, str(file.with_suffix(".out")), *options], stderr=subprocess.PIPE)

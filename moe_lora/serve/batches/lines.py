@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import uuid
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respon
 """Paths of requests."""
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARS = 512
+MAX_PROBLEMS = 100
+"""Wrong lines with a message; further wrong lines are a number."""
 _ID = "batch_req_"
 _START = f'{{"id": "{_ID}'.encode()
 _FIELDS = ("custom_id", "method", "url", "body")
@@ -40,25 +43,50 @@ class Problem(NamedTuple):
 
 @dataclass
 class BatchLines:
-    """Requests by adapter, in the order of the adapters' first lines; and wrong lines."""
+    """Requests by adapter, in the order of the adapters' first lines; and the first wrong lines."""
 
     lines: list[BatchLine] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    num_wrong: int = 0
+
+    @property
+    def further(self) -> str | None:
+        """Tells of the wrong lines beyond the first."""
+        num = self.num_wrong - len(self.problems)
+        return f"{num} further wrong lines" if num else None
 
 
-def read_lines(file: BinaryIO, urls: Container[str] = URLS) -> BatchLines:
-    """The requests of a file.  Empty lines are left out.  Holds a line's text at a time."""
+class FileTooLongError(ValueError):
+    """A file has too many lines."""
+
+
+def read_lines(
+    file: BinaryIO,
+    urls: Container[str] = URLS,
+    *,
+    most: int = sys.maxsize,
+    most_line_bytes: int = MAX_LINE_BYTES,
+) -> BatchLines:
+    """The requests of a file.  Empty lines are left out.  Holds a line's text at a time.
+
+    most: requests and wrong lines; as many empty lines.  Raises FileTooLongError.
+    """
     found, numbers, first = BatchLines(), dict[str, int](), dict[str, int]()
-    for number, (offset, text) in enumerate(_texts(file), 1):
-        if not text.strip():
+    for number, (offset, text) in enumerate(_texts(file, most_line_bytes), 1):
+        is_empty = not text.strip()
+        if number > 2 * most or (not is_empty and len(found.lines) + found.num_wrong >= most):
+            raise FileTooLongError(f"the file has more than {most} requests; make several files of it")
+        if is_empty:
             continue
         try:
-            custom_id, url, model = _checked(text, urls)
+            custom_id, url, model = _checked(text, urls, most_line_bytes)
             if custom_id in numbers:
                 raise ValueError(f"line {numbers[custom_id]} has the custom_id {custom_id[:64]!r} too")
         except (ValueError, RecursionError) as error:
             what = "too many nested lists" if isinstance(error, RecursionError) else str(error)
-            found.problems.append(Problem(number, what))
+            found.num_wrong += 1
+            if len(found.problems) < MAX_PROBLEMS:
+                found.problems.append(Problem(number, what))
             continue
         numbers[custom_id] = number
         first.setdefault(model, number)
@@ -67,11 +95,11 @@ def read_lines(file: BinaryIO, urls: Container[str] = URLS) -> BatchLines:
     return found
 
 
-def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Offset and text of each line; of a long line the first MAX_LINE_BYTES + 1 bytes."""
+def _texts(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Offset and text of each line; of a long line the first most_bytes + 1 bytes."""
     file.seek(0)
     offset = 0
-    while text := file.readline(MAX_LINE_BYTES + 1):
+    while text := file.readline(most_bytes + 1):
         yield offset, text
         while not text.endswith(b"\n") and (more := file.readline(1 << 20)):
             offset += len(text)
@@ -79,10 +107,10 @@ def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         offset += len(text)
 
 
-def _checked(text: bytes, urls: Container[str]) -> tuple[str, str, str]:
-    """custom_id, url and model of a line.  Raises ValueError."""
-    if len(text) > MAX_LINE_BYTES:
-        raise ValueError(f"the line has more than {MAX_LINE_BYTES} bytes; send a shorter prompt")
+def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, str, str]:
+    """custom_id, url and the start of the model of a line.  Raises ValueError."""
+    if len(text) > most_bytes:
+        raise ValueError(f"the line has more than {most_bytes} bytes; send a shorter prompt")
     try:
         line = json.loads(text)
     except ValueError as error:
@@ -102,7 +130,7 @@ def _checked(text: bytes, urls: Container[str]) -> tuple[str, str, str]:
     if body.get("stream"):
         raise ValueError("stream is not supported in a batch; leave stream out")
     model = body.get("model")
-    return custom_id, url, model if isinstance(model, str) else ""
+    return custom_id, sys.intern(url), model[:MAX_ID_CHARS] if isinstance(model, str) else ""
 
 
 def body_at(file: BinaryIO, line: BatchLine) -> bytes:

@@ -17,7 +17,16 @@ from starlette.types import Message
 from moe_lora.serve.access import Allowance, Caller, checked_keys
 from moe_lora.serve.http_errors import to_api_error
 
-from .lines import BatchLine, BatchLines, Results, body_at, problem_line, read_lines, result_line
+from .lines import (
+    BatchLine,
+    BatchLines,
+    FileTooLongError,
+    Results,
+    body_at,
+    problem_line,
+    read_lines,
+    result_line,
+)
 from .store import Record, Store
 
 if TYPE_CHECKING:
@@ -33,8 +42,8 @@ RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 TRANSIENT = frozenset({500, 502, 503, 504})
 LOOK_S = 1.0
 """Between looks for an engine, and for the room of a rate."""
-MAX_ERRORS = 100
-"""Wrong lines named in a batch."""
+MAX_REQUESTS = 50_000
+"""Requests of a batch, as OpenAI has it."""
 
 
 class KeyGoneError(Exception):
@@ -165,19 +174,25 @@ class Run:
     async def run(self) -> None:
         shown, path = self._record.shown, self._store.path(self._record.shown["input_file_id"])
         with path.open("rb") as source, closing(Results(str(self._results))) as results:
-            found = await asyncio.to_thread(read_lines, source, (shown["endpoint"],))
+            try:
+                found = await asyncio.to_thread(read_lines, source, (shown["endpoint"],), most=MAX_REQUESTS)
+            except FileTooLongError as error:
+                self.end("failed", [_error("too_many_tasks", str(error))])
+                return
             errors = [_error("invalid_line", message, number) for number, message in found.problems]
-            shown["request_counts"]["total"] = len(found.lines) + len(errors)
+            if found.further:
+                errors.append(_error("invalid_line", found.further))
+            shown["request_counts"]["total"] = len(found.lines) + found.num_wrong
             if not found.lines:
                 self.end("failed", errors or [_error("empty_file", "the file has no request")])
                 return
             if shown["status"] == "validating":
                 shown |= {"status": "in_progress", "in_progress_at": int(time.time())}
-            self._count(results, len(errors))
+            self._count(results, found.num_wrong)
             self._store.save(self._record)
             if shown["status"] == "in_progress":
                 await self._answer_all(found, source, results)
-        self.end("cancelled" if shown["status"] == "cancelling" else "completed", errors, found)
+        self.end("cancelled" if shown["status"] == "cancelling" else "completed", errors)
 
     @property
     def _results(self) -> Any:
@@ -197,7 +212,7 @@ class Run:
                 for one in workers:
                     one.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-                self._count(results, len(found.problems))
+                self._count(results, found.num_wrong)
 
         self._task = asyncio.create_task(run())
         try:
@@ -242,15 +257,19 @@ class Run:
                 return answer
             await asyncio.sleep(wait_s)
 
-    def end(self, status: str, errors: list[dict[str, Any]], found: BatchLines | None = None) -> None:
+    def end(self, status: str, errors: list[dict[str, Any]]) -> None:
         """Make files of the results so far, and end the batch."""
         record, shown = self._record, self._record.shown
         if self._results.exists():
             shown |= {"output_file_id": self._file("output", 200, []), "finalizing_at": int(time.time())}
-            wrong = [] if found is None else found.problems
-            lines = [problem_line(None, "invalid_line", f"line {one.number}: {one.message}") for one in wrong]
+            wrong = [one for one in errors if one["code"] == "invalid_line"]
+            texts = [
+                one["message"] if one["line"] is None else f"line {one['line']}: {one['message']}"
+                for one in wrong
+            ]
+            lines = [problem_line(None, "invalid_line", text) for text in texts]
             shown["error_file_id"] = self._file("error", None, lines)
-        data = {"object": "list", "data": errors[:MAX_ERRORS]}
+        data = {"object": "list", "data": errors}
         shown |= {"status": status, f"{status}_at": int(time.time()), "errors": data if errors else None}
         self._store.save(record)
         self._results.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.serve.api_keys import add_key, remove_key
+from moe_lora.serve.batches import running
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 from tests.serve.conftest import app_of, frontend_of, scripted
@@ -129,6 +130,20 @@ def test_chats_and_embeddings_are_endpoints_too(tokenizer):
         assert "url='/v1/responses'" in wrong.errors.data[0].message
         empty = ended(client, create(client, b"\n").id)
         assert empty.errors.data[0].code == "empty_file"
+
+
+def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monkeypatch):
+    monkeypatch.setattr(running, "MAX_REQUESTS", 300)
+    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+        many = ended(client, create(client, b"x\n" * 300 + lines_of({"prompt": "the"})).id)
+        assert (many.status, many.output_file_id) == ("failed", None)
+        [error] = many.errors.data
+        assert (error.code, "more than 300 requests" in error.message) == ("too_many_tasks", True)
+        wrong = ended(client, create(client, lines_of({"prompt": "the"}) + b"x\n" * 299).id)
+        assert (wrong.status, wrong.request_counts.failed) == ("completed", 299)
+        assert [one.line for one in wrong.errors.data] == [*range(2, 102), None]
+        assert wrong.errors.data[-1].message == "199 further wrong lines"
+        assert len(client.files.content(wrong.error_file_id).text.splitlines()) == 101
 
 
 def test_a_cancelled_batch_keeps_its_results(tokenizer):

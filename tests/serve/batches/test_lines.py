@@ -9,7 +9,10 @@ import json
 import pytest
 
 from moe_lora.serve.batches.lines import (
+    MAX_ID_CHARS,
     MAX_LINE_BYTES,
+    MAX_PROBLEMS,
+    FileTooLongError,
     Results,
     body_at,
     problem_line,
@@ -67,6 +70,37 @@ def test_a_wrong_line_is_told_by_its_number_and_stops_no_other(text, message):
     assert problem.number == 3
     assert message in problem.message
     assert json.loads(body_at(file, found.lines[1])) == {"model": "m"}
+
+
+def test_the_first_wrong_lines_have_a_message_and_the_others_are_a_number():
+    found = read_lines(io.BytesIO(b"x\n" * 5000 + line()))
+    assert [one.number for one in found.problems] == list(range(1, MAX_PROBLEMS + 1))
+    assert found.num_wrong == 5000
+    assert found.further == f"{5000 - MAX_PROBLEMS} further wrong lines"
+    assert len(found.lines) == 1
+    assert read_lines(io.BytesIO(b"x\n" * MAX_PROBLEMS)).further is None
+
+
+@pytest.mark.parametrize("wrong", [b"x\n", b"\n"])
+def test_a_file_with_too_many_lines_is_refused_while_it_is_read(wrong):
+    right = line("a") + line("b")
+    assert len(read_lines(io.BytesIO(right + b"\n\n"), most=2).lines) == 2
+    file = io.BytesIO(right + wrong * 100_000)
+    with pytest.raises(FileTooLongError, match="more than 2 requests"):
+        read_lines(file, most=2)
+    assert file.tell() < 1000
+
+
+def test_the_place_of_a_request_holds_no_long_text():
+    one = read_lines(io.BytesIO(line(body={"model": "m" * 100_000}))).lines[0]
+    assert len(one.model) == MAX_ID_CHARS
+
+
+def test_a_line_has_a_limit_of_bytes():
+    text = line("a", body={"x": "y" * 2000}) + line("b")
+    found = read_lines(io.BytesIO(text), most_line_bytes=1000)
+    assert [one.custom_id for one in found.lines] == ["b"]
+    assert "more than 1000 bytes" in found.problems[0].message
 
 
 def test_results_go_on_after_a_torn_line(tmp_path):
