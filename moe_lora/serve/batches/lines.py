@@ -6,10 +6,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import sys
 import uuid
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -20,11 +22,16 @@ MAX_PROBLEMS = 100
 """Wrong lines with a message; further wrong lines are a number."""
 _ID = "batch_req_"
 _START = f'{{"id": "{_ID}'.encode()
+_JSON = json.JSONDecoder()
+_OPENED, _COLON, _NEXT = (
+    re.compile(rf"{one}[ \t\r\n]*")
+    for one in (r"\ufeff?[ \t\r\n]*\{", r"[ \t\r\n]*:", r"[ \t\r\n]*(?:,|\}(?=[ \t\r\n]*\Z))")
+)
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
 class BatchLine(NamedTuple):
-    """A request's place in the file.  number: from 1.  model: "" for the base model's own name."""
+    """A request.  number: from 1.  offset, size: of the body.  model: "" for the base model's own name."""
 
     number: int
     offset: int
@@ -79,7 +86,7 @@ def read_lines(
         if is_empty:
             continue
         try:
-            custom_id, url, model = _checked(text, urls, most_line_bytes)
+            custom_id, url, model, start, size = _checked(text, urls, most_line_bytes)
             if custom_id in numbers:
                 raise ValueError(f"line {numbers[custom_id]} has the custom_id {custom_id[:64]!r} too")
         except (ValueError, RecursionError) as error:
@@ -90,7 +97,7 @@ def read_lines(
             continue
         numbers[custom_id] = number
         first.setdefault(model, number)
-        found.lines.append(BatchLine(number, offset, len(text), custom_id, url, model))
+        found.lines.append(BatchLine(number, offset + start, size, custom_id, url, model))
     found.lines.sort(key=lambda line: first[line.model])
     return found
 
@@ -107,16 +114,17 @@ def _texts(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
         offset += len(text)
 
 
-def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, str, str]:
-    """custom_id, url and the start of the model of a line.  Raises ValueError."""
+def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, str, str, int, int]:
+    """custom_id, url, the model's first characters, offset and size of the body.  Raises ValueError."""
     if len(text) > most_bytes:
         raise ValueError(f"the line has more than {most_bytes} bytes; send a shorter prompt")
+    allowed = f"give an object with {', '.join(_FIELDS)}"
     try:
-        line = json.loads(text)
+        line, start, size = _fields(text)
     except ValueError as error:
-        raise ValueError(f"not valid JSON ({error}); give an object with {', '.join(_FIELDS)}") from None
-    if not isinstance(line, dict):
-        raise ValueError(f"not an object; give an object with {', '.join(_FIELDS)}")
+        raise ValueError(f"not valid JSON ({error}); {allowed}") from None
+    except TypeError:
+        raise ValueError(f"not an object; {allowed}") from None
     custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         raise ValueError(f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters")
@@ -130,13 +138,50 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
     if body.get("stream"):
         raise ValueError("stream is not supported in a batch; leave stream out")
     model = body.get("model")
-    return custom_id, sys.intern(url), model[:MAX_ID_CHARS] if isinstance(model, str) else ""
+    model = model[:MAX_ID_CHARS] if isinstance(model, str) else ""
+    return custom_id, sys.intern(url), model, start, size
+
+
+def _fields(text: bytes) -> tuple[dict[str, Any], int, int]:
+    """The fields of an object, offset and size of its body.  Raises ValueError."""
+    chars = text.decode("utf-8", "surrogatepass")
+    try:
+        line, start, end = _object(chars)
+    except ValueError:  # the message follows
+        line, start, end = json.loads(text), 0, 0
+    if not isinstance(line, dict):
+        raise TypeError
+    size, before = (len(part.encode("utf-8", "surrogatepass")) for part in (chars[start:end], chars[:start]))
+    return line, before, size
+
+
+def _object(chars: str) -> tuple[dict[str, Any], int, int]:
+    """The fields of an object, start and end of its body.  Raises ValueError."""
+    fields, start, end, mark = dict[str, Any](), 0, 0, _end_of(_OPENED, chars, 0)
+    while True:
+        key, place = _JSON.raw_decode(chars, mark)
+        if not isinstance(key, str):
+            raise ValueError
+        value = _end_of(_COLON, chars, place)
+        fields[key], place = _JSON.raw_decode(chars, value)
+        if key == "body":
+            start, end = value, place
+        mark = _end_of(_NEXT, chars, place)
+        if mark == len(chars) and not chars[place:].lstrip().startswith(","):
+            return fields, start, end
+
+
+def _end_of(pattern: re.Pattern[str], chars: str, place: int) -> int:
+    found = pattern.match(chars, place)
+    if found is None:
+        raise ValueError
+    return found.end()
 
 
 def body_at(file: BinaryIO, line: BatchLine) -> bytes:
     """The request's body as JSON."""
     file.seek(line.offset)
-    return json.dumps(json.loads(file.read(line.size))["body"]).encode()
+    return file.read(line.size)
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
@@ -157,6 +202,7 @@ def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
 
 class Results:
     """The file of results, for one process at a time.  finished: custom_id -> True for status 200.
+    num_bytes: of whole lines.
 
     Drops the torn last line of a process that died.  Raises ValueError for another file's content, and for
     a file in use.
@@ -164,7 +210,9 @@ class Results:
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (until `close`)
+        self._path, self.num_bytes = path, 0
         self.finished: dict[str, bool] = {}
+        self._rows = bytearray()
         try:
             self._lock(path)
             self._read(path)
@@ -179,7 +227,6 @@ class Results:
             raise ValueError(f"{path}: another process writes results here; wait for its end") from None
 
     def _read(self, path: str) -> None:
-        kept = 0
         with open(path, "rb") as file:
             for number, text in enumerate(file, 1):
                 if not text.endswith(b"\n"):
@@ -189,19 +236,29 @@ class Results:
                 try:
                     line = json.loads(text)
                     response = line["response"] or {}
-                    is_whole = response.get("status_code") == 200
-                    self.finished[str(line["custom_id"])] = is_whole
+                    self._keep(str(line["custom_id"]), len(text), is_whole=response.get("status_code") == 200)
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise ValueError(_foreign(path, number)) from None
-                kept += len(text)
-        self._file.truncate(kept)
+        self._file.truncate(self.num_bytes)
+
+    def _keep(self, custom_id: str, num_bytes: int, *, is_whole: bool) -> None:
+        self.finished[custom_id] = is_whole
+        self._rows.append(is_whole)
+        self.num_bytes += num_bytes
 
     def add(self, text: bytes, custom_id: str, *, is_whole: bool) -> None:
         """Write a result line."""
         view = memoryview(text)
         while view:
             view = view[self._file.write(view) :]
-        self.finished[custom_id] = is_whole
+        self._keep(custom_id, len(text), is_whole=is_whole)
+
+    def split(self, whole: Path, others: Path, further: Iterable[bytes]) -> None:
+        """Write results with status 200 to one file, all others and further lines to the other file."""
+        with open(self._path, "rb") as rows, whole.open("wb") as good, others.open("wb") as bad:
+            for text, is_whole in zip(rows, self._rows, strict=False):
+                (good if is_whole else bad).write(text)
+            bad.writelines(further)
 
     def close(self) -> None:
         os.fsync(self._file.fileno())

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from starlette.types import Message
@@ -44,6 +44,8 @@ LOOK_S = 1.0
 """Between looks for an engine, and for the room of a rate."""
 MAX_REQUESTS = 50_000
 """Requests of a batch, as OpenAI has it."""
+LINE_BYTES = 1 << 16
+"""Bytes of a line beside the request's body."""
 
 
 class KeyGoneError(Exception):
@@ -150,12 +152,6 @@ class Batches:
             run = self._runs[batch.id] = Run(self, batch)
             try:
                 await run.run()
-            except KeyGoneError:
-                run.end("failed", [_error("batch_failed", "the key of the batch was removed")])
-            except Exception as error:
-                logger.exception("the batch %s failed", batch.id)
-                why = f"the server failed: {type(error).__name__}; see its log"
-                run.end("failed", [_error("batch_failed", why)])
             finally:
                 del self._runs[batch.id]
 
@@ -165,6 +161,9 @@ class Run:
 
     def __init__(self, batches: Batches, record: Record) -> None:
         self._batches, self._record, self._store = batches, record, batches.store
+        self._path = self._store.path(f"{record.id}.results")
+        self._results: Results | None = None
+        self._errors: list[dict[str, Any]] = []
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
@@ -172,31 +171,51 @@ class Run:
             self._task.cancel()
 
     async def run(self) -> None:
-        shown, path = self._record.shown, self._store.path(self._record.shown["input_file_id"])
-        with path.open("rb") as source, closing(Results(str(self._results))) as results:
-            try:
-                found = await asyncio.to_thread(read_lines, source, (shown["endpoint"],), most=MAX_REQUESTS)
-            except FileTooLongError as error:
-                self.end("failed", [_error("too_many_tasks", str(error))])
-                return
-            errors = [_error("invalid_line", message, number) for number, message in found.problems]
-            if found.further:
-                errors.append(_error("invalid_line", found.further))
-            shown["request_counts"]["total"] = len(found.lines) + found.num_wrong
-            if not found.lines:
-                self.end("failed", errors or [_error("empty_file", "the file has no request")])
-                return
-            if shown["status"] == "validating":
-                shown |= {"status": "in_progress", "in_progress_at": int(time.time())}
-            self._count(results, found.num_wrong)
-            self._store.save(self._record)
-            if shown["status"] == "in_progress":
-                await self._answer_all(found, source, results)
-        self.end("cancelled" if shown["status"] == "cancelling" else "completed", errors)
+        """Answer the requests, and end the batch."""
+        try:
+            self._results = await asyncio.to_thread(Results, str(self._path))
+            with self._store.path(self._record.shown["input_file_id"]).open("rb") as source:
+                status = await self._run(source, self._results)
+        except KeyGoneError:
+            status = self._failed("batch_failed", "the key of the batch was removed")
+        except FileTooLongError as error:
+            status = self._failed("too_many_tasks", str(error))
+        except Exception as error:
+            logger.exception("the batch %s failed", self._record.id)
+            status = self._failed("batch_failed", f"the server failed: {type(error).__name__}; see its log")
+        finally:
+            if self._results is not None:
+                await asyncio.to_thread(self._results.close)
+        await self._end(status)
 
-    @property
-    def _results(self) -> Any:
-        return self._store.path(f"{self._record.id}.results")
+    def _failed(self, code: str, message: str) -> str:
+        self._errors = [_error(code, message)]
+        return "failed"
+
+    async def _run(self, source: BinaryIO, results: Results) -> str:
+        """The batch's last status."""
+        shown, most = self._record.shown, self._batches.frontend.limits.config.max_body_bytes
+        found = await asyncio.to_thread(
+            read_lines,
+            source,
+            (shown["endpoint"],),
+            most=MAX_REQUESTS,
+            most_line_bytes=most + LINE_BYTES,
+        )
+        self._errors = [_error("invalid_line", message, number) for number, message in found.problems]
+        if found.further:
+            self._errors.append(_error("invalid_line", found.further))
+        shown["request_counts"]["total"] = len(found.lines) + found.num_wrong
+        self._count(results, found.num_wrong)
+        if not found.lines:
+            self._errors = self._errors or [_error("empty_file", "the file has no request")]
+            return "failed"
+        if shown["status"] == "validating":
+            shown |= {"status": "in_progress", "in_progress_at": int(time.time())}
+        self._store.save(self._record)
+        if shown["status"] == "in_progress":
+            await self._answer_all(found, source, results)
+        return "cancelled" if shown["status"] == "cancelling" else "completed"
 
     async def _answer_all(self, found: BatchLines, source: BinaryIO, results: Results) -> None:
         todo = iter([one for one in found.lines if one.custom_id not in results.finished])
@@ -257,40 +276,43 @@ class Run:
                 return answer
             await asyncio.sleep(wait_s)
 
-    def end(self, status: str, errors: list[dict[str, Any]]) -> None:
+    async def _end(self, status: str) -> None:
         """Make files of the results so far, and end the batch."""
         record, shown = self._record, self._record.shown
-        if self._results.exists():
-            shown |= {"output_file_id": self._file("output", 200, []), "finalizing_at": int(time.time())}
-            wrong = [one for one in errors if one["code"] == "invalid_line"]
-            texts = [
-                one["message"] if one["line"] is None else f"line {one['line']}: {one['message']}"
-                for one in wrong
-            ]
-            lines = [problem_line(None, "invalid_line", text) for text in texts]
-            shown["error_file_id"] = self._file("error", None, lines)
-        data = {"object": "list", "data": errors}
-        shown |= {"status": status, f"{status}_at": int(time.time()), "errors": data if errors else None}
+        if self._results is not None:
+            wrong = [_told(one) for one in self._errors if one["code"] == "invalid_line"]
+            lines = [problem_line(None, "invalid_line", text) for text in wrong]
+            output, error = (
+                f"file-{record.id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")
+            )
+            paths = self._store.path(output), self._store.path(error)
+            await asyncio.to_thread(self._results.split, *paths, lines)
+            shown |= {"output_file_id": self._kept(output), "finalizing_at": int(time.time())}
+            shown["error_file_id"] = self._kept(error)
+        errors = {"object": "list", "data": self._errors} if self._errors else None
+        shown |= {"status": status, f"{status}_at": int(time.time()), "errors": errors}
         self._store.save(record)
-        self._results.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
-    def _file(self, kind: str, status: int | None, further: list[bytes]) -> str | None:
-        """The id of a file with the results of this status, or of all others: the same in a second run."""
-        record, name = self._record, f"file-{self._record.id.removeprefix('batch_')}-{kind}"
-        num_bytes = 0
-        with self._results.open("rb") as results, self._store.path(name).open("wb") as out:
-            for text in results:
-                response = json.loads(text)["response"] or {}
-                if (response.get("status_code") == 200) == (status == 200):
-                    num_bytes += out.write(text)
-            num_bytes += sum(map(out.write, further))
+    def _kept(self, name: str) -> str | None:
+        """The id of a file with results, the same in a second run; None for an empty file."""
+        record, path = self._record, self._store.path(name)
+        num_bytes = path.stat().st_size
         if not num_bytes:
-            self._store.path(name).unlink()
+            path.unlink()
             return None
         shown = {"id": name, "object": "file", "bytes": num_bytes, "purpose": "batch_output"}
-        about = {"filename": f"{record.id}_{kind}.jsonl", "status": "processed", "expires_at": None}
+        about = {
+            "filename": f"{record.id}_{name.rpartition('-')[2]}.jsonl",
+            "status": "processed",
+            "expires_at": None,
+        }
         self._store.add(record.owner, record.key, {**shown, **about})
         return name
+
+
+def _told(error: dict[str, Any]) -> str:
+    return error["message"] if error["line"] is None else f"line {error['line']}: {error['message']}"
 
 
 def _error(code: str, message: str, line: int | None = None) -> dict[str, Any]:

@@ -146,6 +146,18 @@ def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monke
         assert len(client.files.content(wrong.error_file_id).text.splitlines()) == 101
 
 
+def test_a_line_is_no_longer_than_a_body_on_the_server(tokenizer):
+    with served(scripted(tokenizer), tokenizer, max_body_bytes=4096) as url, client_of(url) as client:
+        long = [{"prompt": "the", "user": "x" * num} for num in (2000, 8000, 80_000)]
+        found = ended(client, create(client, lines_of(*long)).id)
+        assert [(one.line, "more than 69632 bytes" in one.message) for one in found.errors.data] == [
+            (3, True)
+        ]
+        errors = content(client, found.error_file_id)
+        assert errors["n1"]["response"]["status_code"] == 413
+        assert set(content(client, found.output_file_id)) == {"n0"}
+
+
 def test_a_cancelled_batch_keeps_its_results(tokenizer):
     engine = scripted(tokenizer, step_s=0.005)
     with served(engine, tokenizer, batch_concurrency=1) as url, client_of(url) as client:

@@ -41,6 +41,32 @@ def test_requests_of_an_adapter_lie_together_in_the_order_of_first_lines():
 
 
 @pytest.mark.parametrize(
+    ("text", "body"),
+    [
+        (b'{"body":{"a":"\xc3\xa9"} , %s}\r\n', b'{"a":"\xc3\xa9"}'),
+        (b'\xef\xbb\xbf { %s, "body" : {"x" : [1 , NaN, "}"]} } ', b'{"x" : [1 , NaN, "}"]}'),
+        (
+            b'{"\xe4\xb8\xad": "\xf0\x9f\x98\x80", %s, "body": {"x": "\\ud83d"}, "b": {"body": 1}}',
+            b'{"x": "\\ud83d"}',
+        ),
+        (b'{"body": 1, %s, "body": {"y": "\xed\xa0\x80"}}\n', b'{"y": "\xed\xa0\x80"}'),
+    ],
+)
+def test_a_body_is_sent_as_it_lies_in_the_file(text, body):
+    file = io.BytesIO(line("first") + text.replace(b"%s", b'"custom_id": "a", "url": "%s"' % CHAT.encode()))
+    found = read_lines(file)
+    assert (found.problems, [body_at(file, one) for one in found.lines][1:]) == ([], [body])
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"a": 1,}', b'{"a": 1} x', b'{"a": 1}}', b"{1: 2}", b"{[1]: 2}", b'{"a" 1}']
+)
+def test_broken_objects_are_not_json(text):
+    [problem] = read_lines(io.BytesIO(text)).problems
+    assert "not valid JSON (E" in problem.message
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (b"{\n", "not valid JSON"),
@@ -122,6 +148,22 @@ def test_results_go_on_after_a_torn_line(tmp_path):
     assert first["custom_id"] == "good"
     assert first["response"] == {"status_code": 200, "request_id": "r1", "body": {"x": "é\n"}}
     assert first["error"] is None
+
+
+def test_results_are_split_by_status_also_after_a_restart(tmp_path):
+    rows = [result_line(f"n{index}", (200, 404)[index % 2], "r", {}) for index in range(6)]
+    results = Results(str(tmp_path / "out"))
+    for index, row in enumerate(rows[:3]):
+        results.add(row, f"n{index}", is_whole=not index % 2)
+    results.close()
+    results = Results(str(tmp_path / "out"))
+    for index, row in enumerate(rows[3:], 3):
+        results.add(row, f"n{index}", is_whole=not index % 2)
+    assert results.num_bytes == sum(map(len, rows))
+    results.close()
+    results.split(tmp_path / "whole", tmp_path / "others", [b"end\n"])
+    assert (tmp_path / "whole").read_bytes() == b"".join(rows[::2])
+    assert (tmp_path / "others").read_bytes() == b"".join([*rows[1::2], b"end\n"])
 
 
 @pytest.mark.parametrize("content", [b"notes", b"notes\n", b"[1]\n", b'{"custom_id": "a"}\n', b'{"id": 1'])
