@@ -10,6 +10,7 @@ import re
 import sys
 import uuid
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -247,10 +248,16 @@ class Results:
         self.num_bytes += num_bytes
 
     def add(self, text: bytes, custom_id: str, *, is_whole: bool) -> None:
-        """Write a result line."""
+        """Write a result line, or nothing.  Raises OSError."""
         view = memoryview(text)
-        while view:
-            view = view[self._file.write(view) :]
+        try:
+            self._file.truncate(self.num_bytes)  # a cut may have failed too
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self.num_bytes)
+            raise
         self._keep(custom_id, len(text), is_whole=is_whole)
 
     def split(self, whole: Path, others: Path, further: Iterable[bytes]) -> None:
@@ -261,8 +268,8 @@ class Results:
             bad.writelines(further)
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            os.fsync(self._file.fileno())
 
 
 def _foreign(path: str, number: int) -> str:

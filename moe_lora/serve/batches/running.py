@@ -8,12 +8,14 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from starlette.types import Message
 
+from moe_lora.core.errors import StorageError
 from moe_lora.serve.access import Allowance, Caller, checked_keys
 from moe_lora.serve.http_errors import to_api_error
 
@@ -112,8 +114,7 @@ class Batches:
     def start(self, owner: str) -> None:
         """Run the owner's batches, the oldest first."""
         if owner not in self._owners:
-            task = self._owners[owner] = asyncio.create_task(self._work(owner))
-            task.add_done_callback(lambda _: self._owners.pop(owner, None))
+            self._owners[owner] = asyncio.create_task(self._work(owner))
 
     def cancel(self, record: Record) -> None:
         """End a batch; its results so far stay."""
@@ -152,8 +153,13 @@ class Batches:
             run = self._runs[batch.id] = Run(self, batch)
             try:
                 await run.run()
+            except Exception:
+                logger.exception("the end of the batch %s is not on disk; the next start goes on", batch.id)
+                if not batch.has_ended:
+                    run.fail("storage_failed", "the server can't write its folder; its next start goes on")
             finally:
                 del self._runs[batch.id]
+        del self._owners[owner]
 
 
 class Run:
@@ -185,12 +191,31 @@ class Run:
             status = self._failed("batch_failed", f"the server failed: {type(error).__name__}; see its log")
         finally:
             if self._results is not None:
-                await asyncio.to_thread(self._results.close)
-        await self._end(status)
+                with suppress(OSError):
+                    await asyncio.to_thread(self._results.close)
+        await self._retried(partial(self._end, status))
 
     def _failed(self, code: str, message: str) -> str:
-        self._errors = [_error(code, message)]
+        self._errors = [_error(code, message), *self._errors]
         return "failed"
+
+    def fail(self, code: str, message: str) -> None:
+        """End the batch in memory alone."""
+        self._show(self._failed(code, message))
+
+    def _show(self, status: str) -> None:
+        errors = {"object": "list", "data": self._errors} if self._errors else None
+        self._record.shown |= {"status": status, f"{status}_at": int(time.time()), "errors": errors}
+
+    async def _retried(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Waits for a folder that can be written.  Raises OSError and StorageError after the last attempt."""
+        for wait_s in RETRY_S:
+            try:
+                return await write()
+            except (OSError, StorageError) as error:
+                logger.warning("the batch %s waits for its folder: %s", self._record.id, error)
+                await asyncio.sleep(wait_s)
+        return await write()
 
     async def _run(self, source: BinaryIO, results: Results) -> str:
         """The batch's last status."""
@@ -212,7 +237,8 @@ class Run:
             return "failed"
         if shown["status"] == "validating":
             shown |= {"status": "in_progress", "in_progress_at": int(time.time())}
-        self._store.save(self._record)
+        with suppress(StorageError):  # the next start finds the batch as new
+            self._store.save(self._record)
         if shown["status"] == "in_progress":
             await self._answer_all(found, source, results)
         return "cancelled" if shown["status"] == "cancelling" else "completed"
@@ -254,8 +280,11 @@ class Run:
             request_id = uuid.uuid4().hex
             answer = await self._answer(line, body_at(source, line), request_id)
             text = result_line(line.custom_id, answer.status, request_id, answer.body)
-            results.add(text, line.custom_id, is_whole=answer.status == 200)
+            await self._retried(partial(self._add, results, text, line.custom_id, answer.status))
             counts["completed" if answer.status == 200 else "failed"] += 1
+
+    async def _add(self, results: Results, text: bytes, custom_id: str, status: int) -> None:
+        results.add(text, custom_id, is_whole=status == 200)
 
     async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> Answer:
         """The answer after passing errors, and after the end of the key's rate."""
@@ -289,8 +318,7 @@ class Run:
             await asyncio.to_thread(self._results.split, *paths, lines)
             shown |= {"output_file_id": self._kept(output), "finalizing_at": int(time.time())}
             shown["error_file_id"] = self._kept(error)
-        errors = {"object": "list", "data": self._errors} if self._errors else None
-        shown |= {"status": status, f"{status}_at": int(time.time()), "errors": errors}
+        self._show(status)
         self._store.save(record)
         self._path.unlink(missing_ok=True)
 

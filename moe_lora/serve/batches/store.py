@@ -11,12 +11,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.serve.http_errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -106,9 +107,15 @@ class Store:
         return record
 
     def save(self, record: Record) -> None:
+        """Raises StorageError for a folder that can't be written."""
         new = self.new_path()
-        new.write_bytes(msgspec.json.encode(record))
-        new.replace(self._folder / f"{record.id}.json")
+        try:
+            new.write_bytes(msgspec.json.encode(record))
+            new.replace(self._folder / f"{record.id}.json")
+        except OSError as error:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise unwritable(error) from error
 
     def get(self, owner: str, kind: Kind, name: str) -> Record:
         """Raises ApiError without such a record of this owner."""
@@ -118,9 +125,13 @@ class Store:
         return found
 
     def remove(self, record: Record) -> None:
+        """Raises StorageError for a folder that can't be written."""
+        try:
+            for suffix in (".json", ".results", ""):
+                self.path(f"{record.id}{suffix}").unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(error) from error
         del self._records[record.id]
-        for name in (f"{record.id}.json", record.id):
-            self.path(name).unlink(missing_ok=True)
 
     def all_of(self, kind: Kind, owner: str | None = None) -> Iterator[Record]:
         """Records by age, the oldest first.  owner: None is all owners."""
@@ -146,3 +157,8 @@ class Store:
         if num_bytes > 0 and used + self._receiving[owner] > self._most_bytes:
             what = f"the files of this key have more than {self._most_bytes} bytes; delete some"
             raise ApiError(413, what, "file", closes=True)
+
+
+def unwritable(error: OSError) -> StorageError:
+    """The error for a folder that can't be written."""
+    return StorageError(f"the server's folder for files can't be written ({error.strerror}); try again later")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -144,6 +146,54 @@ def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monke
         assert [one.line for one in wrong.errors.data] == [*range(2, 102), None]
         assert wrong.errors.data[-1].message == "199 further wrong lines"
         assert len(client.files.content(wrong.error_file_id).text.splitlines()) == 101
+
+
+@contextmanager
+def full_disk():
+    """Files of this process have 3000 bytes at most."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_batch_waits_for_room_on_the_disk(tokenizer, tmp_path, caplog):
+    with served(scripted(tokenizer), tokenizer, batch_dir=str(tmp_path)) as url, client_of(url) as client:
+        file_id = upload(client, lines_of(*({"prompt": "the"} for _ in range(20))))
+        with full_disk():
+            batch = client.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+            wait_until(lambda: "waits for its folder" in caplog.text, "a failed write")
+        assert ended(client, batch.id).status == "completed"
+        assert len(content(client, client.batches.retrieve(batch.id).output_file_id)) == 20
+
+
+def test_a_full_disk_ends_its_batch_and_no_later_batch(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "RETRY_S", (0.01,))
+    lines = lines_of(*({"prompt": "the"} for _ in range(20)))
+    with served(scripted(tokenizer), tokenizer, batch_dir=str(tmp_path)) as url, client_of(url) as client:
+        file_id = upload(client, lines)
+        with full_disk():
+            batch = client.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+            found = ended(client, batch.id)
+        assert (found.status, str(tmp_path) in found.errors.data[0].message) == ("failed", False)
+        assert ended(client, create(client, lines).id).request_counts.completed == 20
+
+
+def test_a_folder_without_a_permission_is_no_server_s_fault(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "RETRY_S", (0.01,))
+    folder = tmp_path / "batches"
+    with served(scripted(tokenizer), tokenizer, batch_dir=str(folder)) as url, client_of(url) as client:
+        file_id = upload(client, lines_of({"prompt": "the"}))
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(openai.InternalServerError, match="can't be written") as caught:
+            client.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+        assert caught.value.status_code == 503
+        (tmp_path / "moved").rename(folder)
+        batch = client.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+        assert ended(client, batch.id).status == "completed"
 
 
 def test_a_line_is_no_longer_than_a_body_on_the_server(tokenizer):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import signal
 
 import pytest
 
@@ -148,6 +150,25 @@ def test_results_go_on_after_a_torn_line(tmp_path):
     assert first["custom_id"] == "good"
     assert first["response"] == {"status_code": 200, "request_id": "r1", "body": {"x": "é\n"}}
     assert first["error"] is None
+
+
+def test_a_failed_write_leaves_no_torn_row(tmp_path):
+    path, text = tmp_path / "out", result_line("a", 200, "r", {"x": "y" * 1000})
+    results, before = Results(str(path)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    results.add(text, "a", is_whole=True)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) + 500, before[1]))
+        with pytest.raises(OSError, match="too large"):
+            results.add(text, "b", is_whole=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == text
+    assert results.finished == {"a": True}
+    results.add(text, "b", is_whole=True)
+    assert path.read_bytes() == text * 2
+    results.close()
 
 
 def test_results_are_split_by_status_also_after_a_restart(tmp_path):
