@@ -325,7 +325,7 @@ class BatchConfig(Settings):
     """Folder for files and batches.  The next start goes on with unfinished batches.  One server at a time
     uses the folder."""
     batch_bytes: int = setting(256 << 20, least=1024)
-    """Bytes of all files of a tenant, without keys of all clients; then 413."""
+    """Bytes of all files and results of a tenant, without keys of all clients; then 413."""
     batch_concurrency: int = setting(16, least=1)
     """Requests of batches at once."""
 

@@ -145,6 +145,7 @@ class Endpoints:
         file = batches.store.get(owner, "file", body.input_file_id)
         if file.shown["purpose"] != "batch":
             raise bad_request("input_file_id names results; upload a file of requests", "input_file_id")
+        batches.store.check_room(owner, "file")  # results are files
         batches.store.check_room(owner, "batch")
         counts = {"total": 0, "completed": 0, "failed": 0}
         shown = {

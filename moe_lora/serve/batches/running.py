@@ -29,7 +29,7 @@ from .lines import (
     read_lines,
     result_line,
 )
-from .store import Record, Store
+from .store import FullError, Record, Store
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -170,7 +170,13 @@ class Run:
         self._path = self._store.path(f"{record.id}.results")
         self._results: Results | None = None
         self._errors: list[dict[str, Any]] = []
+        self._num_bytes = 0
         self._task: asyncio.Task[None] | None = None
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        """Count results as use of the owner.  Raises FullError."""
+        self._num_bytes += num_bytes
+        self._store.receive(self._record.owner, num_bytes)
 
     def cancel(self) -> None:
         if self._task is not None:
@@ -180,10 +186,14 @@ class Run:
         """Answer the requests, and end the batch."""
         try:
             self._results = await asyncio.to_thread(Results, str(self._path))
+            with suppress(FullError):  # further results raise
+                self._count_bytes(self._results.num_bytes)
             with self._store.path(self._record.shown["input_file_id"]).open("rb") as source:
                 status = await self._run(source, self._results)
         except KeyGoneError:
             status = self._failed("batch_failed", "the key of the batch was removed")
+        except FullError as error:
+            status = self._failed("storage_full", f"{error}, and send requests without a result again")
         except FileTooLongError as error:
             status = self._failed("too_many_tasks", str(error))
         except Exception as error:
@@ -280,6 +290,7 @@ class Run:
             request_id = uuid.uuid4().hex
             answer = await self._answer(line, body_at(source, line), request_id)
             text = result_line(line.custom_id, answer.status, request_id, answer.body)
+            self._count_bytes(len(text))
             await self._retried(partial(self._add, results, text, line.custom_id, answer.status))
             counts["completed" if answer.status == 200 else "failed"] += 1
 
@@ -321,6 +332,7 @@ class Run:
         self._show(status)
         self._store.save(record)
         self._path.unlink(missing_ok=True)
+        self._count_bytes(-self._num_bytes)
 
     def _kept(self, name: str) -> str | None:
         """The id of a file with results, the same in a second run; None for an empty file."""

@@ -46,15 +46,27 @@ class Record(msgspec.Struct, kw_only=True):
         return found
 
     @property
+    def num_bytes(self) -> int:
+        return int(self.shown.get("bytes", 0))
+
+    @property
     def has_ended(self) -> bool:
         return self.shown.get("status") in ENDED
+
+
+class FullError(ApiError):
+    """An owner's files and results have too many bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        what = f"the files of this key have more than front_end.batch_bytes={most_bytes} bytes; delete some"
+        super().__init__(413, what, "file", closes=True)
 
 
 class Store:
     """The records and contents of a folder, for one process at a time.
 
-    folder: None is a temporary folder.  most_bytes: of an owner's files.  A record is one file of JSON,
-    replaced as a whole.  Raises ConfigError for a folder that is unusable or in use.
+    folder: None is a temporary folder.  most_bytes: of an owner's files and results.  A record is one
+    file of JSON, replaced as a whole.  Raises ConfigError for a folder that is unusable or in use.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:
@@ -64,6 +76,8 @@ class Store:
         self._most_bytes = most_bytes
         self._records: dict[str, Record] = {}
         self._receiving: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
+        """Bytes of files by owner."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -86,6 +100,8 @@ class Store:
                     logger.error("batch_dir: %s is left out: %s", path, error)
         ordered = sorted(self._records.items(), key=lambda item: item[1].number)
         self._records = dict(ordered)
+        for record in self._records.values():
+            self._used[record.owner] += record.num_bytes
 
     def path(self, name: str) -> Path:
         """The content of a file, or another file of this name."""
@@ -103,6 +119,8 @@ class Store:
         number = max((one.number for one in self._records.values()), default=0) + 1
         record = Record(owner=owner, key=key, number=number, shown=made)
         self.save(record)
+        before = self._records.get(record.id)
+        self._used[owner] += record.num_bytes - (0 if before is None else before.num_bytes)
         self._records[record.id] = record
         return record
 
@@ -132,6 +150,7 @@ class Store:
         except OSError as error:
             raise unwritable(error) from error
         del self._records[record.id]
+        self._used[record.owner] -= record.num_bytes
 
     def all_of(self, kind: Kind, owner: str | None = None) -> Iterator[Record]:
         """Records by age, the oldest first.  owner: None is all owners."""
@@ -151,12 +170,10 @@ class Store:
         self.remove(ended)
 
     def receive(self, owner: str, num_bytes: int) -> None:
-        """Count bytes on the way, negative for ended uploads.  Raises ApiError beyond the owner's room."""
-        used = sum(one.shown["bytes"] for one in self.all_of("file", owner))
+        """Count bytes of an upload, or results of a batch; negative at the end.  Raises FullError."""
         self._receiving[owner] += num_bytes
-        if num_bytes > 0 and used + self._receiving[owner] > self._most_bytes:
-            what = f"the files of this key have more than {self._most_bytes} bytes; delete some"
-            raise ApiError(413, what, "file", closes=True)
+        if num_bytes > 0 and self._used[owner] + self._receiving[owner] > self._most_bytes:
+            raise FullError(self._most_bytes)
 
 
 def unwritable(error: OSError) -> StorageError:

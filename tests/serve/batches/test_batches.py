@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import time
@@ -19,6 +20,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.serve.api_keys import add_key, remove_key
 from moe_lora.serve.batches import running
+from moe_lora.serve.batches.store import FullError, Store
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 from tests.serve.conftest import app_of, frontend_of, scripted
@@ -146,6 +148,43 @@ def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monke
         assert [one.line for one in wrong.errors.data] == [*range(2, 102), None]
         assert wrong.errors.data[-1].message == "199 further wrong lines"
         assert len(client.files.content(wrong.error_file_id).text.splitlines()) == 101
+
+
+def test_results_count_as_files_of_their_owner(tokenizer, tmp_path):
+    file, settings = tmp_path / "keys.json", {"batch_bytes": 9000, "batch_dir": str(tmp_path / "batches")}
+    acme, globex = (add_key(file, rights(name)) for name in ("acme", "globex"))
+    engine = scripted(tokenizer)
+    with served(engine, tokenizer, api_keys=str(file), **settings) as url:
+        first, second = client_of(url, acme), client_of(url, globex)
+        text = lines_of(*({"prompt": "the"} for _ in range(40)))
+        found = ended(first, create(first, text).id)
+        assert (found.status, found.errors.data[0].code) == ("failed", "storage_full")
+        assert "front_end.batch_bytes=9000" in found.errors.data[0].message
+        kept = content(first, found.output_file_id)
+        assert 0 < len(kept) == found.request_counts.completed < 40
+        assert sum(one.bytes for one in first.files.list()) <= 9000
+        assert ended(second, create(second, lines_of({"prompt": "the"})).id).status == "completed"
+        assert len(engine.requests) < 40
+        for one in (found.output_file_id, found.input_file_id):
+            first.files.delete(one)
+        assert ended(first, create(first, lines_of({"prompt": "the"})).id).status == "completed"
+
+
+def test_use_of_owners_is_known_after_a_restart(tmp_path):
+    store = Store(str(tmp_path), 100)
+    shown = {"object": "file", "bytes": 60, "purpose": "batch"}
+    record = store.add("a", None, shown)
+    store.add("a", None, {**shown, "id": record.id, "bytes": 50})
+    store.add("b", None, shown)
+    os.close(store._lock)
+    again = Store(str(tmp_path), 100)
+    again.receive("a", 50)
+    again.receive("a", -50)
+    with pytest.raises(FullError, match=r"front_end\.batch_bytes=100"):
+        again.receive("a", 51)
+    again.receive("a", -51)
+    again.remove(again.get("a", "file", record.id))
+    again.receive("a", 100)
 
 
 @contextmanager
