@@ -215,9 +215,9 @@ class Access:
         if is_admins and not key.admin:
             what = f"{scope['method']} {path} needs the key of an administrator"
             return "admin", ApiError(403, what) if _is_served(scope) else _not_found(scope)
-        tokens = _allowance(self._tokens, key.id, "tokens", key.tokens_per_minute)
+        tokens = allowance_of(self._tokens, key.id, "tokens", key.tokens_per_minute)
         if path in GENERATING:
-            requests = _allowance(self._requests, key.id, "requests", key.requests_per_minute)
+            requests = allowance_of(self._requests, key.id, "requests", key.requests_per_minute)
             for reason, allowance in (("key_requests", requests), ("key_tokens", tokens)):
                 error = None if allowance is None else allowance.refusal()
                 if error is not None:
@@ -254,7 +254,10 @@ def _bearer(scope: Scope) -> str:
     return other
 
 
-def _allowance(kept: dict[str, Allowance], key: str, what: str, per_minute: float | None) -> Allowance | None:
+def allowance_of(
+    kept: dict[str, Allowance], key: str, what: str, per_minute: float | None
+) -> Allowance | None:
+    """The key's allowance at the current rate; None: unlimited."""
     if per_minute is None:
         return None
     found = kept.get(key)

@@ -66,6 +66,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     )
     install_error_handlers(app)
     access, keys = frontend.config, checked_keys(frontend.config)
+    app.state.keys = keys
     is_open = keys is None and access.admin_address is None
     if not is_open:
         app.add_middleware(Access, keys=keys, address=access.admin_address, count=frontend.limits.count)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from starlette.types import Message
 
 from moe_lora.core.errors import StorageError
-from moe_lora.serve.access import Allowance, Caller, checked_keys
+from moe_lora.serve.access import Allowance, Caller, allowance_of
 from moe_lora.serve.http_errors import to_api_error
 
 from .lines import (
@@ -34,7 +34,7 @@ from .store import FullError, Record, Store
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from moe_lora.serve.api_keys import ApiKey
+    from moe_lora.serve.api_keys import AdminKeys, ApiKey, KeyRing
     from moe_lora.serve.frontend import Frontend
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class Batches:
 
     def __init__(self, frontend: Frontend, app: FastAPI, store: Store) -> None:
         self.frontend, self.app, self.store = frontend, app, store
-        config = frontend.config
-        self.slots = asyncio.Semaphore(config.batch_concurrency)
-        self._keys = checked_keys(config)
-        self._allowances: dict[str, tuple[Allowance | None, Allowance | None]] = {}
+        self.slots = asyncio.Semaphore(frontend.config.batch_concurrency)
+        self._keys: KeyRing | AdminKeys | None = app.state.keys
+        self._requests: dict[str, Allowance] = {}
+        self._tokens: dict[str, Allowance] = {}
         self._runs: dict[str, Run] = {}
         self._owners: dict[str, asyncio.Task[None]] = {}
         for owner in {one.owner for one in store.all_of("batch") if not one.has_ended}:
@@ -120,10 +120,13 @@ class Batches:
         """End a batch; its results so far stay."""
         if record.has_ended or record.shown["status"] == "cancelling":
             return
-        record.shown |= {"status": "cancelling", "cancelling_at": int(time.time())}
+        now_s, run = int(time.time()), self._runs.get(record.id)
+        record.shown |= {"status": "cancelling", "cancelling_at": now_s}
+        if run is not None:
+            run.cancel()
+        elif not self.store.path(f"{record.id}.results").exists():
+            record.shown |= {"status": "cancelled", "cancelled_at": now_s}
         self.store.save(record)
-        if record.id in self._runs:
-            self._runs[record.id].cancel()
 
     def uses(self, record: Record) -> bool:
         """True for the input of an unfinished batch."""
@@ -134,17 +137,17 @@ class Batches:
         """The caller for the batch's next request, within the rates of its key.  Raises KeyGoneError."""
         if record.key is None or self._keys is None:
             return BackgroundCaller(None, None)
-        key = self._keys.by_id(record.key)
-        if key is None:
-            raise KeyGoneError
-        if key.id not in self._allowances:
-            rates = ("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)
-            made = (None if rate is None else Allowance(what, rate) for what, rate in rates)
-            self._allowances[key.id] = next(made), next(made)
-        requests, tokens = self._allowances[key.id]
+        while True:
+            key = self._keys.by_id(record.key)
+            if key is None:
+                raise KeyGoneError
+            tokens = allowance_of(self._tokens, key.id, "tokens", key.tokens_per_minute)
+            requests = allowance_of(self._requests, key.id, "requests", key.requests_per_minute)
+            wait_s = 0.0 if requests is None else requests.wait_s()
+            if not wait_s:
+                break
+            await asyncio.sleep(min(wait_s, LOOK_S))
         if requests is not None:
-            while wait_s := requests.wait_s():
-                await asyncio.sleep(min(wait_s, LOOK_S))
             requests.take(1)
         return BackgroundCaller(key, tokens)
 
@@ -299,15 +302,17 @@ class Run:
 
     async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> Answer:
         """The answer after passing errors, and after the end of the key's rate."""
-        batches, waits_s = self._batches, iter(RETRY_S)
+        batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
         while True:
             while not await batches.frontend.client.is_alive():
                 await asyncio.sleep(LOOK_S)
             caller = await batches.caller(self._record)
             async with batches.slots:
+                if ending.begun:
+                    await asyncio.Event().wait()  # the next start runs the line
                 answer = await call(batches.app, line.url, body, caller, request_id)
-            if batches.frontend.ending.begun:
-                await asyncio.Event().wait()  # the next start runs the line again
+            if answer.status in TRANSIENT and ending.begun:
+                continue
             if answer.status == 429:
                 await asyncio.sleep(max(LOOK_S, answer.retry_s))
                 continue

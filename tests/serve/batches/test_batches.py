@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
-from moe_lora.serve.api_keys import add_key, remove_key
+from moe_lora.serve.api_keys import add_key, read_keys, remove_key
 from moe_lora.serve.batches import running
 from moe_lora.serve.batches.store import FullError, Store
 from moe_lora.serve.server import create_app
@@ -322,6 +323,52 @@ def test_a_removed_key_ends_its_batch(tokenizer, tmp_path):
         found = ended(client_of(url, other), batch.id)
     assert found.status == "failed"
     assert "key" in found.errors.data[0].message
+
+
+def test_a_changed_rate_of_a_key_is_its_batches_rate_too(tokenizer, tmp_path):
+    file = tmp_path / "keys.json"
+    key = add_key(file, msgspec.structs.replace(rights("acme"), requests_per_minute=1.0))
+    engine = scripted(tokenizer)
+    with served(engine, tokenizer, api_keys=str(file)) as url, client_of(url, key) as client:
+        batch = create(client, lines_of(*({"prompt": "the"} for _ in range(50))))
+        wait_until(lambda: engine.requests, "the first request")
+        [entry] = read_keys(file)
+        text = msgspec.json.encode({"keys": [msgspec.structs.replace(entry, requests_per_minute=1e6)]})
+        new = file.with_suffix(".new")
+        new.write_bytes(text)
+        new.replace(file)
+        assert ended(client, batch.id).request_counts.completed == 50
+
+
+def test_a_shutdown_keeps_answers_and_begins_no_requests(tokenizer, tmp_path):
+    engine = scripted(tokenizer, hang_after=0)
+    settings = {"batch_dir": str(tmp_path), "batch_concurrency": 3}
+    frontend = frontend_of(engine, tokenizer, **settings)
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url) as client:
+        batch = create(client, lines_of(*({"prompt": "the"} for _ in range(20))))
+        wait_until(lambda: len(engine.running) == 3, "the batch runs")
+        frontend.ending.begun = True
+        engine.hang_after = None
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "results")
+    assert len(engine.requests) == 3
+    os.close(frontend.batches.store._lock)
+    with served(engine, tokenizer, **settings) as url, client_of(url) as client:
+        assert ended(client, batch.id).request_counts.completed == 20
+    assert len(engine.requests) == 20
+
+
+def test_a_queued_batch_is_cancelled_at_once(tokenizer):
+    engine = scripted(tokenizer, hang_after=0)
+    with served(engine, tokenizer) as url, client_of(url) as client:
+        first, second, third = (create(client, lines_of({"prompt": "the"})) for _ in range(3))
+        wait_until(lambda: engine.running, "the first batch runs")
+        found = client.batches.cancel(second.id)
+        assert found.status == "cancelled"
+        assert found.cancelled_at >= found.cancelling_at > 0
+        assert client.files.delete(second.input_file_id).deleted
+        engine.hang_after = None
+        assert [ended(client, one.id).status for one in (first, third)] == ["completed"] * 2
+    assert len(engine.requests) == 2
 
 
 def test_a_batch_goes_on_after_the_server_was_killed(tmp_path):
