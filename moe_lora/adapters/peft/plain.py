@@ -121,9 +121,12 @@ def _subtracted(pair: Pair, first: Pair) -> Pair:
 
 
 def write_plain(
-    pairs: Sequence[PlainPair], folder: Path, base_model: str | None, num_layers: int, stack: str
+    pairs: Sequence[PlainPair], folder: Path, kept: Mapping[str, Any], num_layers: int, stack: str
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors.  Raises AdapterError for a used folder."""
+    """Write adapter_config.json and adapter_model.safetensors.  Raises AdapterError for a used folder.
+
+    kept: fields of the source's config.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise AdapterError(f"{folder}: is not empty; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +135,7 @@ def write_plain(
         for part, tensor in zip(pair.parts, (pair.a, pair.b), strict=True):
             tensors[f"{_FRONT}{pair.key}.{part}"] = tensor.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    fields = _config(pairs, base_model, num_layers, stack)
+    fields = _config(pairs, num_layers, stack) | kept
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -287,9 +290,7 @@ def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: 
     return a, b, a.shape[0], experts[0].scale
 
 
-def _config(
-    pairs: Sequence[PlainPair], base_model: str | None, num_layers: int, stack: str
-) -> dict[str, Any]:
+def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str, Any]:
     """Fields of adapter_config.json: the most frequent rank and scale, patterns for the rest."""
     (lora_rank, scale), _ = Counter((one.lora_rank, one.scale) for one in pairs).most_common(1)[0]
     others = [one for one in pairs if (one.lora_rank, one.scale) != (lora_rank, scale)]
@@ -307,7 +308,6 @@ def _config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model or None,
         "r": lora_rank,
         "lora_alpha": lora_rank * scale,
         "lora_dropout": 0.0,

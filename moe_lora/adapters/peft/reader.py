@@ -62,8 +62,8 @@ def read_adapter(
 
 def read_pairs(
     path: str | Path, shape: ModelShape, subtracts: bool = False, base_dir: Path | None = None
-) -> tuple[list[list[Pair]], tuple[str, ...]]:
-    """The pairs of each layer of a PEFT directory, in the file's dtypes, and `Match.copies`.
+) -> tuple[list[list[Pair]], Match]:
+    """The pairs of each layer of a PEFT directory, in the file's dtypes, and the matched file.
 
     subtracts: see `opened`.  base_dir: see `read_adapter`.  Raises AdapterError as `read_adapter`, except for
     values that are not finite.
@@ -74,7 +74,7 @@ def read_pairs(
             from .base_weights import with_changes
 
             tensors = with_changes(found.match, tensors, base_dir, found.where)
-        return _pairs(found.match, tensors, shape), found.match.copies
+        return _pairs(found.match, tensors, shape), found.match
 
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from moe_lora.adapters.host_store import HostStore, is_intact
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.cli.main import main
 from moe_lora.core.errors import AdapterError
 from tests.adapters.peft.test_outer_sites import change, outer_adapter
 from tests.families import make_adapter
@@ -32,6 +34,39 @@ def test_invocation_tokens_are_part_of_the_content_and_stay_in_the_store(checkpo
         kept = HostStore(tmp_path / "store").get(one.content_hash, "a")
         assert kept.invocation == one.invocation
         assert is_intact(kept)
+
+
+def convert(source, target, base, *options):
+    command = ["adapters", "convert", str(source), str(target), "--model", str(base), *options]
+    return CliRunner().invoke(main, command)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_converted_adapter_stays_activated(family, checkpoint, shape_of, tmp_path):
+    from peft import PeftConfig
+
+    base, shape, target = checkpoint(family), shape_of(family), tmp_path / "b"
+    source = make_adapter(
+        family, base, tmp_path / "a", target_modules=["o_proj"], target_parameters=None, **FIELDS
+    )
+    assert convert(source, target, base).exit_code == 0
+    packed, expected = (read_adapter(one, shape, torch.float32) for one in (target, source))
+    assert packed.content_hash == expected.content_hash
+    assert packed.invocation == (7, 11)
+    assert PeftConfig.from_pretrained(str(target)).alora_invocation_tokens == [7, 11]
+    plain = change(source, config={"alora_invocation_tokens": None})
+    assert convert(plain, tmp_path / "c", base).exit_code == 0
+    assert PeftConfig.from_pretrained(str(tmp_path / "c")).alora_invocation_tokens is None
+
+
+def test_an_activated_adapter_of_a_changed_base_is_not_converted(checkpoint, tmp_path):
+    base = checkpoint("llama")
+    initial = outer_adapter("llama", base, tmp_path / "initial")
+    source = outer_adapter("llama", base, tmp_path / "a", **FIELDS)
+    change(source, config={"init_lora_weights": "pissa"})
+    found = convert(source, tmp_path / "b", base, "--initial", str(initial))
+    assert (found.exit_code, "alora_invocation_tokens=[7, 11] with --initial" in found.output) == (1, True)
+    assert not (tmp_path / "b").exists()
 
 
 REFUSED = {
