@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base beside an adapter: the model named by the config, and copies of its embeddings in the file.
+"""The base beside an adapter: the model named by the config, its embeddings, and their copies in the file.
 
 Torch-free: compares the config's sizes with the served model, if present locally.
 """
@@ -16,12 +16,12 @@ from typing import Any
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.wrong_files import pointer_problem
-from moe_lora.families import shape_of
+from moe_lora.core.wrong_files import pointer_problem, read_config, read_json_file
+from moe_lora.families import family_of, model_spec, shape_of
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
-from .files import MAX_CONFIG_BYTES, confined, open_file
-from .places import Shaped
+from .files import MAX_CONFIG_BYTES, TensorEntry, confined, open_file, read_header
+from .places import FLOATS, Shaped
 
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
@@ -103,6 +103,11 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
     for key in copies:
         if tuple(tensors[key].shape)[:1] != (shape.vocab_size,):
             raise resized(key, tensors[key], shape, where)
+        if tuple(tensors[key].shape) != (shape.vocab_size, shape.hidden_size):
+            raise AdapterError(
+                f"{where}: {key}: expected shape {[shape.vocab_size, shape.hidden_size]}, found "
+                f"{list(tensors[key].shape)}; serve the adapter with the base it was trained for"
+            )
         [leaf] = {"embed_tokens", "wte", "lm_head"} & set(key.split("."))
         if leaf not in adapted:
             raise AdapterError(
@@ -112,6 +117,44 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
                 "save_pretrained(..., save_embedding_layers=False)"
             )
     return copies
+
+
+def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> tuple[Path, TensorEntry]:
+    """File and entry of the embedding or the head of a checkpoint: [V, H] of floats.
+
+    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: the start and the end of the
+    error.  Raises AdapterError for an absent, quantised or misshapen tensor.
+    """
+    try:
+        if model_dir is None:
+            raise ValueError("the served base model has no checkpoint")
+        config, places = read_config(model_dir), _files_by_name(model_dir)
+        family, spec = family_of(config).named_in(places), model_spec(config)
+        is_head = site == "head" and not spec.tie_word_embeddings
+        name = family.head if is_head else family.embedding
+        if name not in places:
+            module = name.removesuffix("weight")
+            stored = [one for one in sorted(places) if one.startswith(module)]
+            raise ValueError(f"the checkpoint has no {name}{f', but {stored[0]}' if stored else ''}")
+        entry = read_header(places[name])[name]
+        expected = spec.shape.vocab_size, spec.shape.hidden_size
+        if entry.dtype not in FLOATS or entry.shape != expected:
+            raise ValueError(
+                f"{name} of the checkpoint is {entry.dtype.removeprefix('torch.')} {list(entry.shape)}, and "
+                f"not float32, bfloat16 or float16 {list(expected)}"
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise AdapterError(f"{problem} ({error}): {way_out}") from error
+    return places[name], entry
+
+
+def _files_by_name(model_dir: Path) -> dict[str, Path]:
+    """The file of each of the checkpoint's tensors."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}
+    path = model_dir / "model.safetensors"
+    return dict.fromkeys(read_header(path), path)
 
 
 def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:

@@ -14,11 +14,11 @@ from typing import BinaryIO, TypeAlias
 import torch
 
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.wrong_files import read_config, read_json_file
-from moe_lora.families import family_of
 
-from .files import TensorEntry, header_entries, open_file, read_header, weights_file
+from .base import base_tensor
+from .files import TensorEntry, header_entries, open_file, weights_file
 from .match import Match
+from .replaced import base_rows
 
 _CHUNK = 1 << 22
 _WAY_OUT = (
@@ -46,8 +46,9 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
     None for model_dir: the base has no checkpoint.
     """
     for key, parts in copies.items():
-        file, entry = _base_tensor("lm_head" if "lm_head" in key else "embedding", key, model_dir, where)
-        with file:
+        problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
+        path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)
+        with open_file(path, str(path)) as file:
             if not _same_values(parts, _parts_of(file, entry), math.prod(entry.shape)):
                 raise AdapterError(f"{where}: {key}: values other than the base model's: {_WAY_OUT}")
 
@@ -59,9 +60,8 @@ def with_changes(
     changes: dict[str, torch.Tensor] = {}
     for rows in found.replaced:
         trained = tensors[rows.key].float()
-        name = "lm_head" if rows.base == "head" else "embedding"
-        file, entry = _base_tensor(name, rows.key, base_dir, where)
-        with file:
+        path, entry = base_rows(rows, base_dir, where)
+        with open_file(path, str(path)) as file:
             changes[rows.site] = trained - _rows_of(file, entry, rows.tokens, trained.shape[1]).float()
     return {**tensors, **changes}
 
@@ -87,38 +87,6 @@ def _parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
         return torch.frombuffer(bytearray(file.read(number * dtype.itemsize)), dtype=dtype)
 
     return read
-
-
-def _base_tensor(name: str, key: str, model_dir: Path | None, where: str) -> tuple[BinaryIO, TensorEntry]:
-    """The open file and the entry of the checkpoint's tensor below `key` of the adapter.
-
-    name: "lm_head" or "embedding".
-    """
-    try:
-        if model_dir is None:
-            raise ValueError("the served base model has no checkpoint")
-        places = _files_by_name(model_dir)
-        family = family_of(read_config(model_dir)).named_in(places)
-        names = [family.head, family.embedding] if name == "lm_head" else [family.embedding]
-        for name in names:  # a tied head has no tensor
-            if (path := places.get(name)) is not None:
-                file = open_file(path, str(path))
-                return file, header_entries(file, str(path))[name]
-        raise ValueError(f"the checkpoint has no {names[-1]}")
-    except (OSError, ValueError, KeyError, AdapterError) as error:
-        raise AdapterError(
-            f"{where}: {key}: a copy of the base model's weights, and they can't be compared ({error}): "
-            f"{_WAY_OUT}"
-        ) from error
-
-
-def _files_by_name(model_dir: Path) -> dict[str, Path]:
-    """The file of each of the checkpoint's tensors."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}
-    path = model_dir / "model.safetensors"
-    return dict.fromkeys(read_header(path), path)
 
 
 def _same_values(copy: Parts, base: Parts, num_elements: int) -> bool:

@@ -23,8 +23,9 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import model_spec
 
-from .base import one_place, resized
+from .base import base_tensor, one_place, resized
 from .config import AdapterConfig, shown
+from .files import TensorEntry
 from .names import OuterPaths, outer_path, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, site_named
 
@@ -42,14 +43,10 @@ _KEY = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacedRows:
-    """key: of [N, H] in the file.  site: "head" or "embedding".  base: the site of the base's rows.
-
-    tokens: of the rows; None: all.
-    """
+    """key: of [N, H] in the file.  site: "head" or "embedding".  tokens: of the rows; None: all."""
 
     key: str
     site: str
-    base: str
     tokens: tuple[int, ...] | None
     lora_rank: int
 
@@ -65,7 +62,7 @@ def replaced_rows(
     """The replaced rows of the file.
 
     base_dir: checkpoint of the base.  Raises AdapterError with `where` for other modules, without a
-    checkpoint, for missing or misshapen tensors, and for rows replaced twice.
+    checkpoint, for missing or misshapen tensors, for rows replaced twice, and as `base_rows`.
     """
     if base_dir is None:
         raise AdapterError(
@@ -84,8 +81,19 @@ def replaced_rows(
                 f"{config.where}: {_TOKENS} and {_SAVED} both change the {one.site}; train with one of them"
             )
         _check(one, tensors[one.key], shape, where)
+        base_rows(one, base_dir, where)
         found[one.site] = one
     return tuple(found[site] for site in ("head", "embedding") if site in found)
+
+
+def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Path, TensorEntry]:
+    """`base_tensor` of the rows.  Raises AdapterError for a quantised tensor, and as `base_tensor`."""
+    return base_tensor(
+        rows.site,
+        base_dir,
+        f"{where}: {rows.key} replaces rows of the base model's {rows.site}, and these can't be read",
+        "serve the adapter with a checkpoint that has them in float32, bfloat16 or float16",
+    )
 
 
 def replaced_pair(rows: ReplacedRows, change: torch.Tensor, shape: ModelShape) -> Pair:
@@ -151,12 +159,10 @@ def _trained_tokens(
     of_embedding = by_site.get("embedding")
     shares = tied and of_embedding is not None and by_site.get("head", of_embedding) == of_embedding
     for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):
-        base = "embedding" if shares or tied else site
         tokens = of_embedding if shares and of_embedding is not None else by_site[site]
         yield ReplacedRows(
             key=_key(keys, "embedding" if shares else site, outer, config, _TOKENS),
             site=site,
-            base=base,
             tokens=tokens,
             lora_rank=min(len(tokens), shape.hidden_size),
         )
@@ -179,7 +185,6 @@ def _saved(
         yield ReplacedRows(
             key=_key(keys, site, outer, config, _SAVED),
             site=site,
-            base="embedding" if tied else site,
             tokens=None,
             lora_rank=shape.hidden_size,
         )

@@ -138,6 +138,7 @@ MANGLED = {
     "no pair": lambda t: {k: v for k, v in t.items() if "lora_embedding" not in k},
     "a second head": lambda t: t | {k: v + 0 for k, v in renamed_head(t).items() if "unembed" in k},
     "one row less": lambda t: {k: v[:-1].clone() if k == HEAD + "lora_B.weight" else v for k, v in t.items()},
+    "a narrow copy": lambda t: t | {f"{HEAD}base_layer.weight": torch.zeros(96, 16)},
     "a bias": lambda t: t | {HEAD + "lora_B.bias": torch.zeros(96)},
     "a magnitude": lambda t: t | {HEAD + "lora_magnitude_vector": torch.ones(96)},
 }

@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.peft.base_weights import check_copies_in
 from moe_lora.adapters.peft.file_check import bad_adapters
+from moe_lora.adapters.peft.files import WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.cli.main import main
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of as shape_in
+from moe_lora.models.checkpoint import SINGLE_NAME
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import change, outer_adapter
 from tests.families import ALL_FAMILIES, load_model, make_checkpoint
@@ -158,6 +164,60 @@ def test_a_pair_on_a_replaced_head_is_refused(bases, tmp_path):
     change(adapter, also(SAVED, 96, 32), {"modules_to_save": ["lm_head"]})
     with pytest.raises(AdapterError, match="LoRA pair too"):
         read(bases[False], adapter)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+STORED = {
+    "fp8": lambda key, v: {key: v.to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)},
+    "int8": lambda key, v: {f"{key}_packed": v.int(), f"{key}_scale": torch.ones(1)},
+    "a row less": lambda key, v: {key: v[:-1].clone()},
+    "a row more": lambda key, v: {key: torch.cat([v, v[:1]])},
+    "a column less": lambda key, v: {key: v[:, :-1].clone()},
+    "absent": lambda key, v: {},
+}
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("form", "key", "tied"),
+    [
+        ("head_tokens", HEAD, False),
+        ("head", HEAD, False),
+        ("tokens", EMBEDDING, False),
+        ("tokens", EMBEDDING, True),
+        ("embedding", EMBEDDING, False),
+    ],
+)
+def test_rows_of_a_base_without_these_as_floats_are_refused_by_name(form, key, tied, stored, bases, tmp_path):
+    adapter = outer_adapter("llama", bases[tied], tmp_path / "a", **FORMS[form])
+    base = stored_as(STORED[stored], key, bases[tied], tmp_path / "base")
+    [file_key] = [one for one in load_file(adapter / WEIGHTS_FILE) if "lora" not in one]
+    with pytest.raises(AdapterError, match=f"{file_key} replaces rows of .*{key}") as refusal:
+        read(base, adapter)
+    assert bad_adapters([("a", str(adapter))], shape_at(base), base_dir=base) == {"a": str(refusal.value)}
+
+
+def stored_as(stored, key, base, target):
+    """A copy of the checkpoint with another form of this tensor."""
+    shutil.copytree(base, target)
+    tensors = load_file(base / SINGLE_NAME)
+    changed = stored(key, tensors.pop(key))
+    save_file(tensors | changed, target / SINGLE_NAME)
+    return target
+
+
+@pytest.mark.parametrize("stored", ["fp8", "int8", "a row less"])
+def test_copies_are_not_compared_with_a_head_of_another_form(stored, bases, tmp_path):
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", "lm_head")
+    base = stored_as(STORED[stored], HEAD, bases[False], tmp_path / "base")
+    with pytest.raises(AdapterError, match=r"can't be compared .*lm_head\.weight"):
+        check_copies_in(adapter, ["base_model.model.lm_head.base_layer.weight"], base, None)
+
+
+def test_a_tied_head_is_the_embedding_beside_a_stored_head(bases, tmp_path):
+    adapter = outer_adapter("llama", bases[True], tmp_path / "a", **FORMS["head"])
+    base = stored_as(lambda key, v: {key: v, HEAD: v + 1}, EMBEDDING, bases[True], tmp_path / "base")
+    assert read(base, adapter).content_hash == read(bases[True], adapter).content_hash
 
 
 def test_without_a_checkpoint_rows_are_refused(bases, tmp_path):
