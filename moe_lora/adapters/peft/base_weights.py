@@ -20,7 +20,8 @@ from .files import TensorEntry, header_entries, open_file, weights_file
 from .match import Match
 from .replaced import base_rows
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18
+"""Elements of the base in memory at a time."""
 _WAY_OUT = (
     "an adapter that replaces base weights is not supported; if the embeddings were not trained, save the "
     "adapter again with save_pretrained(..., save_embedding_layers=False)"
@@ -54,23 +55,30 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
 
 
 def with_changes(
-    found: Match, tensors: Mapping[str, torch.Tensor], base_dir: Path | None, where: str
+    found: Match, tensors: Mapping[str, torch.Tensor], base_dir: Path | None, where: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors, and by site the changes of `Match.replaced` to the checkpoint: [N, H] fp32."""
+    """The tensors, and by key the changes of `Match.replaced` to the checkpoint: [N, H] of the dtype."""
     changes: dict[str, torch.Tensor] = {}
     for rows in found.replaced:
-        trained = tensors[rows.key].float()
-        path, entry = base_rows(rows, base_dir, where)
-        with open_file(path, str(path)) as file:
-            changes[rows.site] = trained - _rows_of(file, entry, rows.tokens, trained.shape[1]).float()
+        if rows.key not in changes:  # a tied head shares the rows of the embedding
+            path, entry = base_rows(rows, base_dir, where)
+            with open_file(path, str(path)) as file:
+                changes[rows.key] = _change(tensors[rows.key], _parts_of(file, entry), rows.tokens, dtype)
     return {**tensors, **changes}
 
 
-def _rows_of(file: BinaryIO, entry: TensorEntry, tokens: Sequence[int] | None, hidden: int) -> torch.Tensor:
-    read = _parts_of(file, entry)
-    if tokens is None:
-        return read(0, math.prod(entry.shape)).view(entry.shape)
-    return torch.stack([read(token * hidden, hidden) for token in tokens])
+def _change(
+    trained: torch.Tensor, base: Parts, tokens: Sequence[int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """trained - base in fp32, some rows at a time.  tokens: of the rows; None: all."""
+    change = torch.empty(trained.shape, dtype=dtype)
+    hidden = trained.shape[1]
+    step = 1 if tokens is not None else max(1, _CHUNK // hidden)
+    for first in range(0, len(trained), step):
+        part = trained[first : first + step].float()
+        start = first if tokens is None else tokens[first]
+        change[first : first + step] = part - base(start * hidden, part.numel()).view_as(part).float()
+    return change
 
 
 def parts_in_memory(tensor: torch.Tensor) -> Parts:

@@ -47,14 +47,14 @@ def read_adapter(
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
     name: by default the folder's.  Checks config and header, then reads all values once into memory: the peak
-    is file plus packed adapter.  Raises AdapterError with the file (called: see `opened`) and the key unless
-    every tensor is used and every target is present.  A local checkpoint in base_model_name_or_path must have
-    the base's sizes.  max_lora_rank: see `check_rank`.  base_dir: checkpoint of the base, for an adapter that
-    replaces rows of the base.
+    is the file, the packed adapter, and the changes of replaced rows (see `change_bytes`).  Raises
+    AdapterError with the file (called: see `opened`) and the key unless every tensor is used and every target
+    is present.  A local checkpoint in base_model_name_or_path must have the base's sizes.  max_lora_rank: see
+    `check_rank`.  base_dir: checkpoint of the base, for an adapter that replaces rows of the base.
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
-        needed = sum(_layer_bytes(found, shape, dtype))
+        needed = sum(_layer_bytes(found, shape, dtype)) + _change_bytes(found, shape, dtype)
         tensors = _read_tensors(found, needed)
         named = name or folder.resolve().name
         return _pack(found.match, tensors, shape, dtype, named, found.where, base_dir)
@@ -69,16 +69,16 @@ def read_pairs(
     values that are not finite.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
-        tensors = _read_tensors(found, 0)
+        tensors = _read_tensors(found, _change_bytes(found, shape, torch.float32))
         if found.match.replaced:
             from .base_weights import with_changes
 
-            tensors = with_changes(found.match, tensors, base_dir, found.where)
+            tensors = with_changes(found.match, tensors, base_dir, found.where, torch.float32)
         return _pairs(found.match, tensors, shape), found.match
 
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
-    """The pairs of each layer.  tensors: changes of replaced rows by site (see `with_changes`)."""
+    """The pairs of each layer.  tensors: of `with_changes` if rows are replaced."""
     pairs = [
         [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
         for layer in found.layers
@@ -86,15 +86,15 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
     if found.replaced:
         from .replaced import replaced_pair
 
-        pairs[-1] += [replaced_pair(rows, tensors[rows.site], shape) for rows in found.replaced]
+        pairs[-1] += [replaced_pair(rows, tensors[rows.key], shape) for rows in found.replaced]
     return pairs
 
 
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     """The file's tensors in memory: a truncated mapped file would kill the process.
 
-    needed: bytes of the packed adapter, held at the same time.  Raises AdapterError without memory for both,
-    or for a file cut meanwhile.
+    needed: bytes held at the same time: the packed adapter, and changes of replaced rows.  Raises
+    AdapterError without memory for all, or for a file cut meanwhile.
     """
     entries = {key: entry for key, entry in found.entries.items() if key not in found.match.copies}
     num_bytes = sum(entry.span[1] - entry.span[0] for entry in entries.values())
@@ -135,8 +135,15 @@ def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> l
     tensors = {
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
-    tensors |= {rows.site: tensors[rows.key] for rows in found.match.replaced}
     return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
+
+
+def _change_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> int:
+    if not found.match.replaced:
+        return 0
+    from .replaced import change_bytes
+
+    return sum(change_bytes(rows, shape, dtype.itemsize) for rows in found.match.replaced)
 
 
 def pack_state_dict(
@@ -189,7 +196,7 @@ def _pack(
     if matched.replaced:
         from .base_weights import with_changes
 
-        tensors = with_changes(matched, tensors, base_dir, where)
+        tensors = with_changes(matched, tensors, base_dir, where, dtype)
     num_entries = num_table_entries(shape, len(matched.layers))
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
     packed = assemble(name, layers, shape, matched.warnings, matched.invocation)

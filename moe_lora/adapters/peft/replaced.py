@@ -96,6 +96,15 @@ def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Pa
     )
 
 
+def change_bytes(rows: ReplacedRows, shape: ModelShape, itemsize: int) -> int:
+    """Bytes of the change, and of the matrices of `replaced_pair` that are no view of the change."""
+    vocab, hidden = shape.vocab_size, shape.hidden_size
+    num_rows = vocab if rows.tokens is None else len(rows.tokens)
+    one_hot = 0 if rows.tokens is None else rows.lora_rank * vocab
+    identity = hidden * hidden if rows.lora_rank == hidden else 0
+    return (num_rows * hidden + one_hot + identity) * itemsize
+
+
 def replaced_pair(rows: ReplacedRows, change: torch.Tensor, shape: ModelShape) -> Pair:
     """The pair of a change [N, H] of these rows."""
     import torch

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import weakref
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.peft import base_weights, reader
 from moe_lora.adapters.peft.base_weights import check_copies_in
 from moe_lora.adapters.peft.file_check import bad_adapters
 from moe_lora.adapters.peft.files import WEIGHTS_FILE
@@ -164,6 +168,49 @@ def test_a_pair_on_a_replaced_head_is_refused(bases, tmp_path):
     change(adapter, also(SAVED, 96, 32), {"modules_to_save": ["lm_head"]})
     with pytest.raises(AdapterError, match="LoRA pair too"):
         read(bases[False], adapter)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that operations make, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in (made,) if isinstance(made, torch.Tensor) else ():
+            storage = one.untyped_storage()
+            if one.device.type == "cpu" and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return made
+
+    def freed(self, key, num_bytes):
+        self.known.discard(key)
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["tokens", "many_tokens", "head", "both"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_memory_check_covers_the_peak_of_a_load(form, dtype, tied, bases, tmp_path, monkeypatch):
+    adapter = outer_adapter("llama", bases[tied], tmp_path / "a", **FORMS[form])
+    change(adapter, lambda tensors: {key: tensor.to(dtype) for key, tensor in tensors.items()})
+    monkeypatch.setattr(base_weights, "_CHUNK", 64)
+    monkeypatch.setattr(reader, "free_memory_bytes", lambda: 0)
+    arguments = adapter, shape_at(bases[tied]), dtype
+    with pytest.raises(AdapterError, match="memory free") as refusal:
+        read_adapter(*arguments, base_dir=bases[tied])
+    checked = sum(map(int, re.findall(r"\b\d{3,}\b", str(refusal.value).partition("safetensors: ")[2])))
+    monkeypatch.setattr(reader, "free_memory_bytes", lambda: checked)
+    with Allocated() as allocated:
+        read_adapter(*arguments, base_dir=bases[tied])
+    tables = 2_000
+    assert allocated.peak < checked + tables
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
