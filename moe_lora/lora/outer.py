@@ -81,10 +81,20 @@ class OuterDeltas:
             a_RT = elements[first_a + rank_rows * site.in_features + tokens[rows]].float()
             b_RH = elements[first_b : first_b + lora_rank * x.shape[1]].view(lora_rank, -1).float()
             if lora_rank < x.shape[1]:
-                total = torch.zeros(len(rows), x.shape[1], dtype=torch.float32, device=x.device)
-                for a_T, b_H in zip(a_RT, b_RH, strict=True):
-                    total.addcmul_(a_T.unsqueeze(1), b_H)
+                total = _sum_in_order(a_RT, b_RH)
             else:  # a replaced matrix, whose B is an identity
                 total = a_RT.t() @ b_RH
             total *= self._slots.scale[entry]
             x[rows] = x[rows] + total.to(x.dtype)
+
+
+def _sum_in_order(a_RT: torch.Tensor, b_RH: torch.Tensor) -> torch.Tensor:
+    """a_RT.T @ b_RH, summed over R in order.
+
+    Leaves out zeros: most rows have no trained token, and each trained token has a rank of its own.
+    """
+    ranks, rows = ((a_RT != 0).any(dim).nonzero().squeeze(1) for dim in (1, 0))
+    some = b_RH.new_zeros(len(rows), b_RH.shape[1])
+    for a_T, b_H in zip(a_RT[ranks][:, rows], b_RH[ranks], strict=True):
+        some.addcmul_(a_T.unsqueeze(1), b_H)
+    return b_RH.new_zeros(a_RT.shape[1], b_RH.shape[1]).index_copy_(0, rows, some)
