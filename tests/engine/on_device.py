@@ -159,6 +159,7 @@ class OnDevice:
             SimpleNamespace(
                 tokens=list(tokens),
                 num_computed=0,
+                base_tokens=0,
                 table=SimpleNamespace(pages=harness.add().pages),
                 adapter=None if slot < 0 else self.adapters[slot],
             )
