@@ -150,6 +150,7 @@ _MOST_ITEMS = {
     **dict.fromkeys(_NAME_LISTS, (50_000, "names", "name modules by the last part of their paths")),
     **dict.fromkeys(_PATTERN_KEYS, (1000, "patterns", "join those of equal value in one regular expression")),
     "layers_to_transform": (10_000, "layers", "leave out those that the model has not"),
+    "alora_invocation_tokens": (1024, "tokens", "train with a shorter invocation"),
 }
 _MAX_SHOWN_CHARS = 100
 MAX_REASON_CHARS = 300

@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from moe_lora.adapters.host_store import HostStore, is_intact
+from moe_lora.adapters.peft.file_check import bad_adapters
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cli.main import main
 from moe_lora.core.errors import AdapterError
@@ -91,6 +92,18 @@ def test_other_targets_are_refused_by_name(case, checkpoint, shape_of, tmp_path)
     change(adapter, config=FIELDS)
     with pytest.raises(AdapterError, match=reason):
         read_adapter(adapter, shape_of(family), torch.float32, base_dir=checkpoint(family))
+
+
+def test_more_than_1024_tokens_are_refused(checkpoint, shape_of, tmp_path):
+    adapter = outer_adapter("llama", checkpoint("llama"), tmp_path / "a", **FIELDS)
+    change(adapter, config={"alora_invocation_tokens": [7] * 1024})
+    assert read_adapter(adapter, shape_of("llama"), torch.float32).invocation == (7,) * 1024
+    change(adapter, config={"alora_invocation_tokens": [7] * 1025})
+    reason = "alora_invocation_tokens has 1025 tokens, at most 1024 are read; train with a shorter invocation"
+    with pytest.raises(AdapterError, match=reason):
+        read_adapter(adapter, shape_of("llama"), torch.float32)
+    bad = bad_adapters([("a", str(adapter))], shape_of("llama"))
+    assert reason in bad["a"]
 
 
 @pytest.mark.parametrize("tokens", [[7, 96], [-1], ["7"], "7", [[7]], {"a": 7}, 7, True])
