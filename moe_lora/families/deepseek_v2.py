@@ -50,6 +50,7 @@ FAMILY = Family(
         "topk_method": ("greedy", "group_limited_greedy"),
         "mlp_bias": (False,),
         "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,),  # implementations differ for true
         "scoring_func": ("softmax",),
     },
     layers=_layers,

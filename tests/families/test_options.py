@@ -337,6 +337,7 @@ REFUSED = [
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": "1"}}, "mscale_all_dim='1'"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
     ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types="),
