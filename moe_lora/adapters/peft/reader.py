@@ -54,7 +54,11 @@ def read_adapter(
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
-        needed = sum(_layer_bytes(found, shape, dtype)) + _change_bytes(found, shape, dtype)
+        needed = sum(_layer_bytes(found, shape, dtype))
+        if found.match.replaced:
+            from .replaced import change_bytes
+
+            needed += change_bytes(found.match.replaced, shape, dtype.itemsize)
         tensors = _read_tensors(found, needed)
         named = name or folder.resolve().name
         return _pack(found.match, tensors, shape, dtype, named, found.where, base_dir)
@@ -69,11 +73,14 @@ def read_pairs(
     values that are not finite.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
-        tensors = _read_tensors(found, _change_bytes(found, shape, torch.float32))
-        if found.match.replaced:
-            from .base_weights import with_changes
+        rows, dtype = found.match.replaced, torch.float32
+        if not rows:
+            return _pairs(found.match, _read_tensors(found, 0), shape), found.match
+        from .base_weights import with_changes
+        from .replaced import change_bytes
 
-            tensors = with_changes(found.match, tensors, base_dir, found.where, torch.float32)
+        tensors = _read_tensors(found, change_bytes(rows, shape, dtype.itemsize))
+        tensors = with_changes(found.match, tensors, base_dir, found.where, dtype)
         return _pairs(found.match, tensors, shape), found.match
 
 
@@ -136,14 +143,6 @@ def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> l
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
     return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
-
-
-def _change_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> int:
-    if not found.match.replaced:
-        return 0
-    from .replaced import change_bytes
-
-    return sum(change_bytes(rows, shape, dtype.itemsize) for rows in found.match.replaced)
 
 
 def pack_state_dict(

@@ -13,7 +13,7 @@ Legend: N rows, V vocabulary, H hidden size, R LoRA rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,13 +96,14 @@ def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Pa
     )
 
 
-def change_bytes(rows: ReplacedRows, shape: ModelShape, itemsize: int) -> int:
-    """Bytes of the change, and of the matrices of `replaced_pair` that are no view of the change."""
+def change_bytes(replaced: Sequence[ReplacedRows], shape: ModelShape, itemsize: int) -> int:
+    """Bytes of the changes, and of the matrices of `replaced_pair` that are no view of a change."""
     vocab, hidden = shape.vocab_size, shape.hidden_size
-    num_rows = vocab if rows.tokens is None else len(rows.tokens)
-    one_hot = 0 if rows.tokens is None else rows.lora_rank * vocab
-    identity = hidden * hidden if rows.lora_rank == hidden else 0
-    return (num_rows * hidden + one_hot + identity) * itemsize
+    total = 0
+    for rows in replaced:
+        total += vocab * hidden if rows.tokens is None else len(rows.tokens) * hidden + rows.lora_rank * vocab
+        total += hidden * hidden if rows.lora_rank == hidden else 0
+    return total * itemsize
 
 
 def replaced_pair(rows: ReplacedRows, change: torch.Tensor, shape: ModelShape) -> Pair:
