@@ -14,8 +14,8 @@ from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.wrong_files import read_config
-from moe_lora.engine.ranks.rank import check_latent
 from moe_lora.families import shape_of
+from moe_lora.models.latent_attention import check_latent
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight
 from tests.families import make_checkpoint

@@ -86,6 +86,8 @@ class Rank:
 
             check_recurrent(config, self.device.type)
         if self.shape.mla is not None:
+            from moe_lora.models.latent_attention import check_latent
+
             check_latent(config, self.device.type)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
@@ -294,19 +296,6 @@ class Rank:
         from moe_lora.models.weight_merge import WeightMerge
 
         return WeightMerge(self.model)
-
-
-def check_latent(config: EngineConfig, device: str) -> None:
-    """Raises ConfigError for a device or a part that computes no latent attention."""
-    if device != "cpu":
-        raise ConfigError(
-            f"device={device!r} has no kernel of Multi-head Latent Attention yet; choose device='cpu'"
-        )
-    if config.host_workers:
-        raise ConfigError(
-            f"host_workers={config.host_workers} compute no deltas of kv_b_proj of Multi-head Latent "
-            "Attention; leave host_workers out"
-        )
 
 
 def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
