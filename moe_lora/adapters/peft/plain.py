@@ -135,7 +135,7 @@ def write_plain(
         for part, tensor in zip(pair.parts, (pair.a, pair.b), strict=True):
             tensors[f"{_FRONT}{pair.key}.{part}"] = tensor.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    fields = _config(pairs, num_layers, stack) | kept
+    fields = {**_config(pairs, num_layers, stack), **kept}
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
 
