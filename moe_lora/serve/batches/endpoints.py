@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Request
 from pydantic import Field, ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 from moe_lora.core.errors import ConfigError
@@ -21,7 +23,7 @@ from moe_lora.serve.openai.protocol import ApiModel, Text
 
 from .lines import URLS
 from .running import Batches
-from .store import Kind, Record, Store
+from .store import Kind, Record, Store, unwritable
 from .uploads import Form, boundary_of, copy_part, read_form
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class Endpoints:
         batches, (owner, key) = self._opened(request), _owner(request)
         store, num_bytes = batches.store, 0
         store.check_room(owner, "file")
-        new = store.new_path()
+        new, content = store.new_path(), store.new_path()
         try:
             with new.open("wb") as out:
                 async for piece in request.stream():
@@ -94,18 +96,17 @@ class Endpoints:
                     out.write(piece)
             form = await asyncio.to_thread(read_form, new, boundary)
             shown = _file_of(form)
-            record = store.add(owner, key, shown)
-            try:
-                await asyncio.to_thread(copy_part, new, form, store.path(record.id))
-            except BaseException:
-                store.remove(record)
-                raise
+            await asyncio.to_thread(copy_part, new, form, content)
+            record = store.add(owner, key, shown, content)
+        except ClientDisconnect:
+            raise bad_request("the connection ended before the body did") from None
         except OSError as error:
-            what = f"the server's folder for files can't be written ({error.strerror}); send the file later"
-            raise ApiError(503, what, closes=True) from error
+            raise ApiError(503, str(unwritable(error)), closes=True) from error
         finally:
             store.receive(owner, -num_bytes)
-            new.unlink(missing_ok=True)
+            with suppress(OSError):  # the next start removes both
+                new.unlink(missing_ok=True)
+                content.unlink(missing_ok=True)
         return JsonResponse(record.shown)
 
     async def list_files(self, request: Request) -> Response:
@@ -180,7 +181,8 @@ class Endpoints:
         store, (owner, _) = self._opened(request).store, _owner(request)
         query = request.query_params
         limit, order, after = query.get("limit", str(_PAGE)), query.get("order", "desc"), query.get("after")
-        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MAX_PAGE:
+        num = int(limit) if limit.isdecimal() and len(limit) < 10 else 0
+        if not 1 <= num <= _MAX_PAGE:
             raise bad_request(f"limit={limit[:32]!r} must be a number from 1 to {_MAX_PAGE}", "limit")
         if order not in ("asc", "desc"):
             raise bad_request(f"order={order[:32]!r} must be asc or desc", "order")
@@ -193,7 +195,7 @@ class Endpoints:
             found = found[ids.index(after) + 1 :]
         for name in filters:
             found = [one for one in found if query.get(name) in (None, one[name])]
-        page = found[: int(limit)]
+        page = found[:num]
         ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         more = len(found) > len(page)
         listed = {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": more}

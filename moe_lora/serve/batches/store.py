@@ -111,14 +111,24 @@ class Store:
         """A file that the next start removes."""
         return self._folder / f"{uuid.uuid4().hex}.new"
 
-    def add(self, owner: str, key: str | None, shown: dict[str, Any]) -> Record:
-        """Keep a record with its id, or with a new one.  Replaces a record of the same id."""
+    def add(self, owner: str, key: str | None, shown: dict[str, Any], content: Path | None = None) -> Record:
+        """Keep a record with its id, or with a new one.  Replaces a record of the same id.
+
+        content: becomes the record's content.  Raises StorageError and OSError.
+        """
         kind = shown["object"]
         prefix = "file-" if kind == "file" else "batch_"
         made = {"id": f"{prefix}{uuid.uuid4().hex}", "created_at": int(time.time()), **shown}
         number = max((one.number for one in self._records.values()), default=0) + 1
         record = Record(owner=owner, key=key, number=number, shown=made)
-        self.save(record)
+        if content is not None:
+            content.replace(self.path(record.id))
+        try:
+            self.save(record)
+        except StorageError:
+            if content is not None:
+                self.path(record.id).unlink()
+            raise
         before = self._records.get(record.id)
         self._used[owner] += record.num_bytes - (0 if before is None else before.num_bytes)
         self._records[record.id] = record

@@ -7,7 +7,10 @@ import json
 import os
 import resource
 import signal
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,7 +23,7 @@ from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
-from moe_lora.serve.batches import running
+from moe_lora.serve.batches import endpoints, running, uploads
 from moe_lora.serve.batches.store import FullError, Store
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
@@ -408,6 +411,41 @@ def test_a_lost_file_fails_its_batch_alone(tokenizer, tmp_path):
         assert ended(client, create(client, lines_of({"prompt": "the"})).id).status == "completed"
 
 
+def test_a_file_is_shown_with_its_whole_content(tokenizer, tmp_path, monkeypatch):
+    copies, goes_on = [], threading.Event()
+
+    def copy(source, form, target):
+        copies.append(target)
+        assert goes_on.wait(PATIENCE_S)
+        return uploads.copy_part(source, form, target)
+
+    monkeypatch.setattr(endpoints, "copy_part", copy)
+    with (
+        served(scripted(tokenizer), tokenizer, batch_dir=str(tmp_path)) as url,
+        client_of(url) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        made = pool.submit(upload, client, b"content")
+        wait_until(lambda: copies, "the copy begins")
+        assert list(client.files.list()) == []
+        assert not list(tmp_path.glob("file-*"))
+        goes_on.set()
+        assert client.files.content(made.result(PATIENCE_S)).content == b"content"
+        assert not list(tmp_path.glob("*.new"))
+
+
+def test_an_upload_without_its_end_keeps_nothing(tokenizer, tmp_path, caplog):
+    with served(scripted(tokenizer), tokenizer, batch_dir=str(tmp_path), batch_bytes=4096) as url:
+        head = "POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as sock:
+            sock.sendall(f"{head}Content-Length: 4000\r\n\r\n".encode() + b"x" * 3000)
+            wait_until(lambda: list(tmp_path.glob("*.new")), "the start")
+        wait_until(lambda: not list(tmp_path.glob("*.new")), "the end")
+        with client_of(url) as client:
+            assert upload(client, b"x" * 3000)
+    assert "Exception in ASGI" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("form", "status", "message"),
     [
@@ -478,8 +516,10 @@ def test_wrong_batches_are_refused(tokenizer, fields, param):
         answer = http.post("/v1/batches", json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
-        for path in ("limit=0", "limit=x", "order=up"):
+        long = "000000001" + "9" * 4400
+        for path in ("limit=0", "limit=x", f"limit={long}", "limit=0000000019999", "limit=-1", "order=up"):
             assert http.get(f"/v1/batches?{path}").status_code == 400
+        assert http.get("/v1/batches?limit=010000").status_code == 200
         assert http.get("/v1/batches?after=none").status_code == 404
         assert http.post("/v1/batches", content=b"[").status_code == 400
 
