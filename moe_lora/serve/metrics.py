@@ -186,6 +186,8 @@ class RequestWatch:
         "_visit",
     )
 
+    is_timed = True
+
     def __init__(
         self,
         metrics: Metrics,
@@ -259,7 +261,24 @@ class RequestWatch:
             (metrics.by_tenant, self._tenant),
         ):
             if counts is not None and name:
-                counts.add(name, reason, self._prompt_tokens, tokens, ttft_s)
+                counts.add(name, reason, self._prompt_tokens, tokens, ttft_s, is_timed=self.is_timed)
+
+
+class BackgroundWatch(RequestWatch):
+    """Counts a choice and its tokens alone: a request that waits for all others has no latency to show."""
+
+    __slots__ = ()
+    is_timed = False
+
+    def tokens(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def end(self, reason: str, timing: RequestTiming | None) -> None:
+        if reason == "refused":
+            return
+        self._metrics.count(reason)
+        if self._metrics.by_adapter is not None:
+            self._count_by_name(reason)
 
 
 class _Counts:
@@ -295,9 +314,19 @@ class CountsByName:
         return _Counts(len(self._bounds_s) + 1)
 
     def add(
-        self, name: str, reason: str, prompt_tokens: int, generation_tokens: int, ttft_s: float | None
+        self,
+        name: str,
+        reason: str,
+        prompt_tokens: int,
+        generation_tokens: int,
+        ttft_s: float | None,
+        *,
+        is_timed: bool = True,
     ) -> None:
-        """Count a finished request.  ttft_s: None without a token; the prompt does not count then."""
+        """Count a finished request.
+
+        ttft_s: None without a token; the prompt does not count then.  is_timed: False leaves ttft_s out.
+        """
         counts = self._counts.get(name)
         if counts is None:
             counts = self._first(name)
@@ -305,6 +334,7 @@ class CountsByName:
         counts.generation_tokens += generation_tokens
         if ttft_s is not None:
             counts.prompt_tokens += prompt_tokens
+        if ttft_s is not None and is_timed:
             counts.ttft_counts[bisect_left(self._bounds_s, ttft_s)] += 1
             counts.ttft_s += ttft_s
 

@@ -31,7 +31,7 @@ from moe_lora.serve.access import Allowance, Caller, Reservation, reserved
 from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
 from moe_lora.serve.limits import Limits, Waiting
-from moe_lora.serve.metrics import RequestWatch
+from moe_lora.serve.metrics import BackgroundWatch, RequestWatch
 
 T = TypeVar("T")
 Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
@@ -317,9 +317,10 @@ class Generation:
 
     def _metrics(self, request: GenerateRequest) -> RequestWatch:
         window, visit = self.frontend.controller.window, None
-        if window is not None and self.adapter is not None:
+        watch = BackgroundWatch if self.caller.background else RequestWatch
+        if window is not None and self.adapter is not None and not self.caller.background:
             visit = window.begin(self.adapter)
-        return RequestWatch(
+        return watch(
             self.frontend.metrics,
             visit,
             adapter=self.adapter,

@@ -18,10 +18,13 @@ import httpx
 import msgspec
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
+from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
+from moe_lora.provision.online import DemandWindow
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
 from moe_lora.serve.batches import endpoints, running, uploads
 from moe_lora.serve.batches.store import FullError, Store
@@ -281,6 +284,26 @@ def test_online_requests_do_not_wait_for_a_batch_in_the_front_end_s_queue(tokeni
     priorities = [one.priority for one in engine.requests]
     assert priorities.count(0) == 1
     assert priorities.count(BACKGROUND) == 20
+
+
+def test_requests_of_batches_show_no_latency_and_no_demand(tokenizer):
+    frontend = frontend_of(scripted(tokenizer), tokenizer)
+    window = frontend.controller.window = DemandWindow(WallClock(), 600.0)
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url) as client:
+        batch = create(client, lines_of(*({"model": "shout", "prompt": "the"} for _ in range(5))))
+        assert ended(client, batch.id).request_counts.completed == 5
+        found = {
+            (one.name, one.labels.get("adapter")): one.value
+            for family in text_string_to_metric_families(frontend.metrics.render().decode())
+            for one in family.samples
+        }
+        assert not any(value for (name, _), value in found.items() if name.endswith("_seconds_count"))
+        assert found["moe_lora:adapter_requests_total", "shout"] == 5
+        assert found["moe_lora:adapter_prompt_tokens_total", "shout"] == 5 * 4
+        assert found["moe_lora:adapter_generation_tokens_total", "shout"] == 5 * 4
+        assert sum(window.demand().counts) == 0
+        client.completions.create(model="shout", prompt="the")
+        assert sum(window.demand().counts) == 1
 
 
 def test_a_tenant_sees_its_own_files_and_batches(tokenizer, tmp_path):
