@@ -159,7 +159,7 @@ class Batches:
             except Exception:
                 logger.exception("the end of the batch %s is not on disk; the next start goes on", batch.id)
                 if not batch.has_ended:
-                    run.fail("storage_failed", "the server can't write its folder; its next start goes on")
+                    run.fail("storage_failed", "the server can't use its folder; its next start goes on")
             finally:
                 del self._runs[batch.id]
         del self._owners[owner]
@@ -171,7 +171,7 @@ class Run:
     def __init__(self, batches: Batches, record: Record) -> None:
         self._batches, self._record, self._store = batches, record, batches.store
         self._path = self._store.path(f"{record.id}.results")
-        self._results: Results | None = None
+        self._results: Results
         self._errors: list[dict[str, Any]] = []
         self._num_bytes = 0
         self._task: asyncio.Task[None] | None = None
@@ -187,8 +187,8 @@ class Run:
 
     async def run(self) -> None:
         """Answer the requests, and end the batch."""
+        await self._retried(self._open)
         try:
-            self._results = await asyncio.to_thread(Results, str(self._path))
             with suppress(FullError):  # further results raise
                 self._count_bytes(self._results.num_bytes)
             with self._store.path(self._record.shown["input_file_id"]).open("rb") as source:
@@ -199,14 +199,20 @@ class Run:
             status = self._failed("storage_full", f"{error}, and send requests without a result again")
         except FileTooLongError as error:
             status = self._failed("too_many_tasks", str(error))
+        except OSError as error:
+            logger.error("the batch %s failed: %s", self._record.id, error)
+            what = f"the server's folder for files can't be used ({error.strerror})"
+            status = self._failed("storage_failed", f"{what}; send requests without a result again later")
         except Exception as error:
             logger.exception("the batch %s failed", self._record.id)
             status = self._failed("batch_failed", f"the server failed: {type(error).__name__}; see its log")
         finally:
-            if self._results is not None:
-                with suppress(OSError):
-                    await asyncio.to_thread(self._results.close)
+            with suppress(OSError):
+                await asyncio.to_thread(self._results.close)
         await self._retried(partial(self._end, status))
+
+    async def _open(self) -> None:
+        self._results = await asyncio.to_thread(Results, str(self._path))
 
     def _failed(self, code: str, message: str) -> str:
         self._errors = [_error(code, message), *self._errors]
@@ -324,16 +330,13 @@ class Run:
     async def _end(self, status: str) -> None:
         """Make files of the results so far, and end the batch."""
         record, shown = self._record, self._record.shown
-        if self._results is not None:
-            wrong = [_told(one) for one in self._errors if one["code"] == "invalid_line"]
-            lines = [problem_line(None, "invalid_line", text) for text in wrong]
-            output, error = (
-                f"file-{record.id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")
-            )
-            paths = self._store.path(output), self._store.path(error)
-            await asyncio.to_thread(self._results.split, *paths, lines)
-            shown |= {"output_file_id": self._kept(output), "finalizing_at": int(time.time())}
-            shown["error_file_id"] = self._kept(error)
+        wrong = [_told(one) for one in self._errors if one["code"] == "invalid_line"]
+        lines = [problem_line(None, "invalid_line", text) for text in wrong]
+        output, error = (f"file-{record.id.removeprefix('batch_')}-{kind}" for kind in ("output", "error"))
+        paths = self._store.path(output), self._store.path(error)
+        await asyncio.to_thread(self._results.split, *paths, lines)
+        shown |= {"output_file_id": self._kept(output), "finalizing_at": int(time.time())}
+        shown["error_file_id"] = self._kept(error)
         self._show(status)
         self._store.save(record)
         self._path.unlink(missing_ok=True)

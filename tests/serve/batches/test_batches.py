@@ -228,6 +228,31 @@ def test_a_full_disk_ends_its_batch_and_no_later_batch(tokenizer, tmp_path, monk
         assert ended(client, create(client, lines).id).request_counts.completed == 20
 
 
+def test_results_of_a_batch_outlive_a_start_that_can_not_open_them(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "RETRY_S", ())
+    settings = {"batch_dir": str(tmp_path)}
+    engine = scripted(tokenizer, hang_after=50)
+    frontend = frontend_of(engine, tokenizer, batch_concurrency=1, **settings)
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url) as client:
+        batch = create(client, lines_of(*({"prompt": "the"} for _ in range(9))))
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 2, "results")
+    os.close(frontend.batches.store._lock)
+    rows = tmp_path / f"{batch.id}.results"
+    before = rows.read_bytes()
+    rows.rename(tmp_path / "moved")
+    rows.mkdir()  # can't be opened
+    frontend = frontend_of(scripted(tokenizer), tokenizer, **settings)
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url) as client:
+        assert ended(client, batch.id).errors.data[0].code == "storage_failed"
+        assert ended(client, create(client, lines_of({"prompt": "the"})).id).status == "completed"
+    os.close(frontend.batches.store._lock)
+    rows.rmdir()
+    (tmp_path / "moved").rename(rows)
+    with served(engine := scripted(tokenizer), tokenizer, **settings) as url, client_of(url) as client:
+        assert ended(client, batch.id).request_counts.completed == 9
+    assert len(engine.requests) == 9 - before.count(b"\n")
+
+
 def test_a_folder_without_a_permission_is_no_server_s_fault(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "RETRY_S", (0.01,))
     folder = tmp_path / "batches"
