@@ -7,13 +7,14 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import BinaryIO
 
 import httpx
 
-from moe_lora.serve.batches.lines import BatchLine, Results, body_at, result_line
+from moe_lora.serve.batches.lines import BatchLine, Results, body_at, result_line, run_lines
 
 RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Waits before further attempts."""
@@ -65,17 +66,12 @@ class BatchRun:
             loop.remove_signal_handler(signal.SIGINT)
 
     async def _run(self, lines: Sequence[BatchLine], http: httpx.AsyncClient) -> None:
-        todo = iter(lines)
-        workers = [asyncio.create_task(self._work(todo, http)) for _ in range(self._concurrency)]
         showing = asyncio.create_task(self._show(len(lines)))
         try:
-            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            for one in done:
-                one.result()
+            await run_lines(lines, self._concurrency, partial(self._work, http))
         finally:
-            for one in (showing, *workers):
-                one.cancel()
-            await asyncio.gather(showing, *workers, return_exceptions=True)
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
 
     async def _show(self, num_lines: int) -> None:
         while True:
@@ -88,19 +84,18 @@ class BatchRun:
         rate = done / max(time.monotonic() - self._start_s, 1e-9)
         return f"{done} of {num_lines} done, {self.failed} failed, {rate:.1f} requests/s"
 
-    async def _work(self, todo: Iterator[BatchLine], http: httpx.AsyncClient) -> None:
-        for line in todo:
-            answer = await self._answer(line, body_at(self._source, line), http)
-            if answer is None:
-                self.left += 1
-                continue
-            try:
-                body = json.loads(answer.content)
-            except ValueError:
-                body = answer.text
-            status, request_id = answer.status_code, answer.headers.get("X-Request-Id", "")
-            text = result_line(line.custom_id, status, request_id, body)
-            self._results.add(text, line.custom_id, is_whole=status == 200)
+    async def _work(self, http: httpx.AsyncClient, line: BatchLine) -> None:
+        answer = await self._answer(line, body_at(self._source, line), http)
+        if answer is None:
+            self.left += 1
+            return
+        try:
+            body = json.loads(answer.content)
+        except ValueError:
+            body = answer.text
+        status, request_id = answer.status_code, answer.headers.get("X-Request-Id", "")
+        text = result_line(line.custom_id, status, request_id, body)
+        self._results.add(text, line.custom_id, is_whole=status == 200)
 
     async def _answer(self, line: BatchLine, body: bytes, http: httpx.AsyncClient) -> httpx.Response | None:
         """None after the last attempt.  Raises ValueError if no server answers, or for a refused key."""

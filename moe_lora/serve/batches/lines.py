@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import re
 import sys
 import uuid
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,3 +275,24 @@ class Results:
 
 def _foreign(path: str, number: int) -> str:
     return f"{path}: line {number} is no result of a batch; choose another file for results"
+
+
+async def run_lines(
+    lines: Iterable[BatchLine], num_at_once: int, work: Callable[[BatchLine], Awaitable[None]]
+) -> None:
+    """Work on the lines in their order, some at once.  The first error ends all and is raised."""
+    todo = iter(lines)
+
+    async def run() -> None:
+        for line in todo:
+            await work(line)
+
+    workers = [asyncio.create_task(run()) for _ in range(num_at_once)]
+    try:
+        done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+    finally:
+        for one in workers:
+            one.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

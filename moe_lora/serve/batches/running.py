@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -28,6 +28,7 @@ from .lines import (
     problem_line,
     read_lines,
     result_line,
+    run_lines,
 )
 from .store import FullError, Record, Store
 
@@ -263,22 +264,9 @@ class Run:
         return "cancelled" if shown["status"] == "cancelling" else "completed"
 
     async def _answer_all(self, found: BatchLines, source: BinaryIO, results: Results) -> None:
-        todo = iter([one for one in found.lines if one.custom_id not in results.finished])
-
-        async def run() -> None:
-            num = self._batches.frontend.config.batch_concurrency
-            workers = [asyncio.create_task(self._work(todo, source, results)) for _ in range(num)]
-            try:
-                done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-                for one in done:
-                    one.result()
-            finally:
-                for one in workers:
-                    one.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-                self._count(results, found.num_wrong)
-
-        self._task = asyncio.create_task(run())
+        todo = [one for one in found.lines if one.custom_id not in results.finished]
+        num = self._batches.frontend.config.batch_concurrency
+        self._task = asyncio.create_task(run_lines(todo, num, partial(self._work, source, results)))
         try:
             await self._task
         except asyncio.CancelledError:
@@ -287,21 +275,21 @@ class Run:
                 await self._task
             if self._record.shown["status"] != "cancelling":
                 raise
+        finally:
+            self._count(results, found.num_wrong)
 
     def _count(self, results: Results, num_wrong: int) -> None:
         completed = sum(results.finished.values())
         failed = len(results.finished) - completed + num_wrong
         self._record.shown["request_counts"] |= {"completed": completed, "failed": failed}
 
-    async def _work(self, todo: Iterator[BatchLine], source: BinaryIO, results: Results) -> None:
-        counts = self._record.shown["request_counts"]
-        for line in todo:
-            request_id = uuid.uuid4().hex
-            answer = await self._answer(line, body_at(source, line), request_id)
-            text = result_line(line.custom_id, answer.status, request_id, answer.body)
-            self._count_bytes(len(text))
-            await self._retried(partial(self._add, results, text, line.custom_id, answer.status))
-            counts["completed" if answer.status == 200 else "failed"] += 1
+    async def _work(self, source: BinaryIO, results: Results, line: BatchLine) -> None:
+        counts, request_id = self._record.shown["request_counts"], uuid.uuid4().hex
+        answer = await self._answer(line, body_at(source, line), request_id)
+        text = result_line(line.custom_id, answer.status, request_id, answer.body)
+        self._count_bytes(len(text))
+        await self._retried(partial(self._add, results, text, line.custom_id, answer.status))
+        counts["completed" if answer.status == 200 else "failed"] += 1
 
     async def _add(self, results: Results, text: bytes, custom_id: str, status: int) -> None:
         results.add(text, custom_id, is_whole=status == 200)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import resource
@@ -20,6 +21,7 @@ from moe_lora.serve.batches.lines import (
     problem_line,
     read_lines,
     result_line,
+    run_lines,
 )
 
 CHAT = "/v1/chat/completions"
@@ -202,3 +204,26 @@ def test_one_process_at_a_time_writes_results(tmp_path):
         Results(str(tmp_path / "out"))
     first.close()
     Results(str(tmp_path / "out")).close()
+
+
+def test_lines_run_in_order_some_at_once_until_the_first_error():
+    lines = read_lines(io.BytesIO(b"".join(line(f"n{index}") for index in range(9)))).lines
+    begun, running, most = [], 0, 0
+
+    async def work(one):
+        nonlocal running, most
+        begun.append(one.number)
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(0)
+            if one.number == 7:
+                raise KeyError(one.number)
+        finally:
+            running -= 1
+
+    asyncio.run(run_lines(lines[:6], 3, work))
+    assert (begun, most, running) == ([1, 2, 3, 4, 5, 6], 3, 0)
+    with pytest.raises(KeyError, match="7"):
+        asyncio.run(run_lines(lines[6:], 1, work))
+    assert (begun[6:], running) == ([7], 0)
