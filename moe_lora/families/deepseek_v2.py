@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family, gate_groups
+from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family
 from .schema.latent import (
     LATENT_ATTENTION,
     LATENT_BESIDE,
@@ -16,8 +16,8 @@ from .schema.latent import (
     NO_SPARSE_ATTENTION,
     latent_scale,
     latent_shape,
-    leading_dense,
 )
+from .schema.routed import gate_groups, leading_dense
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:

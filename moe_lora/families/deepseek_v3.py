@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family, gate_groups
+from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family
 from .schema.latent import (
     LATENT_ATTENTION,
     LATENT_BESIDE,
@@ -19,23 +19,17 @@ from .schema.latent import (
     NO_SPARSE_ATTENTION,
     latent_scale,
     latent_shape,
-    leading_dense,
 )
+from .schema.routed import CORRECTION, corrected_gate, later_layers, leading_dense
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
-    num_layers, num_unused = config.size("num_hidden_layers"), config.size(*_UNUSED, default=1, least=0)
     return {
         **latent_scale(config),
         "attention_bias": config.flag("attention_bias"),
         "rotates_neighbours": config.flag("rope_interleave", True),
-        "gate": "sigmoid_topk",
-        "gate_norm": 1.0 if config.flag("norm_topk_prob", True) else None,
-        "gate_correction": True,
-        "gate_in_fp32": True,
-        **gate_groups(config, "n_routed_experts", "num_experts_per_tok", 8, 4),
-        "routed_scale": config.number("routed_scaling_factor", default=2.5),
-        "unused": tuple(f"model.layers.{num_layers + i}." for i in range(num_unused)),
+        **corrected_gate(config, 2.5, 8, 4),
+        "unused": later_layers(config, "num_nextn_predict_layers", "num_mtp_layers", num_layers=1),
     }
 
 
@@ -46,7 +40,6 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
     }
 
 
-_UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")
 FAMILY = Family(
     title="DeepSeek-V3, Kimi-K2",
     sizes=LATENT_SIZES,
@@ -58,7 +51,7 @@ FAMILY = Family(
     },
     layers=_layers,
     beside_experts=_beside,
-    tensors={**LATENT_TENSORS, "mlp.correction.weight": "mlp.gate.e_score_correction_bias"},
+    tensors={**LATENT_TENSORS, **CORRECTION},
     attention=LATENT_ATTENTION,
     beside=LATENT_BESIDE,
     mlp=EXPERT_FORMS,

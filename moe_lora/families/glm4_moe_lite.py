@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family, dense_layers, gate_groups
+from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family, dense_layers
 from .schema.latent import (
     LATENT_ATTENTION,
     LATENT_BESIDE,
@@ -20,24 +20,18 @@ from .schema.latent import (
     latent_scale,
     latent_shape,
 )
+from .schema.routed import CORRECTION, corrected_gate, later_layers
 
 _KINDS = ("dense", "sparse")
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
-    num_layers = config.size("num_hidden_layers")
-    num_unused = config.size("num_nextn_predict_layers", default=1, least=0)
     return {
         **latent_scale(config, nope_dim=192),
         "attention_bias": config.flag("attention_bias"),
         "rotates_neighbours": config.flag("rope_interleave", True),
-        "gate": "sigmoid_topk",
-        "gate_norm": 1.0 if config.flag("norm_topk_prob", True) else None,
-        "gate_correction": True,
-        "gate_in_fp32": True,
-        **gate_groups(config, "n_routed_experts", "num_experts_per_tok"),
-        "routed_scale": config.number("routed_scaling_factor", default=1.8),
-        "unused": tuple(f"model.layers.{num_layers + i}." for i in range(num_unused)),
+        **corrected_gate(config, 1.8),
+        "unused": later_layers(config, "num_nextn_predict_layers", num_layers=1),
     }
 
 
@@ -63,7 +57,7 @@ FAMILY = Family(
     layers=_layers,
     beside_experts=_beside,
     norm_eps=1e-5,
-    tensors={**LATENT_TENSORS, "mlp.correction.weight": "mlp.gate.e_score_correction_bias"},
+    tensors={**LATENT_TENSORS, **CORRECTION},
     attention=LATENT_ATTENTION,
     beside=LATENT_BESIDE,
     mlp=EXPERT_FORMS,

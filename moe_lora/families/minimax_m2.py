@@ -21,6 +21,7 @@ from .schema.family import (
     fused_experts,
     linear_mlp,
 )
+from .schema.routed import later_layers
 
 LEAVES = ("w1", "w3", "w2")
 GATE = Place(path="mlp.gate", site="router", optional_linear=True)
@@ -33,12 +34,11 @@ ONE = (1, 1.0)
 def _layers(config: ConfigJson) -> Mapping[str, Any]:
     if set(kinds := config.numbers("attn_type_list")) - {1}:
         raise config.refusal("attn_type_list", kinds, "must be 1 in each layer: full attention")
-    num_layers, num_unused = config.size("num_hidden_layers"), config.size(*_UNUSED, default=0, least=0)
     return {
         "full_qk_norm": True,
         "gate": "sigmoid_topk",
         "gate_correction": True,
-        "unused": tuple(f"model.layers.{num_layers + i}." for i in range(num_unused)),
+        "unused": later_layers(config, "num_mtp_modules", "num_nextn_predict_layers", num_layers=0),
     }
 
 
@@ -46,7 +46,6 @@ def _rotary_factor(config: ConfigJson, head_dim: int) -> float:
     return config.size("rotary_dim", default=head_dim) / head_dim
 
 
-_UNUSED = ("num_mtp_modules", "num_nextn_predict_layers")
 FAMILY = Family(
     title="MiniMax-M2",
     sizes={**SIZES, **EXPERT_SIZES},

@@ -259,28 +259,6 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
     }
 
 
-def gate_groups(
-    config: ConfigJson, experts_key: str, chosen_key: str, num_groups: int = 1, top_groups: int = 1
-) -> Mapping[str, Any]:
-    """Fields of `ModelSpec` for n_group and topk_group.  Raises ConfigError for too few experts in groups.
-
-    num_groups, top_groups: of a config without the keys.
-    """
-    num_experts, num_chosen = config.size(experts_key), config.size(chosen_key)
-    groups, top = config.size("n_group", default=num_groups), config.size("topk_group", default=top_groups)
-    if groups == 1:
-        return {}
-    if num_experts % groups or num_experts < 2 * groups:
-        raise config.refusal(
-            "n_group", groups, f"must cut {experts_key}={num_experts} in equal groups of 2 or more"
-        )
-    if top > groups or top * num_experts // groups < num_chosen:
-        raise config.refusal(
-            "topk_group", top, f"must be at most n_group={groups}, and hold {chosen_key}={num_chosen} experts"
-        )
-    return {"gate_groups": groups, "top_groups": top}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family.

@@ -10,13 +10,12 @@ from typing import Any
 from moe_lora.core.attention_shapes import MlaShape
 
 from .config_json import ConfigJson
-from .family import SIZES, TENSORS, Place, dense_layers, linear_mlp
+from .family import SIZES, TENSORS, Place, linear_mlp
+from .routed import ROUTED_SIZES
 
 LATENT_SIZES: Mapping[str, tuple[str, ...]] = {
     **{name: keys for name, keys in SIZES.items() if name not in ("num_kv_heads", "head_dim")},
-    "intermediate_size": ("moe_intermediate_size",),
-    "num_experts": ("n_routed_experts", "num_local_experts"),
-    "num_experts_per_token": ("num_experts_per_tok",),
+    **ROUTED_SIZES,
 }
 """Sizes beside those of `latent_shape`."""
 LATENT_TENSORS: Mapping[str, str] = {
@@ -73,16 +72,3 @@ def latent_scale(config: ConfigJson, nope_dim: int = 128) -> Mapping[str, Any]:
         factor = section.number("factor")
         scale = 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
     return {"attention_multiplier": size**-0.5 * scale * scale}
-
-
-def leading_dense(config: ConfigJson, num_layers: int, num_dense: int, num_shared: int) -> Mapping[str, Any]:
-    """Fields of `ModelShape`: shared experts, and dense layers by first_k_dense_replace.
-
-    num_dense, num_shared: of a config without the keys.
-    """
-    num_dense = min(config.size("first_k_dense_replace", default=num_dense, least=0), num_layers)
-    num_shared = config.size("n_shared_experts", default=num_shared, least=0)
-    return {
-        "shared_size": num_shared * config.size("moe_intermediate_size"),
-        **dense_layers(config, range(num_dense), "intermediate_size"),
-    }
