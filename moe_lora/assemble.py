@@ -116,19 +116,14 @@ def with_local_app(cluster: ClusterConfig, use: Callable[[FastAPI], Awaitable[T]
     Raises as `serve`.
     """
     from moe_lora.serve.frontend import read_served_text
-    from moe_lora.serve.server import create_app
+    from moe_lora.serve.server import controlled, create_app
 
     cluster, at_once = _checked(cluster), asyncio.Event()
     tokenizer = read_served_text(cluster)
 
     async def run(fleet: AbstractAsyncContextManager[ServedFleet]) -> T:
-        async with _opened_frontend(cluster, fleet, tokenizer) as frontend:
-            deciding = asyncio.create_task(frontend.controller.run())
-            try:
-                await frontend.controller.ready()
-                return await use(create_app(frontend))
-            finally:
-                deciding.cancel()
+        async with _opened_frontend(cluster, fleet, tokenizer) as frontend, controlled(frontend):
+            return await use(create_app(frontend))
 
     with _opened_registry(cluster) as (started, registry):
         return _run(run(_local_fleet(started, registry, at_once, None)))

@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, cast
@@ -337,11 +337,18 @@ async def serve_forever(
     gc.freeze()
     gc.collect()  # the collector would wait for a quarter of the last, now frozen, objects
     gc.set_threshold(*RARE_COLLECTIONS)
+    async with controlled(frontend):
+        # A separate task: uvicorn's loop wakes ten times a second.
+        await asyncio.create_task(server.serve(sockets=list(socks)))
+
+
+@contextlib.asynccontextmanager
+async def controlled(frontend: Frontend) -> AsyncIterator[None]:
+    """Runs the front end's controller, once ready."""
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()
-        # A separate task: uvicorn's loop wakes ten times a second.
-        await asyncio.create_task(server.serve(sockets=list(socks)))
+        yield
     finally:
         deciding.cancel()
 

@@ -119,16 +119,15 @@ class PromptCompletion(CompletionFormat):
         self._scores: Sequence[TokenLogprobs] = ()
         self._echoing: Sequence[int] = ()
         self._encoded: dict[int, msgspec.Raw] = {}
-        self._shown_scores: dict[int, msgspec.Raw] = {}
+        self._shown_scores: dict[int, msgspec.Raw | None] = {}
 
     async def collect(self, generation: Generation) -> list[Delta]:
         """The choices, with long log probabilities encoded in slices."""
         whole = await generation.whole()
         for delta in whole:
-            scores = None if delta.prompt is None else delta.prompt.logprobs
             prompt, asked = generation.prompt_of(delta.index), self._prepared.body.prompt_logprobs
-            if scores is not None and asked is not None:
-                self._shown_scores[delta.index] = await in_slices(score_parts(self, prompt, scores, asked))
+            self._shown_scores[delta.index] = await shown_scores(self, prompt, delta, asked)
+            scores = None if delta.prompt is None else delta.prompt.logprobs
             if scores is not None and self._prepared.echo is not None and delta.logprobs is not None:
                 entries = self._echo_entries(delta.index, prompt, scores, delta.token_ids, delta.logprobs)
                 self._encoded[delta.index] = await in_slices(_object_of_lists(entries))
@@ -200,7 +199,17 @@ async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"".join(found))
 
 
-def score_parts(
+async def shown_scores(
+    form: ChoiceFormat, prompt: Sequence[int], delta: Delta, num_top: int | None
+) -> msgspec.Raw | None:
+    """prompt_logprobs of a choice; None unless asked for and reported."""
+    report = delta.prompt
+    if num_top is None or report is None or report.logprobs is None:
+        return None
+    return await in_slices(_score_parts(form, prompt, report.logprobs, num_top))
+
+
+def _score_parts(
     form: ChoiceFormat, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
 ) -> Iterator[bytes]:
     """vLLM's prompt_logprobs: of each token, its entry and those of the likeliest; null for the first."""
@@ -255,11 +264,9 @@ class PromptChat(ChatFormat):
 
     async def collect(self, generation: Generation) -> list[Delta]:
         """The choices, with long log probabilities encoded in slices."""
-        whole = await generation.whole()
-        asked, report = self._prepared.body.prompt_logprobs, whole[0].prompt
-        if asked is not None and report is not None and report.logprobs is not None:
-            parts = score_parts(self._form, generation.prompt_of(0), report.logprobs, asked)
-            self.beside_choices["prompt_logprobs"] = await in_slices(parts)
+        whole, asked = await generation.whole(), self._prepared.body.prompt_logprobs
+        found = await shown_scores(self._form, generation.prompt_of(0), whole[0], asked)
+        self.beside_choices["prompt_logprobs"] = found
         return whole
 
     def whole(self, delta: Delta) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from .endpoints import (
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .prompt_bodies import read_body
-from .prompt_side import in_slices, score_parts
+from .prompt_side import shown_scores
 from .protocol import ApiRequest, ChatRequest, CompletionRequest, Listed, StreamOptions, Text, TokenId
 
 if TYPE_CHECKING:
@@ -226,10 +226,9 @@ class TokensFormat(ChatFormat):
             return Response(status_code=CLIENT_GONE)
         shown = {**head, "choices": [self.whole(delta) for delta in whole], "usage": generation.usage()}
         shown |= {"prompt_logprobs": None, "kv_transfer_params": None}
-        asked, report = self._body.prompt_logprobs, whole[0].prompt
-        if asked is not None and report is not None and report.logprobs is not None:
-            parts = score_parts(self, generation.prompt_of(0), report.logprobs, asked)
-            shown["prompt_logprobs"] = await in_slices(parts)
+        scores = await shown_scores(self, generation.prompt_of(0), whole[0], self._body.prompt_logprobs)
+        if scores is not None:
+            shown["prompt_logprobs"] = scores
         if self.prompt_of is not None:
             shown["prompt_token_ids"] = self.prompt_of(0)
         return JsonResponse(shown, headers=headers)
