@@ -18,8 +18,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 import moe_lora
 from moe_lora.config import FrontEndConfig
@@ -27,7 +28,6 @@ from moe_lora.core.address import parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router
-from moe_lora.serve.admin.registry_routes import registry_router
 from moe_lora.serve.admin.status import (
     capacity_router,
     instances_router,
@@ -43,7 +43,7 @@ from moe_lora.serve.openai.preparing import Preparer
 from .access import ANYONE, NO_ADMIN, Access, checked_keys
 from .connections import ACCEPTED_AT_ONCE, Connection, limited, most_connections
 from .frontend import Frontend
-from .http_errors import install_error_handlers
+from .http_errors import ApiError, install_error_handlers
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -82,12 +82,26 @@ def create_app(frontend: Frontend) -> FastAPI:
     preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.checks, frontend.adapter_texts)
     app.include_router(generating_router(frontend, preparer))
     app.include_router(later_router(frontend, preparer))
-    managing = (models_router, adapters_router, registry_router, capacity_router, instances_router)
-    for make_router in (*managing, status_router):
+    for make_router in (models_router, adapters_router, capacity_router, instances_router, status_router):
         app.include_router(make_router(frontend))
+    app.include_router(_registry_router(frontend))
     if shows_docs:
         app.include_router(welcome_router(frontend, app))
     return app
+
+
+def _registry_router(frontend: Frontend) -> APIRouter:
+    """The routes of the registry; without a registry their refusal."""
+    if frontend.cluster.registry is not None:
+        from moe_lora.serve.admin.registry_routes import registry_router
+
+        return registry_router(frontend)
+
+    async def refuse(request: Request) -> None:
+        raise ApiError(404, "there is no registry of adapters; start with --registry FOLDER")
+
+    methods = ["GET", "POST", "DELETE"]
+    return APIRouter(routes=[Route("/v1/registry/{path:path}", refuse, methods=methods)])
 
 
 class QuietLoop:

@@ -111,7 +111,8 @@ def _untitled(value: Any) -> Any:
 
 
 def test_paths_parameters_and_schemas_of_http(engine, tokenizer) -> None:
-    app = app_of(engine, tokenizer)
+    registry: Any = object()
+    app = app_of(engine, tokenizer, registry=registry)
     lines = [
         f"route {method} {route.path}"
         for route in app.routes

@@ -12,12 +12,9 @@ from starlette.responses import Response
 from moe_lora.config import MAX_COUNT
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.serve.http_errors import JsonResponse, bad_request
 from moe_lora.serve.limits import bounded_route
-from moe_lora.serve.openai.protocol import (
-    RegisterAdapterRequest,
-    Text,
-)
+from moe_lora.serve.openai.protocol import ApiModel, Text
 
 from .adapter_routes import check_new_name, find_files
 
@@ -25,15 +22,19 @@ MAX_LISTED = 10_000
 Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
 
 
+class RegisterAdapterRequest(ApiModel):
+    """POST /v1/registry/adapters."""
+
+    lora_name: Text
+    lora_path: Text
+    owner: Text = ""
+    link: bool = False
+
+
 def registry_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/registry", tags=["registry"], route_class=bounded_route(frontend.limits))
 
-    def check_opened() -> None:
-        if frontend.cluster.registry is None:
-            raise ApiError(404, "there is no registry of adapters; start with --registry FOLDER")
-
     async def ask(method: str, *args: Any) -> Any:
-        check_opened()
         return await frontend.controller.call(f"registry_{method}", *args)
 
     @router.get("/adapters", response_model=None)
@@ -51,7 +52,6 @@ def registry_router(frontend: Frontend) -> APIRouter:
     @router.post("/adapters", response_model=None)
     async def register(body: RegisterAdapterRequest) -> Response:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`, without a load."""
-        check_opened()
         check_new_name(body.lora_name, frontend)
         place = await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
         return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))

@@ -393,15 +393,6 @@ class LoadAdapterRequest(PeerModel):
     rid: Any = None
 
 
-class RegisterAdapterRequest(ApiModel):
-    """POST /v1/registry/adapters."""
-
-    lora_name: Text
-    lora_path: Text
-    owner: Text = ""
-    link: bool = False
-
-
 class CapacityRequest(ApiModel):
     """POST /v1/lora_server/capacity."""
 
