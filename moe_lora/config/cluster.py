@@ -26,7 +26,7 @@ from .front_end import (
     ProvisionConfig,
     RegistryConfig,
 )
-from .optional_parts import DLoraConfig, LoraServerConfig, PoolConfig
+from .optional_parts import DLoraConfig, LoraServerConfig, PoolConfig, SourcesConfig
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
 
 SECTIONS: dict[str, Any] = {
@@ -38,6 +38,7 @@ SECTIONS: dict[str, Any] = {
     "pool": PoolConfig,
     "dlora": DLoraConfig,
     "registry": RegistryConfig,
+    "sources": SourcesConfig,
 }
 OF_ENGINE = {"pool", "dlora"}
 """Sections whose settings are fields of `EngineConfig`."""
@@ -56,9 +57,9 @@ class ClusterConfig:
     instances compute deltas.  certificates: folder of those of this cluster's authority (`dist.net.keys`);
     None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
     there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
-    front end opens it.  front_ends: by name, where there are several; what else they need stands in
-    front_end.  controller: the process that decides for them; None = the one front end does.  devices: of the
-    ranks on one host, by role.
+    front end opens it.  sources: of fetched adapters; None = none.  front_ends: by name, where there are
+    several; what else they need stands in front_end.  controller: the process that decides for them; None =
+    the one front end does.  devices: of the ranks on one host, by role.
     """
 
     engine: EngineConfig
@@ -69,6 +70,7 @@ class ClusterConfig:
     front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
     provision: ProvisionConfig | None = None
     registry: RegistryConfig | None = None
+    sources: SourcesConfig | None = None
     front_ends: Mapping[str, FrontEndPlace] = field(default_factory=dict)
     controller: ControllerConfig | None = None
     devices: Devices = field(default_factory=dict)
@@ -86,14 +88,22 @@ class ClusterConfig:
         if self.devices and self.engine.device == "cpu":
             raise ConfigError("devices and engine.device='cpu' do not go together; leave one of them out")
         check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
+        if self.registry is not None:
+            self._check_in_root("registry.folder", self.registry.folder)
+        if self.sources is not None:
+            self._check_in_root("sources.folder", str(self.sources.place))
+
+    def _check_in_root(self, place: str, folder: str) -> None:
+        """Raises ConfigError for a folder outside adapter_root."""
         root = self.engine.adapter_root
-        if self.registry is not None and root is not None:
-            real = os.path.realpath(root)
-            if os.path.commonpath([os.path.realpath(self.registry.folder), real]) != real:
-                raise ConfigError(
-                    f"registry.folder={self.registry.folder} is not in engine.adapter_root={root}, outside "
-                    "of which no adapter is read; move it there, or give the folder that both are in"
-                )
+        if root is None:
+            return
+        real = os.path.realpath(root)
+        if os.path.commonpath([os.path.realpath(folder), real]) != real:
+            raise ConfigError(
+                f"{place}={folder} is not in engine.adapter_root={root}, outside of which no adapter is "
+                "read; move it there, or give the folder that both are in"
+            )
 
     def _check_places(self) -> None:
         """Raises ConfigError for places that can't be right together."""

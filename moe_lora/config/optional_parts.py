@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of parts that are off by default: LoRA Server, pool, emulated device, merging by dLoRA."""
+"""Settings of parts that are off by default: LoRA Server, pool, sources, emulated device, dLoRA's merging."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
@@ -92,6 +93,25 @@ class PoolConfig(Settings):
     """Reading between instances: shm on one host, gloo between hosts."""
     host: str | None = setting(None, unset="the one from which it reaches the front end")
     """Address of this host for other instances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcesConfig(Settings):
+    """Hubs and object storage that adapters are fetched from; without this section none are."""
+
+    SECTION: ClassVar[str] = "sources"
+
+    allow: tuple[str, ...] = setting(())
+    """Patterns of allowed addresses, such as hf://my-org/* or s3://bucket/adapters/*."""
+    folder: str | None = setting(None, path="place", unset="~/.cache/moe_lora/sources")
+    """Fetched files.  Hosts that share a folder fetch once."""
+    max_gb: float = setting(16.0, above=0)
+    """Size limit of one adapter in 10^9 bytes, checked before the transfer."""
+
+    @property
+    def place(self) -> Path:
+        """Of the fetched files."""
+        return Path.home() / ".cache" / "moe_lora" / "sources" if self.folder is None else Path(self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from moe_lora.core.errors import (
     AdapterNotFoundError,
     CapacityError,
     MoeLoraError,
+    PeerUnreachableError,
 )
 from moe_lora.core.request import AdapterInfo, name_problem
 from moe_lora.dist.net.thread import in_daemon_thread
@@ -81,13 +82,16 @@ def check_base(name: str | None, frontend: Frontend) -> None:
 
 
 def find_files(path: str, name: str, frontend: Frontend) -> str:
-    """Returns the directory of the adapter at `path` (see `adapter_folder`).
+    """Returns the directory of the adapter at `path` (see `adapter_folder`), fetched if `path` is an address.
 
-    Raises ApiError 400 for an empty path and for a folder of several adapters, 404 for a path without an
-    adapter or outside `adapter_root`.  Runs in a thread: the folder may be large, or hang.
+    Raises ApiError 400 for an empty path, a refused address, and a folder of several adapters; 404 for a path
+    without an adapter or outside `adapter_root`; 503 for a source without an answer.  Runs in a thread: the
+    folder may be large, or hang.
     """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
+    if frontend.cluster.sources is not None or "://" in path:
+        path = _fetched(path, frontend)
     root = frontend.cluster.engine.adapter_root
     if not confined(path, root):
         raise ApiError(
@@ -101,6 +105,18 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
         problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
         raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
     return found
+
+
+def _fetched(path: str, frontend: Frontend) -> str:
+    """The local folder of a path or address (see `AdapterSources.local`).  Raises ApiError."""
+    from moe_lora.adapters.sources import AdapterSources
+
+    try:
+        return AdapterSources(frontend.cluster.sources).local(path)
+    except AdapterError as error:
+        raise bad_request(str(error), "lora_path") from error
+    except PeerUnreachableError as error:
+        raise ApiError(503, f"{error}; send the request again", "lora_path") from error
 
 
 class AdapterLoads:

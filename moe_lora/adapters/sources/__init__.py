@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on a hub or in object storage: an allowed address in, a local folder out."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.core.errors import AdapterError, PeerUnreachableError
+
+if TYPE_CHECKING:
+    from moe_lora.config.optional_parts import SourcesConfig
+
+SCHEMES = {"hf": ".hub", "s3": ".objects", "gs": ".objects"}
+"""Scheme of an address → module with `fetch`, imported when used."""
+NEEDED = (CONFIG_FILE, WEIGHTS_FILE)
+FURTHER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "adapter_model.safetensors.index.json"),
+)
+"""Files that may stand beside an adapter."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
+_MAX_CHARS = 1024
+
+
+def scheme_of(path: str) -> str | None:
+    """The scheme of an address such as `hf://org/name`; None for a path."""
+    found = _ADDRESS.fullmatch(path)
+    return None if found is None else found[1]
+
+
+class AdapterSources:
+    """Fetches adapters from allowed addresses.  config: None allows no address.  Safe in threads."""
+
+    def __init__(self, config: SourcesConfig | None) -> None:
+        self._config = config
+
+    def local(self, path: str) -> str:
+        """A folder for `path`: the path itself, or the copy of an address.
+
+        `org/name` means `hf://org/name` if no such folder exists and the address is allowed.
+        Raises AdapterError for a refused address and a missing or too large adapter, PeerUnreachableError if
+        the source does not answer.
+        """
+        scheme = scheme_of(path)
+        if scheme is None:
+            address = f"hf://{path}"
+            if not (self._config and _HUB_NAME.fullmatch(path)) or os.path.exists(path):
+                return path
+            if not self._is_allowed(address):
+                return path
+            return self._fetch("hf", address)
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{one}://" for one in SCHEMES)
+            raise AdapterError(
+                f"{path!r}: no adapters come from {scheme}://; give a folder, or one of {known}"
+            )
+        if self._config is None:
+            raise AdapterError(
+                f"{path!r}: this server fetches no adapters; give a folder, or start the server with "
+                f"--set sources.allow={scheme}://ORG/*"
+            )
+        if not self._is_allowed(path):
+            allowed = ", ".join(self._config.allow)
+            raise AdapterError(f"{path!r} is not allowed; sources.allow has {allowed}")
+        return self._fetch(scheme, path)
+
+    def _is_allowed(self, address: str) -> bool:
+        assert self._config is not None
+        scheme, _, rest = address.partition("://")
+        parts = rest.split("/")
+        place = address if scheme != "hf" else f"hf://{'/'.join(parts[:2]).partition('@')[0]}"
+        clean = len(address) <= _MAX_CHARS and address.isprintable() and not {"", ".", ".."} & set(parts)
+        return clean and any(fnmatchcase(place, pattern) for pattern in self._config.allow)
+
+    def _fetch(self, scheme: str, address: str) -> str:
+        assert self._config is not None
+        fetch: Callable[[str, Path, int], Path]
+        fetch = import_module(SCHEMES[scheme], __name__).fetch
+        return str(fetch(address, self._config.place, int(self._config.max_gb * 1e9)))
+
+
+def check_files(address: str, sizes: dict[str, int], max_bytes: int) -> list[str]:
+    """The names to fetch.  sizes: bytes of a folder's files by name.  Raises AdapterError."""
+    for name in NEEDED:
+        if name not in sizes:
+            listed = ", ".join(sorted(sizes)[:10]) or "no files"
+            hint = ""
+            if name == WEIGHTS_FILE and "adapter_model.bin" in sizes:
+                hint = "; adapter_model.bin is a pickle, which can run code, and is not read"
+            raise AdapterError(f"{address} has no {name} (it has {listed}){hint}")
+    names = [name for name in (*NEEDED, *FURTHER) if name in sizes]
+    total = sum(sizes[name] for name in names)
+    if total > max_bytes:
+        raise AdapterError(
+            f"{address} has {total / 1e9:.2f} GB; the limit is sources.max_gb={max_bytes / 1e9:g}"
+        )
+    return names
+
+
+def unreachable(address: str, error: Exception) -> PeerUnreachableError:
+    """The error of a source that may answer later."""
+    cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return PeerUnreachableError(f"{address} can't be fetched now: {cause}")

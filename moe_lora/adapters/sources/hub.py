@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of the Hugging Face Hub: `hf://org/name[@revision][/folder]`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moe_lora.core.errors import AdapterError
+
+from . import check_files, unreachable
+
+_ADDRESS = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<folder>.+))?")
+
+
+def fetch(address: str, cache: Path, max_bytes: int) -> Path:
+    """The folder of an adapter's files at one commit, below `cache`.
+
+    A branch or tag is read once; all files come from its commit.  Later calls transfer changed files only.
+    The token is the hub library's (HF_TOKEN).  Raises AdapterError, PeerUnreachableError.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise AdapterError(f"{address!r} is no address; give hf://ORG/NAME, with @REVISION or /FOLDER behind")
+    repo, revision = found["repo"], found["revision"]
+    prefix = f"{found['folder'].rstrip('/')}/" if found["folder"] else ""
+    try:
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+        sizes = {
+            one.rfilename.removeprefix(prefix): one.size or 0
+            for one in info.siblings or ()
+            if one.rfilename.startswith(prefix)
+        }
+        names = check_files(address, sizes, max_bytes)
+        for name in names:
+            got = hf_hub_download(repo, prefix + name, revision=info.sha, cache_dir=cache / "hub")
+        return Path(got).parent
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise AdapterError(
+            f"{address} is not on the hub, or needs a token: set HF_TOKEN where the server starts"
+        ) from error
+    except HFValidationError as error:
+        raise AdapterError(f"{address}: {error}") from error
+    except AdapterError:
+        raise
+    except Exception as error:  # the hub library's HTTP clients have no common base
+        raise unreachable(address, error) from error

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of a hub, over a hub on loopback."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.sources import AdapterSources
+from moe_lora.config.optional_parts import SourcesConfig
+from moe_lora.core.errors import AdapterError, PeerUnreachableError
+from tests.adapters.peft_folders import peft_folder
+from tests.loopback_hub import TOKEN, Hub, reached_hub
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with reached_hub(monkeypatch) as found:
+        found.folders["acme/support"] = peft_folder(tmp_path / "repo", 1)
+        yield found
+
+
+def sources(tmp_path: Path, *allow: str, **settings) -> AdapterSources:
+    return AdapterSources(SourcesConfig(allow=allow, folder=str(tmp_path / "cache"), **settings))
+
+
+def test_an_allowed_address_becomes_a_folder_with_the_same_files(hub: Hub, tmp_path: Path) -> None:
+    found = Path(sources(tmp_path, "hf://acme/*").local("hf://acme/support"))
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        assert (found / name).read_bytes() == (tmp_path / "repo" / name).read_bytes()
+    assert (tmp_path / "cache") in found.parents
+    assert found.name == hub.commit("acme/support")
+
+
+def test_a_second_fetch_transfers_nothing_and_a_new_commit_only_what_changed(
+    hub: Hub, tmp_path: Path
+) -> None:
+    fetcher = sources(tmp_path, "hf://acme/*")
+    first = fetcher.local("hf://acme/support")
+    hub.calls.clear()
+    assert fetcher.local("acme/support") == first
+    assert hub.calls == []
+    peft_folder(tmp_path / "repo", 2)
+    second = fetcher.local("hf://acme/support")
+    assert second != first
+    assert hub.calls == [WEIGHTS_FILE]
+    assert Path(first, WEIGHTS_FILE).read_bytes() != Path(second, WEIGHTS_FILE).read_bytes()
+
+
+def test_a_revision_and_a_folder_of_the_repository(hub: Hub, tmp_path: Path) -> None:
+    peft_folder(tmp_path / "repo" / "math", 7)
+    commit = hub.commit("acme/support")
+    found = Path(sources(tmp_path, "hf://acme/support").local(f"hf://acme/support@{commit}/math"))
+    assert (found / WEIGHTS_FILE).read_bytes() == (tmp_path / "repo" / "math" / WEIGHTS_FILE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("hf://evil/x", "is not allowed; sources.allow has hf://acme/*"),
+        ("hf://acme/../evil/x", "is not allowed"),
+        ("hf://acme/sup\nport", "is not allowed"),
+        ("hf://acme/" + "x" * 2000, "is not allowed"),
+        ("hf://acme", "is not allowed"),
+        ("hf://acme/nobody", "is not on the hub, or needs a token: set HF_TOKEN"),
+        ("hf://acme/support@v9", "is not on the hub"),
+        ("hf://acme/support/math", f"has no {CONFIG_FILE} (it has no files)"),
+        ("ftp://acme/support", "no adapters come from ftp://"),
+        ("hf://acme/sup port", "give hf://ORG/NAME"),
+    ],
+)
+def test_other_addresses_are_refused_by_name(hub: Hub, tmp_path: Path, address: str, reason: str) -> None:
+    with pytest.raises(AdapterError) as error:
+        sources(tmp_path, "hf://acme/*").local(address)
+    assert reason in str(error.value)
+
+
+def test_a_pickle_and_a_large_adapter_are_refused_before_any_transfer(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"sources.max_gb=1e-09"):
+        sources(tmp_path, "hf://acme/*", max_gb=1e-9).local("hf://acme/support")
+    (tmp_path / "repo" / WEIGHTS_FILE).rename(tmp_path / "repo" / "adapter_model.bin")
+    with pytest.raises(AdapterError, match="is a pickle, which can run code"):
+        sources(tmp_path, "hf://acme/*").local("hf://acme/support")
+    assert hub.calls == []
+
+
+def test_a_private_repository_needs_the_token_and_the_token_is_not_logged(
+    hub: Hub, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    hub.private.add("acme/support")
+    fetcher = sources(tmp_path, "hf://acme/*")
+    with caplog.at_level(logging.DEBUG):
+        with pytest.raises(AdapterError, match="HF_TOKEN"):
+            fetcher.local("hf://acme/support")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert Path(fetcher.local("hf://acme/support"), WEIGHTS_FILE).is_file()
+    assert TOKEN not in caplog.text
+
+
+def test_without_the_section_nothing_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"--set sources.allow=hf://ORG/\*"):
+        AdapterSources(None).local("hf://acme/support")
+    assert AdapterSources(None).local("acme/support") == "acme/support"
+    assert sources(tmp_path, "hf://other/*").local("acme/support") == "acme/support"
+
+
+def test_a_folder_comes_before_the_hub(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    peft_folder(tmp_path / "acme" / "support", 3)
+    assert sources(tmp_path, "hf://acme/*").local("acme/support") == "acme/support"
+
+
+def test_a_hub_without_an_answer_is_a_passing_failure(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PeerUnreachableError, match="can't be fetched now"):
+        sources(tmp_path, "hf://acme/*").local("hf://acme/support")

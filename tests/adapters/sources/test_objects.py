@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in object storage, over fsspec's file system in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.sources import objects
+from moe_lora.core.errors import AdapterError, PeerUnreachableError
+from tests.adapters.peft_folders import peft_folder
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def memory(tmp_path: Path):
+    system = fsspec.filesystem("memory")
+    system.put(str(peft_folder(tmp_path / "source", 1)), "/bucket/support", recursive=True)
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+def fetch(tmp_path: Path) -> Path:
+    return objects.fetch("memory://bucket/support", tmp_path / "cache", LIMIT)
+
+
+def test_files_are_fetched_once_for_each_state(memory, tmp_path: Path) -> None:
+    first = fetch(tmp_path)
+    assert (first / WEIGHTS_FILE).read_bytes() == (tmp_path / "source" / WEIGHTS_FILE).read_bytes()
+    assert (first / CONFIG_FILE).is_file()
+    stamp = (first / WEIGHTS_FILE).stat().st_mtime_ns
+    assert fetch(tmp_path) == first
+    assert (first / WEIGHTS_FILE).stat().st_mtime_ns == stamp
+    memory.put(str(peft_folder(tmp_path / "source", 2) / WEIGHTS_FILE), f"/bucket/support/{WEIGHTS_FILE}")
+    second = fetch(tmp_path)
+    assert second != first
+    assert (first / WEIGHTS_FILE).is_file()
+    assert (second / WEIGHTS_FILE).read_bytes() != (first / WEIGHTS_FILE).read_bytes()
+
+
+def test_files_that_change_during_the_transfer_are_refused(memory, tmp_path: Path, monkeypatch) -> None:
+    get = memory.get_file
+
+    def changing(path: str, place: str) -> None:
+        get(path, place)
+        memory.pipe_file(f"/bucket/support/{CONFIG_FILE}", b'{"peft_type": "LORA"}')
+
+    monkeypatch.setattr(type(memory), "get_file", lambda self, *args: changing(*args))
+    with pytest.raises(AdapterError, match="changed during the transfer"):
+        fetch(tmp_path)
+    assert list((tmp_path / "cache" / "objects").iterdir()) == []
+
+
+def test_missing_and_large_adapters_are_refused(memory, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="does not exist"):
+        objects.fetch("memory://bucket/nobody", tmp_path, LIMIT)
+    with pytest.raises(AdapterError, match=r"sources\.max_gb"):
+        objects.fetch("memory://bucket/support", tmp_path, 10)
+
+
+def test_a_failing_storage_is_a_passing_failure(memory, tmp_path: Path, monkeypatch) -> None:
+    def broken(*args, **words) -> None:
+        raise RuntimeError("slow down")
+
+    monkeypatch.setattr(type(memory), "ls", broken)
+    with pytest.raises(PeerUnreachableError, match="slow down"):
+        fetch(tmp_path)
