@@ -107,16 +107,16 @@ class Answer:
         if self._stream is not None:
             ended = output.finish_reason == "stop"
             delta = self._stream.push(output.token_ids[:-1] if ended else output.token_ids)
-            if ended and not delta.stopped:
+            if ended and delta.stop is None:
                 delta = TextDelta(delta.text, len(output.token_ids))
         self._tokens += output.token_ids[: delta.num_tokens]
         self._logprobs += (output.logprobs or ())[: delta.num_tokens]
         text = delta.text
-        self.finish_reason = "stop" if delta.stopped else output.finish_reason
-        if self.finish_reason is not None and not delta.stopped and self._stream is not None:
+        self.finish_reason = output.finish_reason if delta.stop is None else "stop"
+        if self.finish_reason is not None and delta.stop is None and self._stream is not None:
             rest = self._stream.flush()
             text += rest.text
-            if rest.stopped:
+            if rest.stop is not None:
                 self.finish_reason = "stop"
         self._text.append(text)
         return text

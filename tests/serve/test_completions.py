@@ -47,6 +47,29 @@ def test_a_stop_id_is_no_text(server, tokenizer):
     assert (got["text"], got["finish_reason"], got["token_ids"][-1:]) == ("hello ", "stop", world)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason", "matched"),
+    [
+        ({"stop": ["zzz", "wor"]}, "wor", "wor"),
+        ({"stop_token_ids": "w"}, "w", "w"),
+        ({}, None, "</s>"),
+        ({"max_tokens": 3}, None, None),
+    ],
+)
+def test_the_last_entry_of_a_choice_names_what_ended_it(server, tokenizer, fields, reason, matched):
+    """`stop_reason` is vLLM's, `matched_stop` SGLang's; neither comes before the end."""
+    ids = {"w": tokenizer.encode("w", add_special_tokens=False)[0], "</s>": 2}
+    if "stop_token_ids" in fields:
+        fields, reason, matched = {"stop_token_ids": [ids["w"]]}, ids["w"], ids["w"]
+    want = {"stop_reason": reason, "matched_stop": ids.get(matched, matched)}
+    for path, prompt in (("/v1/completions", "hello"), ("/v1/chat/completions", CHAT)):
+        body = {"prompt" if isinstance(prompt, str) else "messages": prompt, "max_tokens": 50, **fields}
+        whole = server.post(path, body).json()["choices"][0]
+        *first, last = [event["choices"][0] for event in events(server, path, body)]
+        assert {name: whole[name] for name in want} == {name: last[name] for name in want} == want
+        assert not any(want.keys() & entry.keys() for entry in first)
+
+
 def test_ignore_eos_goes_on_to_the_limit(server):
     got = choice(server, ignore_eos=True, max_tokens=14)
     assert (got["text"], got["finish_reason"]) == ("hello worldhe", "length")

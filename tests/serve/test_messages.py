@@ -196,6 +196,7 @@ def test_a_stream_collects_to_the_whole_message(text, tokens_per_step):
     with saying(text, tokens_per_step=tokens_per_step, reasoning_parser="qwen3") as (client, _):
         whole = send(client, tools=[WEATHER]).json()
         events = streamed(client, tools=[WEATHER])
+    assert events[0]["message"]["usage"]["output_tokens"] == 0
     assert plain(collected(events)) == plain(whole)
     kinds = [event["type"] for event in events]
     assert kinds[:3] == ["message_start", "ping", "content_block_start"]

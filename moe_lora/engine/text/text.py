@@ -283,17 +283,18 @@ class StopMatcher:
         self._stop = tuple(stop)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(released text, True at a stop string; no push may follow)."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(released text, the stop string at its end or None; no push may follow a stop string)."""
         text = self._held + text
         self._held = ""
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            return text[: min(found)[1]], True
+            _, at, stop = min(found)
+            return text[:at], stop
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         if held:
             text, self._held = text[:-held], text[-held:]
-        return text, False
+        return text, None
 
     def flush(self) -> str:
         """The held-back text without a stop string."""
@@ -310,13 +311,13 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """text: released.  num_tokens: pushed tokens up to the end of a stop string (else all).  stopped: a
-    stop string was met; abort the request in the engine.
+    """text: released.  num_tokens: pushed tokens up to the end of a stop string (else all).  stop: the
+    stop string; abort the request in the engine.
     """
 
     text: str
     num_tokens: int
-    stopped: bool = False
+    stop: str | None = None
 
 
 class TextStream:
@@ -346,12 +347,12 @@ class TextStream:
         text = ""
         for used, piece in enumerate(pieces, 1):
             self._num_tokens += 1
-            stopped = False
+            stop = None
             if self._num_tokens >= self._min_tokens:
-                piece, stopped = self._matcher.push(piece)
+                piece, stop = self._matcher.push(piece)
             text += piece
-            if stopped:
-                return TextDelta(text, used, stopped=True)
+            if stop is not None:
+                return TextDelta(text, used, stop)
         return TextDelta(text, len(token_ids))
 
     def flush(self) -> TextDelta:
@@ -359,5 +360,5 @@ class TextStream:
         rest = self._detokenizer.flush()
         if self._matcher is None:
             return TextDelta(rest, 0)
-        rest, stopped = self._matcher.push(rest)
-        return TextDelta(rest if stopped else rest + self._matcher.flush(), 0, stopped)
+        rest, stop = self._matcher.push(rest)
+        return TextDelta(rest + self._matcher.flush() if stop is None else rest, 0, stop)

@@ -42,6 +42,7 @@ class MessageFormat(BlockFormat):
 
     def opened(self) -> list[dict[str, Any]]:
         message = self._message([], stop_reason=None, stop_sequence=None)
+        message["usage"].update(output_tokens=0, output_tokens_details={"thinking_tokens": 0})
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def block_opened(self, block: AnswerBlock) -> list[dict[str, Any]]:
@@ -65,7 +66,7 @@ class MessageFormat(BlockFormat):
         return {"type": name, "index": len(self.blocks) - 1, **fields}
 
     def _end(self) -> dict[str, Any]:
-        stop = self.matched_stop()
+        stop = self.matched_stop if isinstance(self.matched_stop, str) else None
         reason = "stop_sequence" if stop else _REASONS.get(self.finish_reason or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 

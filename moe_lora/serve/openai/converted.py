@@ -287,9 +287,9 @@ class BlockFormat(ChatFormat):
         self.blocks: list[AnswerBlock] = []
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
+        self.matched_stop: str | int | None = None
         self._has_opened = self._has_answer = False
         self._logprobs: list[Any] = []
-        self._ids: list[int] = []
 
     async def respond(
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
@@ -361,8 +361,7 @@ class BlockFormat(ChatFormat):
             self.num_reasoning_tokens += len(delta.token_ids)
         elif delta.logprobs is not None and not (self._choice and self._choice.calls):
             self._logprobs += self.logprobs(0, delta.token_ids, delta.logprobs)["content"]
-        self._ids += delta.token_ids
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self.matched_stop = delta.finish_reason, delta.matched_stop
         return pieces
 
     def _finish(self) -> None:
@@ -374,15 +373,6 @@ class BlockFormat(ChatFormat):
         calls = [] if self._choice is None else self._choice.calls
         if self.finish_reason == "stop" and any(call.is_valid() for call in calls):
             self.finish_reason = "tool_calls"
-
-    def matched_stop(self) -> str | None:
-        """The stop string at the answer's end, or None."""
-        stops = self.prepared.sampling.stop
-        if not stops or self.finish_reason == "length" or self._tokenizer is None:
-            return None
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=False)
-        found = [(at + len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
 
     def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Events of a step, from the first event to the last."""

@@ -93,7 +93,7 @@ class ChoiceFormat:
         raise NotImplementedError
 
     def entry(self, delta: Delta, key: str, content: Any) -> dict[str, Any]:
-        """A choices entry with this content."""
+        """A choices entry with this content.  The last: `stop_reason` (vLLM), `matched_stop` (SGLang)."""
         logprobs = delta.logprobs
         choice = {
             "index": delta.index,
@@ -101,6 +101,8 @@ class ChoiceFormat:
             "logprobs": None if logprobs is None else self.logprobs(delta.index, delta.token_ids, logprobs),
             "finish_reason": delta.finish_reason,
         }
+        if delta.finish_reason is not None:
+            choice["stop_reason"], choice["matched_stop"] = delta.stop_reason, delta.matched_stop
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

@@ -73,7 +73,11 @@ async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseEx
 
 
 class Delta(msgspec.Struct):
-    """New text of a choice and its tokens.  finish_reason: None before the end.  prompt: with the first."""
+    """New text of a choice and its tokens.  finish_reason: None before the end.  prompt: with the first.
+
+    matched_stop: the stop string or token that ended the answer.  stop_reason: the same, None for an end
+    token of the model.
+    """
 
     index: int
     text: str
@@ -81,6 +85,8 @@ class Delta(msgspec.Struct):
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: str | None
     prompt: PromptReport | None = None
+    matched_stop: str | int | None = None
+    stop_reason: str | int | None = None
 
 
 class Deadline:
@@ -207,6 +213,8 @@ class Generation:
                 else tuple(entry for delta in part for entry in delta.logprobs or ()),
                 part[-1].finish_reason,
                 part[0].prompt or part[min(1, len(part) - 1)].prompt,  # the first output may be empty
+                part[-1].matched_stop,
+                part[-1].stop_reason,
             )
             for index, part in enumerate(parts)
         ]
@@ -369,23 +377,28 @@ class Generation:
             status = 400 if (output.error or "").startswith(UNFOLLOWABLE) else 503
             raise ApiError(status, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
-        piece = ""
+        piece, stop = "", None
         if text is not None:
             # The token that ended the answer is a mark, not text.
             pushed = text.push(token_ids[:-1] if reason == "stop" else token_ids)
-            piece, stopped = pushed.text, pushed.stopped
-            if stopped:
+            piece, stop = pushed.text, pushed.stop
+            if stop is not None:
                 token_ids = token_ids[: pushed.num_tokens]
                 logprobs = None if logprobs is None else logprobs[: pushed.num_tokens]
             elif reason is not None:
                 rest = text.flush()
-                piece, stopped = piece + rest.text, rest.stopped
-            if stopped:
+                piece, stop = piece + rest.text, rest.stop
+            if stop is not None:
                 reason = "stop"
         self._completion_tokens[index] += len(token_ids)
         if output.num_cached_tokens > self._cached_tokens[index]:
             self._cached_tokens[index] = output.num_cached_tokens
-        return Delta(index, piece, token_ids, logprobs, reason, output.prompt)
+        delta = Delta(index, piece, token_ids, logprobs, reason, output.prompt, stop, stop)
+        if reason == "stop" and stop is None:
+            delta.matched_stop = token_ids[-1]
+            if token_ids[-1] in self.sampling.stop_token_ids:
+                delta.stop_reason = token_ids[-1]
+        return delta
 
 
 def _tokens(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

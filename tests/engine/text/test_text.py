@@ -82,24 +82,24 @@ def test_a_leading_space_is_kept_only_after_a_prompt():
     cuts=st.lists(st.integers(0, 30), max_size=10),
 )
 def test_stop_strings_cut_the_same_however_the_text_is_cut(text, stop, cuts):
-    ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+    ends = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
     want = text[: min(ends)[1]] if ends else text
     bounds = sorted({0, *[cut for cut in cuts if cut < len(text)], len(text)})
-    matcher, got, stopped = StopMatcher(stop), "", False
+    matcher, got, stopped = StopMatcher(stop), "", None
     for begin, end in itertools.pairwise(bounds):
         for character in text[begin:end] if len(cuts) % 2 else [text[begin:end]]:
-            if not stopped:
+            if stopped is None:
                 piece, stopped = matcher.push(character)
                 got += piece
-    if not stopped:
+    if stopped is None:
         got += matcher.flush()
-    assert (got, stopped) == (want, bool(ends))
+    assert (got, stopped) == (want, min(ends)[2] if ends else None)
 
 
 def test_a_stop_string_over_several_tokens_ends_the_text_before_it():
     texts = TextStream(CHARACTERS, stop=["wor"])
     deltas = [texts.push([token_id]) for token_id in CHARACTERS.encode("hello world")[1:]]
-    stopped = [delta.stopped for delta in deltas].index(True)
+    stopped = [delta.stop for delta in deltas].index("wor")
     assert "".join(delta.text for delta in deltas[: stopped + 1]) == "hello "
     assert stopped == len("hello wor") - 1
 
@@ -107,13 +107,13 @@ def test_a_stop_string_over_several_tokens_ends_the_text_before_it():
 def test_tokens_after_a_stop_string_in_the_same_step_are_not_counted():
     texts = TextStream(CHARACTERS, stop=["ll"])
     delta = texts.push(CHARACTERS.encode("hello")[1:])
-    assert (delta.text, delta.num_tokens, delta.stopped) == ("he", 4, True)
+    assert (delta.text, delta.num_tokens, delta.stop) == ("he", 4, "ll")
 
 
 def test_stop_strings_before_min_tokens_do_not_count():
     texts = TextStream(CHARACTERS, stop=["e"], min_tokens=4)
     delta = texts.push(CHARACTERS.encode("hello there")[1:])
-    assert (delta.text, delta.stopped) == ("hello th", True)
+    assert (delta.text, delta.stop) == ("hello th", "e")
 
 
 def test_a_held_back_beginning_of_a_stop_string_comes_at_the_end():
