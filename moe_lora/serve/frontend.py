@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -80,6 +80,18 @@ class Frontend:
         self.limits = Limits(self.config, self.metrics.refuse)
         self.ignored_fields = IgnoredFields()
 
+    async def adapter_of(self, model: str) -> str | None:
+        """The adapter of a model `base:adapter`; None for `base:`."""
+        names = {one.name for one in await self.client.list_adapters()}
+        return adapter_in(model, self.model_names, names) or None
+
+
+def adapter_in(model: str, bases: Sequence[str], adapters: Collection[str]) -> str:
+    """The adapter in SGLang's name `base:adapter`.  Another name, or an adapter's own, is unchanged."""
+    if model in adapters:
+        return model
+    return next((model[len(base) + 1 :] for base in bases if model.startswith(f"{base}:")), model)
+
 
 def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
     """The base model's tokenizer.  Raises ConfigError for unreadable files.
@@ -116,16 +128,23 @@ class AdapterTexts:
     """Adapters with text files.
 
     adapters: by name.  root: see `EngineConfig.adapter_root`.  key: of the caller; None: every adapter.
+    bases: names of the base model.
     """
 
     adapters: Mapping[str, ServedVersion]
     root: str | None
     key: ApiKey | None = None
+    bases: Sequence[str] = ()
 
-    def applied(self, name: str, tokenizer: Tokenizer) -> Tokenizer:
+    def has(self, model: str | None) -> bool:
+        """True if the model is an adapter, or `base:adapter`."""
+        return model is not None and adapter_in(model, self.bases, self.adapters) in self.adapters
+
+    def applied(self, model: str, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files."""
         from moe_lora.engine.text.adapter_text import with_adapter_text
 
+        name = adapter_in(model, self.bases, self.adapters)
         adapter = self.adapters.get(name)
         if adapter is None or (self.key is not None and not self.key.may_use(name)):
             return tokenizer
@@ -138,4 +157,5 @@ def adapter_texts(
     """Returns the current `AdapterTexts` of a key; None without --adapter-chat-template."""
     if not cluster.front_end.adapter_chat_template:
         return None
-    return lambda key: AdapterTexts(registry.adapters, cluster.engine.adapter_root, key)
+    bases = (cluster.served_model_name, *cluster.other_model_names)
+    return lambda key: AdapterTexts(registry.adapters, cluster.engine.adapter_root, key, bases)

@@ -15,6 +15,7 @@ from moe_lora.serve.server import create_app
 
 from .conftest import as_served, frontend_of
 from .live_server import Served, ServerThread
+from .scripted_engine import adapter_info
 
 
 @pytest.fixture
@@ -43,6 +44,47 @@ def test_all_names_are_listed_and_taken(named):
     refused = named.post("/v1/load_lora_adapter", body)
     assert refused.status_code == 400
     assert "the base model's name" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter"),
+    [
+        ({"model": "base:shout"}, "shout"),
+        ({"model": "publishers/ns/models/base:shout"}, "shout"),
+        ({"model": "base", "lora_path": "shout"}, "shout"),
+        ({"model": "base:shout", "lora_path": "shout"}, "shout"),
+        ({"model": "shout", "lora_path": "shout"}, "shout"),
+        ({"lora_path": "shout"}, "shout"),
+        ({"model": "base:"}, None),
+        ({"model": "base", "lora_path": ""}, None),
+        ({"model": "base:own"}, "base:own"),
+    ],
+)
+def test_an_adapter_of_the_base_is_named_as_in_sglang(named, engine, fields, adapter):
+    """An adapter whose own name has this form comes first."""
+    engine.adapters["base:own"] = adapter_info("base:own")
+    engine.answers = {**engine.answers, "base:own": engine.answers["shout"]}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in path else {"prompt": "hi"}
+        answer = named.post(path, {**prompt, "max_tokens": 2, **fields})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == (adapter or "base")
+        assert engine.requests[-1].adapter == adapter
+    assert named.post("/tokenize", {"prompt": "hello", **fields}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"model": "base:none"}, 404),
+        ({"model": "other:shout"}, 404),
+        ({"model": "other", "lora_path": "shout"}, 404),
+        ({"model": "base", "lora_path": ["shout"]}, 400),
+    ],
+)
+def test_an_unknown_adapter_or_base_is_refused_as_in_sglang(named, fields, status):
+    for path in ("/v1/completions", "/tokenize"):
+        assert named.post(path, {"prompt": "hello", **fields}).status_code == status
 
 
 def test_a_file_may_list_them(tmp_path):

@@ -310,9 +310,9 @@ def test_an_adapter_s_template_and_end_token_are_its_requests(tmp_path, monkeypa
     write_dir(tmp_path / "own", characters(), chat_template="hello", eos_token="<pad>")
     write_dir(tmp_path / "bad", characters(), chat_template=5)
     served = {name: ServedVersion(str(tmp_path / name), 1) for name in ("own", "bad")}
-    texts = AdapterTexts(served, None)
+    texts = AdapterTexts(served, None, bases=("base",))
     bodies = [(ChatRequest, {**CHAT, "model": name}) for name in ("base", "own", "bad")]
-    bodies.append((CompletionRequest, {"prompt": "fox", "model": "own"}))
+    bodies.append((CompletionRequest, {"prompt": "fox", "model": "base:own"}))
     of_base, of_own, of_bad, completion = prepare(bodies, base, lambda _: texts)
     assert of_base.prompts == [tuple(base.encode("fox", add_special_tokens=False))]
     assert of_own.prompts == [tuple(base.encode("hello", add_special_tokens=False))]
@@ -321,7 +321,7 @@ def test_an_adapter_s_template_and_end_token_are_its_requests(tmp_path, monkeypa
     assert "the text files of adapter 'bad' can't be used" in of_bad["error"]["message"]
     key = ApiKey(id="a", digest="0" * 64, tenant="a", adapters=("ow?",))
     caller = Caller(key, is_admin=False)
-    found = prepare(bodies, base, lambda key: AdapterTexts(served, None, key), caller)
+    found = prepare(bodies, base, lambda key: AdapterTexts(served, None, key, ("base",)), caller)
     assert [one.prompts for one in found] == [one.prompts for one in (of_base, of_own, of_base, completion)]
 
 

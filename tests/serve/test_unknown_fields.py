@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from moe_lora.serve.openai.fields import CHOOSES_ADAPTER, IGNORED, MAX_NAMED, NEUTRAL
+from moe_lora.serve.openai.fields import CHOOSES_ADAPTER, IGNORED, LORA_PATH, MAX_NAMED, NEUTRAL
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 
 from .test_limits import limited_server
@@ -81,7 +81,7 @@ def test_a_body_of_another_servers_defaults_is_taken(any_server, path, body, def
 @pytest.mark.parametrize("name", sorted({*VLLM, *SGLANG} - set(WITHOUT_EFFECT)))
 def test_every_field_of_vllm_and_sglang_that_changes_an_answer_is_known(name):
     own = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-    assert name in {*own, *IGNORED, *NEUTRAL, *CHOOSES_ADAPTER}
+    assert name in {*own, *IGNORED, *NEUTRAL, *CHOOSES_ADAPTER, LORA_PATH}
 
 
 @ENDPOINTS
@@ -103,7 +103,6 @@ def test_fields_that_choose_an_adapter_are_always_refused(tokenizer, path, body,
             "adapter_id",
             "lora_request",
             "lora_name",
-            "lora_path",
             "adapter",
             "lora_adapter",
             "lora",

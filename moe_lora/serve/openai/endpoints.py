@@ -331,6 +331,8 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     body = prepared.body
     model = frontend.model_name if body.model is None else body.model
     adapter = None if model in frontend.model_names else model
+    if adapter is not None and ":" in adapter:
+        adapter = await frontend.adapter_of(adapter)
     make = Generation if body.max_tokens != 0 else _prompt_only()
     generation = make(
         frontend=frontend,

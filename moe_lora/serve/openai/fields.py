@@ -29,10 +29,11 @@ CHOOSES_ADAPTER = (
     "lora_adapter",
     "lora_id",
     "lora_name",
-    "lora_path",
     "lora_request",
 )
 """Fields of other servers for the name of an adapter.  Here `model` names the adapter."""
+LORA_PATH = "lora_path"
+"""SGLang's field for an adapter of the base in `model`."""
 IGNORED = frozenset(
     {
         "metadata",
@@ -168,6 +169,8 @@ def drop_neutral(
             raise FieldError(
                 name, f"{name} is not supported; name the adapter in model, and leave {name} out"
             )
+    if data.get(LORA_PATH) is not None and LORA_PATH not in own:
+        data = _with_adapter(data)
     kept = {}
     for name, value in data.items():
         if name in own:
@@ -176,9 +179,20 @@ def drop_neutral(
             if not _is_neutral(value, neutral[name]):
                 choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
                 raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
-        elif name not in IGNORED and name not in CHOOSES_ADAPTER:
+        elif name not in IGNORED and name not in CHOOSES_ADAPTER and name != LORA_PATH:
             kept[name] = value
     return kept
+
+
+def _with_adapter(data: dict[str, Any]) -> dict[str, Any]:
+    """The body with `lora_path` in `model`, as `base:adapter`."""
+    adapter, model = data[LORA_PATH], data.get("model")
+    if not isinstance(adapter, str):
+        raise FieldError(LORA_PATH, f"{LORA_PATH} is no text; name one adapter, or send several requests")
+    if not adapter or not isinstance(model, str | None):
+        return data
+    is_named = model is not None and (model == adapter or model.endswith(f":{adapter}"))
+    return data if is_named else {**data, "model": f"{model}:{adapter}" if model else adapter}
 
 
 def drop_unused(message: Mapping[str, Any]) -> dict[str, Any]:

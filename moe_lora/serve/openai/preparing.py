@@ -124,7 +124,7 @@ class Preparer:
                 args = kind, bytes(content), self.tokenizer, bounds
                 return await self.elsewhere(client, prepare_now, *args)
             body, tokenizer = parse(kind, content, bounds), self.tokenizer
-            if texts is not None and body.model in texts.adapters:
+            if texts is not None and texts.has(body.model):
                 tokenizer = await asyncio.to_thread(tokenizer_of, body.model, tokenizer, bounds)
             sampling, prompts = asked_of(body, tokenizer, bounds)
             add_special = cast("Any", body).add_special_tokens

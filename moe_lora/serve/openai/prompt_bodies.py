@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from moe_lora.core.host import return_memory
 from moe_lora.serve.access import Caller, caller_of
+from moe_lora.serve.frontend import adapter_in
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, bad_request, describe_validation
 from moe_lora.serve.limits import Limits, body_of, client_of
 
@@ -184,6 +185,9 @@ async def check_model(model: str | None, frontend: Frontend, caller: Caller) -> 
     """Raises ApiError for a model that does not exist for the caller."""
     if model is not None and model not in frontend.model_names:
         names = {one.name for one in await frontend.client.list_adapters()}
+        model = adapter_in(model, frontend.model_names, names)
+        if not model:
+            return
         if model not in names or not caller.may_use(model):
             what = f"the model {model!r} does not exist; GET /v1/models lists what does"
             raise ApiError(404, what, "model")
