@@ -8,6 +8,7 @@ import json
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
@@ -48,12 +49,14 @@ class ChoiceFormat:
 
     continues_prompt: the answer's text continues the prompt's.  prompt_of: token ids of a choice's prompt;
     None: not in the answer.  respond: the answer of another interface, from request, generation, head and
-    headers; None: choices.  collect: replaces `Generation.whole`.
+    headers; None: choices.  collect: replaces `Generation.whole`.  reasoning_tokens, watch: see `Generation`.
     """
 
     prompt_of: Callable[[int], tuple[int, ...]] | None = None
     respond: Respond | None = None
     collect: Callable[[Generation], Coroutine[Any, Any, list[Delta]]] | None = None
+    reasoning_tokens: Counter[int] | None = None
+    watch: Callable[[Delta], None] | None = None
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""
@@ -349,6 +352,8 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         cache_salt=body.cache_salt,
         timeout_s=body.timeout if TIMEOUT not in request.headers else timeout_of(request.headers[TIMEOUT]),
         from_s=request.scope.get(HEADERS_S) or time.monotonic(),
+        reasoning_tokens=form.reasoning_tokens,
+        watch=form.watch,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}

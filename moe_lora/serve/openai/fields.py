@@ -47,7 +47,6 @@ IGNORED = frozenset(
         "separate_reasoning",
         "store",
         "stream_interval",
-        "stream_reasoning",
         "user",
     }
 )
@@ -104,7 +103,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     "length_penalty": (None, 1),
     **dict.fromkeys(
-        ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens"), (None, True)
+        (
+            "include_reasoning",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stream_reasoning",
+        ),
+        (None, True),
     ),
     **dict.fromkeys(
         ("chat_template", "prompt_embeds", "stop_regex", "suffix"),

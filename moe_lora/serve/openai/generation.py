@@ -151,6 +151,7 @@ class Generation:
     client: for the limits.  answer_tokens: longest answer per prompt.  tokenizer: decodes the
     answer; None: ids only.  continues_prompt: the answer keeps a
     leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
+    reasoning_tokens: of each choice, kept by `watch`; None without a reasoning parser.
     """
 
     frontend: Frontend
@@ -168,6 +169,8 @@ class Generation:
     timeout_s: float | None = None
     from_s: float = field(default_factory=time.monotonic)
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    reasoning_tokens: Counter[int] | None = None
+    watch: Callable[[Delta], None] | None = None
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
     _cached_tokens: Counter[int] = field(default_factory=Counter)
@@ -203,6 +206,8 @@ class Generation:
         async with self.deltas() as deltas:
             async for delta in deltas:
                 parts[delta.index].append(delta)
+                if self.watch is not None:
+                    self.watch(delta)
         return [
             Delta(
                 index,
@@ -238,6 +243,10 @@ class Generation:
         usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), self._completion_tokens.total())
         cached = sum(num for index, num in self._cached_tokens.items() if not index % self.num_choices)
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if self.reasoning_tokens is not None:
+            num_reasoning = self.reasoning_tokens.total()
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+            usage["reasoning_tokens"] = num_reasoning  # SGLang's place
         if self._timings:
             usage["timing"] = {
                 f"{name}_ms": round(1e3 * max(getattr(timing, f"{name}_s") for timing in self._timings), 3)

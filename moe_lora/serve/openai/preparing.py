@@ -385,7 +385,8 @@ def _parsers(
     body: ChatRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer | None, bounds: Bounds
 ) -> AnswerParsers | None:
     config = bounds.limits
-    is_plain = config.reasoning_parser == "none" and body.include_reasoning is not False
+    is_joined = config.reasoning_parser == "none" or body.separate_reasoning is False
+    is_plain = is_joined and body.include_reasoning is not False
     if tokenizer is None or (is_plain and (not body.tools or body.tool_choice == "none")):
         return None
     from .parsers.choice import parsers_for

@@ -246,7 +246,7 @@ class PromptChat(ChatFormat):
     """Chats with an echo, or with log probabilities of prompt tokens, in another format."""
 
     def __init__(self, form: ChatFormat, prepared: Prepared) -> None:
-        self.text = form.text
+        self.text, self.reasoning_tokens, self.watch = form.text, form.reasoning_tokens, form.watch
         self.beside_choices = dict(form.beside_choices)
         self._form = form
         self._prepared = prepared

@@ -337,6 +337,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -80,6 +80,7 @@ class ParsedChoice:
         self._parsers = parsers
         self._parser, self._new_id = parsers.new(), parsers.new_id
         self.calls: list[ToolCall] = []
+        self.has_reasoning = self.has_answer = False
         self._num_chars = 0
 
     def read(self, text: str, *, ended: bool) -> Pieces:
@@ -104,6 +105,7 @@ class ParsedChoice:
             texts["content"].append(event.text)
             self._num_chars += len(event.text)
         elif event.kind == "reasoning":
+            self.has_reasoning = True
             if self._parsers.shows_reasoning:
                 texts["reasoning"].append(event.text)
         elif event.kind == "call":
@@ -152,12 +154,13 @@ class ParsedChat(ChatFormat):
         self.text = MarkedText(tokenizer, parsers.marks())
         self._parsers = parsers
         self._choices: dict[int, ParsedChoice] = {}
+        self._counts: dict[int, int] = {}
+        """Tokens of each choice before its answer."""
+        if parsers.reasoning:
+            self.reasoning_tokens, self.watch = Counter(), self._read
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choices.get(delta.index)
-        if choice is None:
-            choice = self._choices[delta.index] = ParsedChoice(self._parsers)
-        pieces = choice.read(delta.text, ended=delta.finish_reason is not None)
+        pieces, choice = self._read(delta), self._choices[delta.index]
         shown: dict[str, Any] = {}
         if pieces.reasoning:
             shown["reasoning_content"] = shown["reasoning"] = pieces.reasoning
@@ -166,6 +169,21 @@ class ParsedChat(ChatFormat):
         if pieces.calls:
             shown["tool_calls"] = list(pieces.calls.values())
         return _finished(self.entry(delta, "delta", shown), choice.calls)
+
+    def _read(self, delta: Delta) -> Pieces:
+        """The choice's new pieces.  Counts tokens before the answer as reasoning, as /v1/responses does."""
+        index = delta.index
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = ParsedChoice(self._parsers)
+        pieces = choice.read(delta.text, ended=delta.finish_reason is not None)
+        if self.reasoning_tokens is not None and not choice.has_answer:
+            choice.has_answer = bool(pieces.content or pieces.calls)
+            if not choice.has_answer:
+                self._counts[index] = self._counts.get(index, 0) + len(delta.token_ids)
+            if choice.has_reasoning:
+                self.reasoning_tokens[index] = self._counts.get(index, 0)
+        return pieces
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         pieces, calls = ParsedChoice(self._parsers).whole(delta.text)

@@ -89,7 +89,8 @@ def parsers_for(
     of_family: the family's format of calls, or "".
     """
     template = _template_of(body, tokenizer)
-    reasoning = _reasoning_format(config.reasoning_parser, template)
+    is_joined = body.separate_reasoning is False
+    reasoning = "" if is_joined else _reasoning_format(config.reasoning_parser, template)
     shows = body.include_reasoning is not False
     tool_format = ""
     if body.tools and body.tool_choice not in (None, "none", "auto"):
