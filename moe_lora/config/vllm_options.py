@@ -366,6 +366,11 @@ HTTP = (
         "no plugin is read; choose one of these, or auto",
         own=True,
     ),
+    only(
+        "--reasoning-config",
+        ("{}", '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'),
+        "the reasoning parser has its marks",
+    ),
     refused("--chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
     only("--chat-template-content-format", ("auto",), "the template's own form is used; omit the option"),
     off("--trust-request-chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
