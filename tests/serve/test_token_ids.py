@@ -188,6 +188,7 @@ def test_listed_tokens_have_log_probabilities(demo):  # noqa: F811
     common["return_tokens_as_token_ids"] = True
     answer = ask(demo, prompt=IDS, logprobs=5, **common)["choices"][0]["logprobs"]
     assert [set(one) for one in answer["top_logprobs"]] == [{"token_id:5", "token_id:9", "token_id:42"}] * 2
+    assert [next(iter(one)) for one in answer["top_logprobs"]] == answer["tokens"]  # the chosen token first
     chat = ask(demo, "/v1/chat/completions", messages=CHAT, logprobs=True, **common)["choices"][0]
     for one in chat["logprobs"]["content"]:
         assert {top["token"] for top in one["top_logprobs"]} == {"token_id:5", "token_id:9", "token_id:42"}

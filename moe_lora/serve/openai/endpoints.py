@@ -146,7 +146,7 @@ class CompletionFormat(ChoiceFormat):
         for token_id, chosen in zip(token_ids, logprobs, strict=True):
             text = self.token_text(token_id)
             likeliest: dict[str, float] = {}
-            for other, logprob in (*chosen.top, (token_id, chosen.logprob)):
+            for other, logprob in ((token_id, chosen.logprob), *chosen.top):
                 likeliest.setdefault(self.token_text(other), _finite(logprob))
             entry["tokens"].append(text)
             entry["token_logprobs"].append(_finite(chosen.logprob))
