@@ -20,6 +20,7 @@ from moe_lora.core.request import (
     EngineStats,
     GenerateRequest,
     ModelInfo,
+    PromptReport,
     RequestTiming,
     TokenLogprobs,
     TokenOutput,
@@ -38,6 +39,7 @@ class ScriptedEngine:
     answers: model name -> token ids (None: the base).  step_s: pause before each token.
     tokens_per_step: how many tokens an output carries.  fail_after: tokens until a request fails.
     refuse: why no request can run.  hang_after: tokens of all requests; further tokens never come.
+    hidden: of the last token of every prompt.
     """
 
     answers: Mapping[str | None, Sequence[int]]
@@ -48,6 +50,7 @@ class ScriptedEngine:
     fail_after: int | None = None
     refuse: str | None = None
     hang_after: int | None = None
+    hidden: bytes | None = None
     alive: bool = True
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -142,6 +145,7 @@ class ScriptedEngine:
             finish_reason=reason,
             num_cached_tokens=1,
             timing=TIMING if reason else None,
+            prompt=PromptReport(hidden=self.hidden) if request.sampling.hidden_state else None,
         )
 
     async def abort(self, request_id: str) -> None:

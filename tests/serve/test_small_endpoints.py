@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from moe_lora.config import EngineConfig
 from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.openai import LATER
+from moe_lora.serve.openai.embedding_bytes import as_bytes
+from moe_lora.serve.server import create_app
 from tests.oracle import reference_hidden
 
-from .conftest import scripted, serving
+from .conftest import as_served, frontend_of, scripted, serving
+from .live_server import ServerThread
 from .test_limits import limited_server
 from .test_limits import refused as num_refused
 from .test_prompt_side import MODEL, NAMES, ask, demo, refused  # noqa: F401  (the fixture)
@@ -86,6 +93,70 @@ def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
     assert short["data"] == ask(demo, "/v1/embeddings", input=tokens[-2:])["data"]
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
+def test_conversations_are_embedded_from_messages_or_input(demo, path):  # noqa: F811
+    other = [{"role": "user", "content": "abc"}]
+    plain = {"encoding_format": "float"}
+    expected = [ask(demo, "/v1/embeddings", messages=one, **plain)["data"][0] for one in (CHAT, other)]
+    for body in ({"messages": CHAT}, {"input": CHAT}, {"input": [CHAT]}):
+        assert ask(demo, path, **body, **plain)["data"] == [expected[0]]
+    for name in ("messages", "input"):
+        found = ask(demo, path, **{name: [CHAT, other]}, **plain)["data"]
+        assert [one["embedding"] for one in found] == [one["embedding"] for one in expected]
+
+
+TYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_vectors_become_bytes_as_torch_casts_them(name):
+    spread = torch.randn(4000, generator=torch.Generator().manual_seed(0))
+    steps = torch.arange(-1024, 1024) / 512  # ties
+    edges = torch.tensor([0.0, -0.0, 448, 464, 1e9, -1e9, 61440, 57344, 2**-9, 2**-10, 2**-16, 2**-17])
+    values = torch.cat([spread * spread.roll(1).mul(4).exp(), steps, edges])
+    expected = values.to(TYPES[name]).view(torch.uint8)
+    width = TYPES[name].itemsize
+    for endianness in ("native", "little", "big"):
+        found = as_bytes(values.numpy(), name, endianness)
+        swapped = expected.view(-1, width).flip(1) if endianness == "big" else expected
+        assert found == swapped.numpy().tobytes()
+
+
+@pytest.mark.parametrize("endianness", ["little", "big"])
+@pytest.mark.parametrize("name", TYPES)
+def test_answers_of_bytes_have_the_vectors_of_base64(demo, name, endianness):  # noqa: F811
+    body = {"input": ["hello", "abc"], "embed_dtype": name, "endianness": endianness}
+    data = ask(demo, "/v1/embeddings", **body, encoding_format="base64")["data"]
+    expected = [base64.b64decode(one["embedding"]) for one in data]
+    answer = demo.post("/v1/embeddings", {**body, "encoding_format": "bytes"})
+    places = json.loads(answer.headers["metadata"])["data"]
+    assert [answer.content[one["start"] : one["end"]] for one in places] == expected
+    assert places[1]["index"] == 1
+    assert (places[1]["embed_dtype"], places[1]["endianness"]) == (name, endianness)
+    assert places[1]["shape"] == [len(expected[1]) // TYPES[name].itemsize]
+    answer = demo.post("/v1/embeddings", {**body, "encoding_format": "bytes_only"})
+    assert answer.content == b"".join(expected)
+    assert "metadata" not in answer.headers
+
+
+def test_a_model_of_several_widths_shortens_its_embeddings(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"matryoshka_dimensions": [4, 8]}')
+    engine = scripted(tokenizer, hidden=np.arange(1, 17, dtype="<f4").tobytes())
+    frontend = frontend_of(engine, tokenizer)
+    frontend.cluster = replace(frontend.cluster, engine=EngineConfig(model_dir=str(tmp_path)))
+    with ServerThread(create_app(frontend)) as thread, as_served(thread.url, engine) as served:
+        [short] = ask(served, "/v1/embeddings", input="hello", dimensions=4)["data"]
+        vector = torch.nn.functional.normalize(torch.arange(1.0, 5.0), dim=0)
+        torch.testing.assert_close(torch.tensor(short["embedding"]), vector)
+        assert "allowed are 4, 8" in refused(served, "/v1/embeddings", input="a", dimensions=5)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -93,7 +164,7 @@ def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "give either prompt or messages"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"messages": [{"role": 1}]}, "messages"),
-        ("/tokenize", {"messages": CHAT, **BOTH}, "excludes"),
+        ("/tokenize", {"messages": CHAT, **BOTH}, "Cannot set both"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [128]}, "token id 128 is out of vocabulary"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -102,10 +173,15 @@ def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
         ("/v1/embeddings", {"input": [[128]]}, "token id 128"),
         ("/v1/embeddings", {"input": "a" * 300}, "maximum context length is 256"),
         ("/v1/embeddings", {"input": [[1]] * 2049}, "at most 2048"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 3}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 3}, "dimensions=3 is not a width"),
+        ("/v1/embeddings", {"input": "a", "padding": "max_length"}, "padding"),
+        ("/v1/embeddings", {"input": [CHAT[0], "a"]}, "messages"),
+        ("/v1/embeddings", {"input": [CHAT, [5]]}, "messages"),
+        ("/v1/embeddings", {"input": [CHAT], "messages": CHAT}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 257, "encoding_format": "bytes"}, "bytes_only"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 300}, "truncate_prompt_tokens"),
-        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "task": "classify"}, "Unsupported task: 'classify'"),
         ("/invocations", {"model": "demo"}, "none of messages, prompt, input"),
         ("/invocations", [], "must be a JSON object"),
     ],

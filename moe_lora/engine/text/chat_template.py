@@ -176,8 +176,8 @@ class ChatTemplates:
             raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out")
         if continue_final_message and add_generation_prompt:
             raise ValueError(
-                "continue_final_message=true excludes add_generation_prompt=true (its default); send "
-                "add_generation_prompt=false too"
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True. "
+                "The second is true by default; send add_generation_prompt=false too"
             )
         template = self._get(self._chosen(name, extra.get("tools")))
         return template.render(

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +15,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from moe_lora.core.request import SamplingParams
+from moe_lora.engine.text.tokenizer_files import read_json
 from moe_lora.serve.http_errors import JsonResponse, bad_request, to_json
 
 from .endpoints import CLIENT_GONE, ChoiceFormat, answer, unless_disconnected
@@ -24,34 +27,61 @@ from .prompt_side import in_slices, shortened
 if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
 
+MAX_PLACES = 256
+"""Vectors in the header of an answer of bytes."""
+TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
 
 
 class EmbeddingFormat(ChoiceFormat):
-    """A list of vectors.  is_unit: of length 1; None: as usual."""
+    """A list of vectors, of length 1 unless the body says otherwise."""
 
     id_prefix = "embd-"
     object_name, key, is_unit = "embedding", "embedding", True
 
-    def __init__(self, *, is_unit: bool | None, in_base64: bool) -> None:
+    def __init__(self, body: EmbeddingRequest) -> None:
         super().__init__(None, with_token_ids=False)
+        is_unit = body.normalize if body.use_activation is None else body.use_activation
         if is_unit is not None:
             self.is_unit = is_unit
-        self._in_base64 = in_base64
+        self._body = body
 
     async def respond(
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         """The vectors of the prompts, encoded in slices."""
-        data = await unless_disconnected(request.receive, self._data(generation))
+        is_json = self._body.encoding_format in (None, "float", "base64")
+        read: Callable[[Generation], Coroutine[Any, Any, Any]] = self._data if is_json else self._bytes
+        data = await unless_disconnected(request.receive, read(generation))
         if data is None:
             return Response(status_code=CLIENT_GONE)
         num_tokens = sum(map(len, generation.prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
-        return JsonResponse({**head, "object": "list", "data": data, "usage": usage}, headers=headers)
+        if is_json:
+            return JsonResponse({**head, "object": "list", "data": data, "usage": usage}, headers=headers)
+        if self._body.encoding_format == "bytes":
+            head |= {"data": self._places(data), "usage": usage}
+            headers = {**headers, "metadata": json.dumps(head)}
+        return Response(b"".join(data), media_type="application/octet-stream", headers=headers)
 
     async def _data(self, generation: Generation) -> msgspec.Raw:
         return await in_slices(self._parts(await generation.whole()))
+
+    async def _bytes(self, generation: Generation) -> list[bytes]:
+        return [self._encoded(self._values(delta)) for delta in await generation.whole()]
+
+    def _places(self, parts: Sequence[bytes]) -> list[dict[str, Any]]:
+        """Each vector's place in an answer of bytes."""
+        body, found, start = self._body, list[dict[str, Any]](), 0
+        embed_type = body.embed_dtype or "float32"
+        for index, part in enumerate(parts):
+            end = start + len(part)
+            entry = {"index": index, "embed_dtype": embed_type, "endianness": body.endianness or "native"}
+            found.append(
+                {**entry, "start": start, "end": end, "shape": [len(part) // TYPE_BYTES[embed_type]]}
+            )
+            start = end
+        return found
 
     def _parts(self, whole: Sequence[Delta]) -> Iterator[bytes]:
         opening = b"["
@@ -62,18 +92,29 @@ class EmbeddingFormat(ChoiceFormat):
         yield b"]"
 
     def _vector(self, delta: Delta) -> Any:
+        values = self._values(delta)
+        if self._body.encoding_format != "base64":
+            return values.tolist()
+        return base64.b64encode(self._encoded(values)).decode()
+
+    def _values(self, delta: Delta) -> np.ndarray[Any, Any]:
         assert delta.prompt is not None
         assert delta.prompt.hidden is not None
-        values = np.frombuffer(delta.prompt.hidden, "<f4")
+        values = np.frombuffer(delta.prompt.hidden, "<f4")[: self._body.dimensions]
         if self.is_unit:
             values = (values / (np.linalg.norm(values.astype(np.float64)) or 1.0)).astype("<f4")
-        return base64.b64encode(values.tobytes()).decode() if self._in_base64 else values.tolist()
+        return values
+
+    def _encoded(self, values: np.ndarray[Any, Any]) -> bytes:
+        from .embedding_bytes import as_bytes
+
+        return as_bytes(values, self._body.embed_dtype or "float32", self._body.endianness or "native")
 
 
 class PoolingFormat(EmbeddingFormat):
     """A list of hidden states."""
 
-    id_prefix = "pool-"
+    id_prefix = "pooling-"
     object_name, key, is_unit = "pooling", "data", False
 
 
@@ -103,17 +144,41 @@ class Endpoints:
             answer_tokens=[1] * len(prompts),
             ignored=found.ignored,
         )
-        body: EmbeddingRequest = found.body
-        is_unit = body.normalize if body.use_activation is None else body.use_activation
-        in_base64 = body.encoding_format == "base64"
-        return await answer(frontend, request, form(is_unit=is_unit, in_base64=in_base64))
+        return await answer(frontend, request, form(found.body))
+
+    def _check(self, body: EmbeddingRequest, num_inputs: int) -> None:
+        """Raises ApiError for a body beyond the model or the interface."""
+        if body.task not in (None, "embed"):
+            raise bad_request(f'Unsupported task: {body.task[:64]!r}; send "embed", or leave task out', "task")
+        if num_inputs > MAX_INPUTS:
+            what = f"input has {num_inputs} inputs; send at most {MAX_INPUTS} at once"
+            raise self._frontend.limits.refusal("choices", bad_request(what, "input"))
+        if body.encoding_format == "bytes" and num_inputs > MAX_PLACES:
+            what = f'encoding_format="bytes" names the places of at most {MAX_PLACES} vectors in a header'
+            raise bad_request(f'{what}; send fewer inputs, or "bytes_only"', "encoding_format")
+        if body.dimensions is not None:
+            folder = Path(self._frontend.cluster.engine.model_dir)
+            check_dimensions(body.dimensions, read_json(folder / "config.json"))
 
     async def _prompts(self, found: ReadBody) -> list[tuple[int, ...]]:
-        info, limits = await self._frontend.client.model_info(), self._frontend.limits
-        if len(found.prompts) > MAX_INPUTS:
-            what = f"input has {len(found.prompts)} inputs; send at most {MAX_INPUTS} at once"
-            raise limits.refusal("choices", bad_request(what, "input"))
+        info = await self._frontend.client.model_info()
+        self._check(found.body, len(found.prompts))
         prompts = [tuple(shortened(one, found.body, info, 1)) for one in found.prompts]
         for one in prompts:
             check_prompt(one, _SAMPLING, info)
         return prompts
+
+
+def check_dimensions(given: int, config: Mapping[str, Any]) -> None:
+    """Raises ApiError for a width that the model is not trained for.  config: of the model."""
+    widths, most = config.get("matryoshka_dimensions") or (), config.get("hidden_size", 0)
+    if given in widths or (config.get("is_matryoshka") and not widths and 1 <= given <= most):
+        return
+    what = f"dimensions={given} is not a width of this model's embeddings"
+    if widths:
+        what += f"; allowed are {', '.join(map(str, widths))}"
+    elif config.get("is_matryoshka"):
+        what += f"; allowed are 1 to {most}"
+    else:
+        what += "; leave dimensions out (config.json lists widths in matryoshka_dimensions)"
+    raise bad_request(what, "dimensions")

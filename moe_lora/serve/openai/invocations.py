@@ -14,6 +14,7 @@ from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_req
 from moe_lora.serve.limits import body_of, client_of
 
 from .preparing import INLINE_BYTES, Preparer
+from .prompt_bodies import EMBEDDING_ONLY
 
 if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
@@ -78,6 +79,8 @@ def path_of(body: bytes) -> str:
         raise bad_request("the body is not valid JSON") from None
     if not isinstance(data, dict):
         raise bad_request(NOT_JSON)
+    if any(data.get(field) is not None for field in EMBEDDING_ONLY):
+        return PATHS["input"]
     for field, path in PATHS.items():
         if field in data:
             return path

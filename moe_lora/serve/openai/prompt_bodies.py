@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from moe_lora.core.host import return_memory
 from moe_lora.serve.access import Caller, caller_of
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
     from moe_lora.serve.frontend import Frontend
 
-_CHAT = ("messages", "chat_template", "chat_template_kwargs", "tools")
+_CHAT = ("chat_template", "chat_template_kwargs", "tools")
+EMBEDDING_ONLY = ("dimensions", "encoding_format", "embed_dtype", "endianness", "use_activation", "normalize")
+"""Fields of embeddings without a meaning in a chat."""
 MAX_INPUTS = 2048
 """Inputs of one request, as in OpenAI's interface."""
 
@@ -49,7 +51,7 @@ class PromptBody(ApiRequest):
     generation_prompt: ClassVar[bool]
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -66,17 +68,22 @@ class PromptBody(ApiRequest):
         if given is None:
             if tokenizer is None:
                 raise no_tokenizer("a chat")
-            return [rendered(self._chat(), tokenizer)]
+            return [rendered(self._chat(one), tokenizer) for one in self.conversations]
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given or not all(given):
             raise bad_request(f"{self.prompt_field} is empty; give at least one token", self.prompt_field)
         return list(given)
 
-    def _chat(self) -> ChatRequest:
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """Messages of each prompt."""
+        return [self.messages or []]
+
+    def _chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
         asked = self.add_generation_prompt
         ends = self.generation_prompt and not self.continue_final_message if asked is None else asked
-        fields = {name: getattr(self, name) for name in _CHAT}
+        fields = {"messages": messages, **{name: getattr(self, name) for name in _CHAT}}
         fields |= {"add_generation_prompt": ends, "continue_final_message": self.continue_final_message}
         try:
             return ChatRequest.model_validate(fields)
@@ -94,7 +101,11 @@ class TokenizeRequest(PromptBody):
 
 
 class EmbeddingRequest(PromptBody):
-    """POST /v1/embeddings and /pooling.  use_activation, normalize: scale to length 1."""
+    """POST /v1/embeddings and /pooling.
+
+    messages: one conversation, or a list of them; input takes both forms too.  use_activation, normalize:
+    scale to length 1.
+    """
 
     prompt_field, generation_prompt = "input", False
     max_tokens: ClassVar[int] = 1
@@ -102,11 +113,12 @@ class EmbeddingRequest(PromptBody):
     return_token_ids: ClassVar[bool] = False
 
     input: Text | Listed[Text] | Listed[int] | Listed[Listed[int]] | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Literal[None] = None
-    task: Literal["embed"] | None = None
-    embed_dtype: Literal["float32"] | None = None
-    endianness: Literal["native", "little"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    dimensions: int | None = None
+    task: Text | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
+    endianness: Literal["native", "little", "big"] | None = None
+    padding: Literal["do_not_pad"] | None = None
     use_activation: bool | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -115,6 +127,30 @@ class EmbeddingRequest(PromptBody):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_chats(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in ("input", "messages"):
+            chats = _chats(data.get(name))
+            if chats is not None and (name == "messages" or data.get("messages") is None):
+                data = {**data, name: None, "messages": chats}
+                break
+        return data
+
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        return self.messages or []
+
+
+def _chats(given: Any) -> list[Any] | None:
+    """Conversations of a list of messages, or of a list of such lists.  None: another value."""
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, dict):
+        return [given]
+    return given if isinstance(first, list) and first and isinstance(first[0], dict) else None
 
 
 class DetokenizeRequest(ApiRequest):
