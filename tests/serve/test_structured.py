@@ -35,6 +35,10 @@ TEXT_FIELDS = [
     ({"guided_grammar": 'start: "x" | "yy"'}, "x|yy"),
     ({"regex": "[ab]{3}"}, "[ab]{3}"),
     ({"ebnf": 'root ::= "x" | "yy"'}, "x|yy"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "[ab]{3}"}}},
+        "[ab]{3}",
+    ),
 ]
 PATHS = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 90},

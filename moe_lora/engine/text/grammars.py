@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +69,16 @@ def text_grammar(text: str) -> str:
 
 def after(rules: str, grammar: str) -> str:
     """The grammar behind other Lark rules, which name it @answer.  "": alone."""
-    if not rules:
-        return grammar
-    if not grammar.startswith("{"):
-        inner: list[dict[str, Any]] = [{"lark_grammar": grammar}]
-    else:
-        inner = json.loads(grammar)["grammars"]
-    return json.dumps({"grammars": [{"lark_grammar": rules}, {**inner[0], "name": "answer"}, *inner[1:]]})
+    return composed(rules, {"answer": grammar}) if rules else grammar
+
+
+def composed(rules: str, inner: Mapping[str, str]) -> str:
+    """Lark rules with the grammars that they name.  The grammars within these need other names."""
+    listed: list[dict[str, Any]] = [{"lark_grammar": rules}]
+    for name, grammar in inner.items():
+        given = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+        listed += ({**given[0], "name": name}, *given[1:])
+    return json.dumps({"grammars": listed})
 
 
 def _bounded(text: str) -> str:

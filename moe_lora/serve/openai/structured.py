@@ -10,9 +10,12 @@ import resource
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_lora.serve.http_errors import ApiError, bad_request
+
+from .parsers import FORCED
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -20,16 +23,17 @@ if TYPE_CHECKING:
     from .parsers.choice import AnswerParsers
     from .protocol import SamplingFields
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 ALIASES = {
     **{f"guided_{kind}": kind for kind in KINDS},
     **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
 }
 """Field -> kind: vLLM's older names, then SGLang's."""
-FORMATS = ("text", "json_object", "json_schema")
-_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "structural_tag")
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+STRICT = "strict_calls"
 _END = "<|end|>"
-_MARK = re.compile(r"<\[\d+\]>")
+_MARKS = re.compile(r"<\[[\d,]+\]>")
 _GAP = "\ngap: /\\n{1,2}/"
 MAX_CPU_S = 0.8
 MAX_BYTES = 1 << 28
@@ -41,7 +45,10 @@ _TOO_LARGE = (
 
 
 class BodyGrammar(NamedTuple):
-    """A grammar that a body asks for.  rules: Lark's, of the reasoning before it."""
+    """A grammar that a body asks for.  rules: Lark's, of the reasoning before it.
+
+    The kind "tags" has Lark rules and a list of their inner grammars, each with kind and value.
+    """
 
     field: str
     kind: str
@@ -54,6 +61,8 @@ def body_grammar(
 ) -> BodyGrammar | None:
     """Raises ApiError for two grammars, or for a grammar without a tokenizer."""
     asked = _asked(body)
+    if not asked and parsers is not None and parsers.has_strict:
+        asked = [BodyGrammar("tools", STRICT, None)]
     if not asked:
         return None
     if len(asked) > 1:
@@ -62,9 +71,43 @@ def body_grammar(
     field = asked[0].field
     if tokenizer is None:
         raise bad_request(f"{field} needs a tokenizer, but the model's directory has none", field)
-    if parsers is None or not parsers.reasoning:
-        return asked[0]
-    return asked[0]._replace(rules=reasoning_rules(parsers, tokenizer))
+    try:
+        found = _with_tags(asked[0], body, tokenizer, parsers)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{field}: {error}", field) from error
+    if parsers is None or not parsers.reasoning or asked[0].kind == STRICT:
+        return found
+    return found._replace(rules=reasoning_rules(parsers, tokenizer, is_call=asked[0].kind == "calls"))
+
+
+def _with_tags(
+    asked: BodyGrammar, body: SamplingFields, tokenizer: Tokenizer, parsers: AnswerParsers | None
+) -> BodyGrammar:
+    """The rules of tags for this vocabulary; another grammar as given.  Raises ValueError."""
+    is_listed = asked.kind == "calls" and (parsers is None or parsers.tool_format == FORCED)
+    if is_listed or asked.kind not in (STRICT, "structural_tag", "calls"):
+        return asked
+    from moe_lora.engine.text.grammars import mark_ids
+
+    from .tags.rules import TagRules
+
+    rules = TagRules(mark_ids(tokenizer))
+    if asked.kind == "structural_tag":
+        from .tags.structural import add_structural_tag
+
+        start = add_structural_tag(asked.value, rules)
+    else:
+        from .parsers.forced import functions_of
+        from .tags.calls import add_forced_call, add_strict_calls
+
+        chat = body.as_chat
+        assert chat is not None
+        assert parsers is not None
+        if asked.kind == STRICT:
+            start = add_strict_calls(parsers, functions_of(chat.tools or []), rules)
+        else:
+            start = add_forced_call(asked.value[0], rules)
+    return asked._replace(kind="tags", value=[rules.lark(start), rules.inner])
 
 
 def outputs_of(body: SamplingFields) -> dict[str, Any] | None:
@@ -80,10 +123,16 @@ def checked_grammar(asked: BodyGrammar) -> str:
     from moe_lora.engine.text import grammars
 
     def make() -> str:
-        grammar = _grammar(asked.kind, asked.value)
+        tags, inner = asked.value if asked.kind == "tags" else ("", [(asked.kind, asked.value)])
+        made = {f"inner_{place}": _grammar(*one) for place, one in enumerate(inner)}
+
+        def whole(shown: Callable[[str], str]) -> str:
+            answer = grammars.composed(shown(tags), made) if tags else made["inner_0"]
+            return grammars.after(shown(asked.rules), answer)
+
         # The check's vocabulary has one mark.
-        grammars.check_grammar(grammars.after(_MARK.sub(grammars.ANY_MARK, asked.rules), grammar))
-        return grammars.after(asked.rules, grammar)
+        grammars.check_grammar(whole(partial(_MARKS.sub, grammars.ANY_MARK)))
+        return whole(str)
 
     try:
         return in_child(make)
@@ -163,6 +212,8 @@ def _of_format(given: Mapping[str, Any]) -> tuple[str, Any]:
             f"response_format: the type {str(kind)[:64]!r} is not supported; allowed are {', '.join(FORMATS)}"
         )
         raise bad_request(what, "response_format")
+    if kind == "structural_tag":
+        return "structural_tag", dict(given)
     if kind != "json_schema":
         return "json_object", kind == "json_object"
     inner = given.get("json_schema")
@@ -197,10 +248,10 @@ def _grammar(kind: str, value: Any) -> str:
         if value is not True:
             raise ValueError(f"json_object is {str(value)[:64]}; send true or leave it out")
         return grammars.json_grammar({"type": "object"})
-    if kind == "calls":
-        from .parsers.schemas import grammar_of_calls
+    if kind in ("calls", "arguments"):
+        from .parsers import schemas
 
-        return grammar_of_calls(*value)
+        return schemas.grammar_of_calls(*value) if kind == "calls" else schemas.grammar_of_arguments(value)
     if kind == "json":
         return grammars.json_grammar(value)
     if kind == "choice":
@@ -212,8 +263,11 @@ def _grammar(kind: str, value: Any) -> str:
     return grammars.regex_grammar(value) if kind == "regex" else grammars.text_grammar(value)
 
 
-def reasoning_rules(parsers: AnswerParsers, tokenizer: Tokenizer) -> str:
-    """Lark rules: `start` is the reasoning, then @answer.  "": the answer begins at once."""
+def reasoning_rules(parsers: AnswerParsers, tokenizer: Tokenizer, *, is_call: bool = False) -> str:
+    """Lark rules: `start` is the reasoning, then @answer.  "": the answer begins at once.
+
+    is_call: of harmony, with its own channel.
+    """
     from .parsers.choice import HARMONY
     from .parsers.harmony import CHANNEL, MESSAGE, START
     from .parsers.thinking import REASONING_FORMATS
@@ -224,7 +278,8 @@ def reasoning_rules(parsers: AnswerParsers, tokenizer: Tokenizer) -> str:
         channel, message, start = (_mark(one, tokenizer) for one in (CHANNEL, MESSAGE, START))
         until, rule = _until(_END, tokenizer)
         analysis = f'analysis: {channel} "analysis" {message} {until} {start} "assistant"'
-        return f'start: analysis* {channel} "final" {message} @answer\n{analysis}\n{rule}'
+        final = "" if is_call else f'{channel} "final" {message}'
+        return f"start: analysis* {final} @answer\n{analysis}\n{rule}"
     marks = REASONING_FORMATS[parsers.reasoning]
     until, rule = _until(marks.closing, tokenizer)
     if parsers.is_open:

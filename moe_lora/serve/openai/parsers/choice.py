@@ -50,6 +50,7 @@ class AnswerParsers:
     tool_format: "" without calls.  reasoning: "" without reasoning.  is_open, is_closed: the prompt ends in
     the reasoning, or after its end.  tools: name -> JSON schema.
     shows_reasoning: False: reasoning is left out.  parallel: False: only the first call is in the answer.
+    has_strict: a grammar holds the calls that the model chooses.
     """
 
     tool_format: str = ""
@@ -59,6 +60,7 @@ class AnswerParsers:
     tools: Mapping[str, Any] = field(default_factory=dict)
     shows_reasoning: bool = True
     parallel: bool = True
+    has_strict: bool = False
 
     def new(self) -> Parser:
         answer = parser_class(self.tool_format)(self.tools) if self.tool_format else Plain({})
@@ -92,11 +94,10 @@ def parsers_for(
     is_joined = body.separate_reasoning is False
     reasoning = "" if is_joined else _reasoning_format(config.reasoning_parser, template)
     shows = body.include_reasoning is not False
+    is_forced = bool(body.tools) and body.tool_choice not in (None, "none", "auto")
     tool_format = ""
-    if body.tools and body.tool_choice not in (None, "none", "auto"):
-        reasoning, tool_format = reasoning.replace(HARMONY, ""), FORCED  # without channels
-    elif body.tools and body.tool_choice != "none":
-        tool_format = _tool_format(config.tool_call_parser, template, of_family)
+    if body.tools and body.tool_choice != "none":
+        tool_format = _tool_format(config.tool_call_parser, template, of_family, is_forced=is_forced)
     if HARMONY in (reasoning, tool_format):
         reasoning = tool_format = HARMONY
     if not shows and not reasoning and tool_format != FORCED:
@@ -114,6 +115,9 @@ def parsers_for(
         tools={tool["function"]["name"]: tool["function"].get("parameters") for tool in body.tools or ()},
         shows_reasoning=shows,
         parallel=body.parallel_tool_calls is not False,
+        has_strict=bool(tool_format)
+        and not is_forced
+        and any(tool["function"].get("strict") is True for tool in body.tools or ()),
     )
 
 
@@ -122,15 +126,15 @@ def _template_of(body: ChatRequest, tokenizer: Tokenizer) -> str:
     return "" if templates is None else templates.source(body.chat_template or None, body.tools)
 
 
-def _tool_format(setting: str, template: str, of_family: str) -> str:
-    if setting in TOOL_FORMATS:
-        return setting
+def _tool_format(setting: str, template: str, of_family: str, *, is_forced: bool) -> str:
+    """is_forced: only harmony has forced calls of its own."""
+    found = setting if setting in TOOL_FORMATS else ""
     if setting == AUTO and "tools" in template:
-        for sign, name in _TOOL_SIGNS.items():
-            if sign in template:
-                return name
-        if of_family:
-            return of_family
+        found = next((name for sign, name in _TOOL_SIGNS.items() if sign in template), of_family)
+    if is_forced:
+        return HARMONY if found == HARMONY else FORCED
+    if found:
+        return found
     why = "the server has tool_call_parser=none"
     if setting == AUTO:
         why = "the chat template of this model has no known format of tool calls"

@@ -17,6 +17,10 @@ class DeepSeekCalls(JsonCalls):
         r"\s*(?!\s)(?:function<｜tool▁sep｜>(?P<fenced>[^\n`<{]+)\n```json\s*|(?P<plain>[^\n`<{]+)<｜tool▁sep｜>\s*)(?=\{)"
     )
     FILLER = " \t\r\n`"
+    SHAPES = (
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    )
 
     def _name(self, found: re.Match[str]) -> str | None:
         return (found["fenced"] or found["plain"]).strip() or None

@@ -25,9 +25,10 @@ def forced_functions(
     if choice in (None, "none", "auto"):
         return None
     wanted = choice["function"]["name"] if isinstance(choice, dict) else None
-    functions = [
-        {name: tool["function"].get(name) for name in ("name", "parameters", "strict")}
-        for tool in tools
-        if wanted in (None, tool["function"]["name"])
-    ]
+    functions = [one for one in functions_of(tools) if wanted in (None, one["name"])]
     return functions, parallel and wanted is None
+
+
+def functions_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of each function that a grammar reads."""
+    return [{name: tool["function"].get(name) for name in ("name", "parameters", "strict")} for tool in tools]

@@ -16,3 +16,6 @@ class Glm4Calls(TaggedCalls):
     VALUE_END = "</arg_value>"
     FINISH = ("</tool_call>",)
     CLOSE = "</tool_call>"
+    SHAPES = (("<tool_call>NAME\n", "</tool_call>"), ("<tool_call>NAME", "</tool_call>"))
+    ARGUMENT_SHAPE = ("<arg_key>", "</arg_key>\n<arg_value>")
+    VALUE_SHAPE = "</arg_value>"

@@ -24,6 +24,11 @@ _BEGINNINGS = (START, CHANNEL, MESSAGE, "to=")
 class Harmony(Parser):
     OPEN = (CHANNEL, START)
     MARKS = (MESSAGE, CONSTRAIN, *ENDS)
+    TRIGGERS = (f"to={FUNCTIONS}",)
+    SHAPES = tuple(
+        (f"to={FUNCTIONS}NAME{middle}{MESSAGE}", ENDS[1])
+        for middle in (" <|constrain|>json", " json", "", f"{CHANNEL}commentary json", f"{CHANNEL}commentary")
+    )
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)

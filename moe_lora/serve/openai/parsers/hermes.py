@@ -13,3 +13,4 @@ class HermesCalls(JsonCalls):
     CLOSE = "</tool_call>"
     HEADER = re.compile(OBJECT, re.DOTALL)
     OUTER = True
+    SHAPES = (('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)

@@ -14,6 +14,12 @@ class KimiCalls(JsonCalls):
     GAP = ""
     CLOSE = "<|tool_call_end|>"
     MARKS = (CLOSE, "<|tool_call_argument_begin|>")
+    SHAPES = (
+        (
+            "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
+    )
     HEADER = re.compile(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
     )

@@ -23,6 +23,8 @@ class Llama3Calls(JsonCalls):
     GAP = ""
     HEADER = re.compile(OBJECT, re.DOTALL)
     OUTER = True
+    LEADS, TRIGGERS = True, ("{",)
+    SHAPES = (('{"name": "NAME", "parameters": ', "}"),)
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)

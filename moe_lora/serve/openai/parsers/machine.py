@@ -95,7 +95,9 @@ class Parser:
 
     OPEN: marks before a call.  NOISE: marks around calls, dropped.  MARKS: further special tokens of the
     format.  GAP: characters dropped between content and a mark.  CLOSE: mark after a call; "": none.  FILLER:
-    characters without meaning before CLOSE.
+    characters without meaning before CLOSE.  SHAPES: the text from a trigger to the arguments, and
+    the text after the arguments, as templates write a call.  TRIGGERS: else OPEN.  LEADS: calls lie at the
+    answer's start.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -104,6 +106,9 @@ class Parser:
     GAP: ClassVar[str] = " \t\r\n"
     CLOSE: ClassVar[str] = ""
     FILLER: ClassVar[str] = " \t\r\n"
+    SHAPES: ClassVar[tuple[tuple[str, str], ...]] = ()
+    TRIGGERS: ClassVar[tuple[str, ...]] = ()
+    LEADS: ClassVar[bool] = False
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._tools = tools

@@ -12,6 +12,7 @@ from .json_calls import OBJECT, ListedCalls
 class MistralCalls(ListedCalls):
     OPEN = ("[TOOL_CALLS]",)
     MARKS = ("[ARGS]", "[CALL_ID]")
+    SHAPES = (("[TOOL_CALLS]NAME[ARGS]", ""), ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"))
     HEADER = re.compile(
         rf"(?:\s*\[)?{OBJECT}|\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{{)",
         re.DOTALL,

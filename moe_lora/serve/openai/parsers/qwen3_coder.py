@@ -17,5 +17,11 @@ class Qwen3CoderCalls(TaggedCalls):
     FINISH = ("</function>", "</tool_call>")
     CLOSE = "</tool_call>"
     TRIM = True
+    SHAPES = (
+        ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
+        ("<function=NAME>\n", "</function>"),
+    )
+    ARGUMENT_SHAPE = ("<parameter=", ">\n")
+    VALUE_SHAPE = "\n</parameter>"
     NEXT = ("<parameter=", "</function>", "</tool_call>")
     EARLY = ("\n<parameter=", "\n</function>")

@@ -31,7 +31,24 @@ def grammar_of_calls(functions: list[dict[str, Any]], several: bool) -> str:
     return grammars.json_grammar(schema, lenient=True)
 
 
+def grammar_of_arguments(function: Mapping[str, Any]) -> str:
+    """Grammar of a function's arguments.  Raises ValueError as `grammar_of_calls`."""
+    return grammars.json_grammar(_arguments(function, ""), lenient=True)
+
+
 def _schema_of_call(function: Mapping[str, Any], place: int) -> dict[str, Any]:
+    arguments = _arguments(function, f"/items/anyOf/{place}/properties/arguments")
+    properties = {"name": {"const": function["name"]}, "arguments": arguments}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+def _arguments(function: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The schema of a function's arguments at this place of a schema."""
     name, given = function["name"], function.get("parameters") or {}
     kinds = given.get("type") or "object"
     try:
@@ -41,17 +58,9 @@ def _schema_of_call(function: Mapping[str, Any], place: int) -> dict[str, Any]:
         if function.get("strict") is True:
             alone = PlacedSchema(given, "", lenient=False).schema
             grammars.check_grammar(grammars.json_grammar(alone))
-        path = f"/items/anyOf/{place}/properties/arguments"
-        arguments = PlacedSchema(given, path, lenient=function.get("strict") is not True).schema
+        return PlacedSchema(given, path, lenient=function.get("strict") is not True).schema
     except ValueError as error:
         raise ValueError(f"function {name!r}: {error}") from error
-    properties = {"name": {"const": name}, "arguments": arguments}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
 
 
 class PlacedSchema:

@@ -22,7 +22,8 @@ class TaggedCalls(Parser):
     KEY: opening mark of an argument.  ARGUMENT: from KEY to the value; its group is the argument's name.
     VALUE_END: mark after a value.  FINISH: marks after the last argument.  TRIM: a
     line end lies on both sides of a value.  NEXT: the text after VALUE_END; elsewhere the mark is part of the
-    value.  EARLY: marks that end a value without VALUE_END.
+    value.  EARLY: marks that end a value without VALUE_END.  ARGUMENT_SHAPE, VALUE_SHAPE: as in SHAPES,
+    around an argument's name and after its value.
     """
 
     HEADER: ClassVar[re.Pattern[str]]
@@ -33,6 +34,8 @@ class TaggedCalls(Parser):
     TRIM: ClassVar[bool] = False
     NEXT: ClassVar[tuple[str, ...]] = ("",)
     EARLY: ClassVar[tuple[str, ...]] = ()
+    ARGUMENT_SHAPE: ClassVar[tuple[str, str]]
+    VALUE_SHAPE: ClassVar[str]
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in a model's own format: of strict functions under tool_choice=auto, and forced ones of GPT-OSS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..parsers import parser_class
+from ..parsers.choice import HARMONY, AnswerParsers
+from ..parsers.harmony import MESSAGE
+from ..parsers.tagged_calls import STRING, types_of
+from ..parsers.thinking import REASONING_FORMATS
+from .rules import Tag, TagRules
+
+_INDEX = "INDEX"
+_NOTES = {"type", "title", "description", "default", "examples", "enum", "const"}
+_DEFINITIONS = ("$defs", "definitions")
+_ROOT = {
+    *("type", "properties", "required", "additionalProperties", "title", "description", "$schema"),
+    *_DEFINITIONS,
+}
+
+
+def add_strict_calls(parsers: AnswerParsers, functions: Iterable[Mapping[str, Any]], rules: TagRules) -> str:
+    """The start of rules for any answer whose calls hold the schemas of strict functions.
+
+    Calls of other functions have any JSON object.  Raises ValueError for a wrong schema.
+    """
+    kind = parser_class(parsers.tool_format)
+    free = [{**one, **({} if one["strict"] is True else {"parameters": None})} for one in functions]
+    tags = [tag for function in free for tag in _tags(kind, function, rules)]
+    if kind.LEADS:
+        answer = rules.rule(_leading(kind, tags, rules))
+    else:
+        answer = rules.rule(rules.triggered(tags, kind.TRIGGERS or kind.OPEN))
+    if parsers.is_closed or parsers.reasoning in ("", HARMONY):
+        return answer
+    opening, closing = REASONING_FORMATS[parsers.reasoning][:2]
+    thought = f"({rules.until(closing)} {answer} | {rules.free((closing,))})"
+    return thought if parsers.is_open else f"{rules.opened(opening)} {thought} | {answer}"
+
+
+def add_forced_call(functions: Iterable[Mapping[str, Any]], rules: TagRules) -> str:
+    """The start of rules for a call in harmony's channel of commentary."""
+    kind = parser_class(HARMONY)
+    tags = [next(iter(_tags(kind, function, rules))) for function in functions]
+    channel = rules.literal("<|channel|>commentary ")
+    calls = (f"{rules.literal(tag.begin)} {tag.content} ({rules.literal(tag.end)})?" for tag in tags)
+    return f"{channel} ({' | '.join(calls)})"
+
+
+def _leading(kind: Any, tags: Iterable[Tag], rules: TagRules) -> str:
+    """Calls at the answer's start, after a brace and perhaps a mark."""
+    [brace] = kind.TRIGGERS
+    rests = (f"{rules.literal(tag.begin[1:])} {tag.content} {rules.literal(tag.end)}" for tag in tags)
+    call = rules.rule(" | ".join(rests))
+    first = rules.rule(f"/\\s*/ {json.dumps(brace)}", "[lazy]")
+    marked = f"{rules.opened(kind.OPEN[0])} {first}"
+    between = f"/\\s*;\\s*/ ({rules.literal(kind.OPEN[0])})? {json.dumps(brace)}"
+    return f"({first} | {marked}) {call} ({between} {call})* | {rules.free(kind.OPEN)}"
+
+
+def _tags(kind: Any, function: Mapping[str, Any], rules: TagRules) -> Iterable[Tag]:
+    """The ways in which the format writes a call."""
+    name = function["name"]
+    quoted = json.dumps(name, ensure_ascii=False)
+    if hasattr(kind, "ARGUMENT_SHAPE"):
+        arguments = rules.rule(_tagged_arguments(kind, function, rules))
+    else:
+        arguments = rules.within("arguments", dict(function))
+    for before, after in kind.SHAPES:
+        head, index, tail = before.partition(_INDEX)
+        head = head.replace('"NAME"', quoted) if '"NAME"' in head else head.replace("NAME", name)
+        content = rules.rule(f"/[0-9]+/ {rules.literal(tail)} {arguments}") if index else arguments
+        yield Tag(head, content, after, is_open=MESSAGE in before)
+
+
+def _tagged_arguments(kind: Any, function: Mapping[str, Any], rules: TagRules) -> str:
+    """A rule of the tags of a function's arguments.
+
+    The arguments have the schema's order.  Raises ValueError for a text with a further keyword, by name.
+    """
+    schema = function["parameters"]
+    if not schema:
+        key = rules.rule("/[^<>\\s]+/")
+        return f"({_around(kind, key, _any_text(kind, rules), rules)})*"
+    if more := schema.keys() - _ROOT:
+        what = f"{min(more)} has no effect in tags; leave it out, or strict"
+        raise ValueError(f"function {function['name']!r}: {what}")
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError(f"function {function['name']!r}: properties must be an object, required a list")
+    names = [*properties, *(name for name in required if name not in properties)]
+    parts = []
+    for name in names:
+        try:
+            value = _value(kind, schema, name, properties.get(name, True), rules)
+        except ValueError as error:
+            raise ValueError(f"function {function['name']!r}: {error}") from error
+        part = _around(kind, rules.literal(name), value, rules)
+        parts.append(part if name in required else f"({part})?")
+    return " ".join(parts) or '""'
+
+
+def _around(kind: Any, key: str, value: str, rules: TagRules) -> str:
+    before, after = kind.ARGUMENT_SHAPE
+    return f'{rules.literal(before)} {key} {rules.literal(after)} {value} "\\n"'
+
+
+def _value(kind: Any, schema: Mapping[str, Any], name: str, given: Any, rules: TagRules) -> str:
+    """A value and its end."""
+    if not isinstance(given, dict | bool):
+        raise ValueError(f"the schema of {name!r} is {json.dumps(given)[:64]}; send an object")
+    end = rules.literal(kind.VALUE_SHAPE)
+    if types_of({"properties": {name: given}}, name) != STRING:
+        shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        inner = given if isinstance(given, bool) else {**given, **shared}
+        return f"{rules.within('json', inner)} {end}"
+    assert isinstance(given, dict)
+    if more := given.keys() - _NOTES:
+        raise ValueError(f"{min(more)} of the text {name!r} has no effect in tags; leave it out, or strict")
+    values = [given["const"]] if "const" in given else given.get("enum")
+    if values is None:
+        return _any_text(kind, rules)
+    if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
+        raise ValueError(f"the values of the text {name!r} must be texts")
+    return f"({' | '.join(rules.literal(one) or json.dumps('') for one in values)}) {end}"
+
+
+def _any_text(kind: Any, rules: TagRules) -> str:
+    """Any text and its end, without the marks that end a value early."""
+    return rules.until(kind.VALUE_SHAPE, without=[mark for mark in kind.NEXT if mark])

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict calls under tool_choice=auto in each format, and forced calls of GPT-OSS, against their masks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from moe_lora.serve.http_errors import ApiError
+from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
+from moe_lora.serve.openai.parsers.answers import ParsedChoice
+from moe_lora.serve.openai.parsers.choice import AnswerParsers
+
+from .test_tags import A, B, Masks, grammar_of, tokenizer_with
+
+
+def tool(name: str, parameters: Any, *, strict: bool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+
+
+TOOLS = [tool("f", A, strict=True), tool("g", A, strict=False)]
+CALLS = {
+    "hermes": ['<tool_call>\n{{"name": "{0}", "arguments": {1}}}\n</tool_call>'],
+    "mistral": ["[TOOL_CALLS]{0}[ARGS]{1}", '[TOOL_CALLS][{{"name": "{0}", "arguments": {1}}}]'],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{0}\n```json\n{1}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{0}<｜tool▁sep｜>{1}<｜tool▁call▁end｜>",
+    ],
+    "kimi": ["<|tool_call_begin|>functions.{0}:12<|tool_call_argument_begin|>{1}<|tool_call_end|>"],
+    "qwen3_coder": [
+        "<tool_call>\n<function={0}>\n{1}</function>\n</tool_call>",
+        "<function={0}>\n{1}</function>",
+    ],
+    "glm4": ["<tool_call>{0}\n{1}</tool_call>"],
+    "llama3_json": [
+        '{{"name": "{0}", "parameters": {1}}}',
+        '<|python_tag|>{{"name": "{0}", "parameters": {1}}}',
+    ],
+    "harmony": [
+        "<|channel|>commentary to=functions.{0} <|constrain|>json<|message|>{1}<|call|>",
+        "<|start|>assistant to=functions.{0}<|channel|>commentary json<|message|>{1}<|call|>",
+    ],
+}
+BEFORE = {"harmony": "<|channel|>analysis<|message|>Hm: {<|end|>"}
+
+
+def parsed_by(name: str, **options: Any) -> AnswerParsers:
+    return AnswerParsers(tool_format=name, tools={"f": A, "g": A}, has_strict=True, **options)
+
+
+def call_of(name: str, shape: str, function: str, arguments: Any) -> str:
+    """The call in a format."""
+    around = {
+        "qwen3_coder": "<parameter={0}>\n{1}\n</parameter>\n",
+        "glm4": "<arg_key>{0}</arg_key>\n<arg_value>{1}</arg_value>\n",
+    }
+    text = json.dumps(arguments)
+    if name in around and isinstance(arguments, dict):
+        shown = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+        text = "".join(around[name].format(key, one) for key, one in shown.items())
+    return shape.format(function, text)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_strict_calls_hold_their_schema_and_other_text_is_free(name, special):
+    kind = parser_class(name)
+    marks = {*kind.OPEN, *kind.NOISE, *kind.MARKS, kind.CLOSE, getattr(kind, "KEY", "")} - {""}
+    tokenizer = tokenizer_with(sorted(marks), special=special)
+    parsers = parsed_by(name)
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS))
+    before, between = ("", ";") if name == "llama3_json" else (BEFORE.get(name, "Let me see. "), "\n")
+    for shape in CALLS[name]:
+        valid = call_of(name, shape, "f", {"a": 1})
+        other = call_of(name, shape, "g", {"b": [None]})
+        for text in ("", "Plain. {", before, before + valid, valid + between + valid, other):
+            assert masks.accepts(text), text
+        calls = ParsedChoice(parsers).whole(before + valid)[1]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("f", {"a": 1})]
+        for function, arguments in (
+            ("f", {"a": "x"}),
+            ("f", {}),
+            ("f", {"a": 1, "b": 2}),
+            ("g", [1]),
+            ("h", {}),
+        ):
+            assert masks.after(before + call_of(name, shape, function, arguments)) is None
+        assert not masks.accepts(before + valid[: valid.index("1") + 1])
+
+
+WORDS = {
+    "type": "object",
+    "properties": {
+        "word": {"type": "string"},
+        "kind": {"enum": ["new", "old"]},
+        "list": {"$ref": "#/$defs/list"},
+    },
+    "required": ["word"],
+    "$defs": {"list": B},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4"])
+def test_texts_in_tags_are_as_they_are_and_end_once(name):
+    [*_, shape] = CALLS[name]
+    tokenizer = tokenizer_with([])
+    parsers = AnswerParsers(tool_format=name, tools={"f": WORDS}, has_strict=True)
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=[tool("f", WORDS, strict=True)]))
+    valid = [
+        {"word": 'a "b"\n<c'},
+        {"word": "", "kind": "new"},
+        {"word": "x", "kind": "old", "list": [1, "x"]},
+    ]
+    for arguments in valid:
+        text = call_of(name, shape, "f", arguments)
+        assert masks.accepts(text), text
+        [call] = ParsedChoice(parsers).whole(text)[1]
+        assert json.loads(call.arguments) == arguments
+    key = (
+        "\n<parameter=kind>\n"
+        if name == "qwen3_coder"
+        else "</arg_value>\n<arg_key>kind</arg_key>\n<arg_value>"
+    )
+    for arguments in (
+        {"kind": "new"},
+        {"word": "x", "kind": "odd"},
+        {"word": "x", "list": [2]},
+        {"word": f"x{key}odd"},
+    ):
+        assert masks.after(call_of(name, shape, "f", arguments)) is None, arguments
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"properties": {"a": {"type": "string", "maxLength": 3}}}, "maxLength of the text 'a'"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "must be texts"),
+        ({"properties": {"a": {"type": "strang"}}}, "strang"),
+        ({"properties": {"a": 5}}, "the schema of 'a'"),
+        ({"properties": [1]}, "properties"),
+        ({"minProperties": 1}, "minProperties"),
+    ],
+)
+def test_schemas_without_an_effect_in_tags_are_refused_by_name(parameters, words):
+    tools = [tool("f", {"type": "object", **parameters}, strict=True)]
+    with pytest.raises(ApiError, match=words) as error:
+        grammar_of(tokenizer_with([]), parsed_by("glm4"), tools=tools)
+    assert (error.value.status, error.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_strict_calls_begin_after_the_reasoning(special, is_open):
+    tokenizer = tokenizer_with(["<think>", "</think>", "<tool_call>", "</tool_call>"], special=special)
+    masks = Masks(
+        tokenizer, grammar_of(tokenizer, parsed_by("hermes", reasoning="qwen3", is_open=is_open), tools=TOOLS)
+    )
+    valid, wrong = (CALLS["hermes"][0].format("f", one) for one in ('{"a": 1}', "{}"))
+    thought = f"{'' if is_open else chr(10) + '<think>'}maybe {wrong} or {wrong[:15]}"
+    for text in ("", thought, f"{thought}</think>", f"{thought}</think>\n\nso {valid}"):
+        assert masks.accepts(text), text
+    assert masks.after(f"{thought}</think>{wrong}") is None
+    assert is_open == (masks.after(wrong) is not None)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+def test_forced_calls_of_harmony_have_its_channels(special):
+    kind = parser_class("harmony")
+    tokenizer = tokenizer_with([*kind.OPEN, *kind.MARKS], special=special)
+    parsers = AnswerParsers(tool_format="harmony", reasoning="harmony", tools={"f": A})
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS, tool_choice="required"))
+    call, thought = CALLS["harmony"][0].format("f", '{"a": 1}'), BEFORE["harmony"] + "<|start|>assistant"
+    for text in (call, call.removesuffix("<|call|>"), thought + call, thought + thought + call):
+        assert masks.accepts(text), text
+        assert [one.name for one in ParsedChoice(parsers).whole(text)[1]] == ["f"]
+    for text in (
+        "",
+        "hello",
+        thought,
+        f"{call} more",
+        "<|channel|>final<|message|>no",
+        CALLS["harmony"][0].format("f", "{}"),
+    ):
+        assert not masks.accepts(text), text
