@@ -68,9 +68,11 @@ class DemoServer:
 
 
 @contextlib.contextmanager
-def demo_server(log: Path, *options: str, anew: bool = False) -> Iterator[DemoServer]:
-    """Serve demo/model; options go to `moe-lora serve`.  anew: start its processes as outside of tests."""
-    command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
+def demo_server(
+    log: Path, *options: str, anew: bool = False, model: Path = DEMO / "model"
+) -> Iterator[DemoServer]:
+    """Serve the model; options go to `moe-lora serve`.  anew: start its processes as outside of tests."""
+    command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(model), "--port", "0"]
     command += ["--served-model-name", "demo", "--threads", "1", *options]
     with log.open("w") as file:
         start = subprocess.Popen if anew else processes.subprocess.Popen  # forks, see `tests.forked_children`
