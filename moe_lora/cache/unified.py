@@ -133,6 +133,12 @@ class UnifiedCache:
             raise ValueError("the base model can't be forgotten; give the namespace of an adapter")
         self._mover.let_die(self._tree.adapters[namespace])
 
+    def clear_history(self, namespaces: Iterable[Namespace]) -> None:
+        """Make all KV of these namespaces unfindable; pages in use are free with their last user."""
+        for namespace in namespaces:
+            for node in list(self._tree.children(self._tree.adapters[namespace])):
+                self._mover.let_die(node)
+
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
         """Pin the adapter for one request and load it if needed, evicting the least valued nodes.
 

@@ -179,6 +179,8 @@ class LimitsConfig(Settings):
     tools are parsed.  none: requests with tools are a 400."""
     reasoning_parser: str = setting("none", choices=REASONING_PARSERS)
     """Format of reasoning in answers of chats, for reasoning_content.  auto: by the chat template."""
+    pause_timeout_s: float = setting(600.0, above=0)
+    """Longest pause; then requests go on, as after /resume.  Each /pause starts the time anew."""
     max_queued_tokens: int = setting(1 << 23, least=1)
     """Tokens of all choices before their first token, at least 1,024 each; then 503."""
     max_queued_tokens_per_client: int = setting(1 << 21, least=1)

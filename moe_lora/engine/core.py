@@ -132,6 +132,11 @@ class EngineCore:
         return self._transfers
 
     @property
+    def sequences(self) -> Mapping[str, Sequence]:
+        """By request id."""
+        return self._sequences
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences)
 
@@ -364,7 +369,12 @@ class EngineCore:
         del self._sequences[request_id]
         timing = sequence.timing(self._clock.now_s())
         return TokenOutput(
-            request_id=request_id, token_ids=(), finish_reason=reason, error=problem, timing=timing
+            request_id=request_id,
+            token_ids=(),
+            finish_reason=reason,
+            error=problem,
+            timing=timing,
+            adapter_version=None if sequence.adapter is None else sequence.adapter.version,
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.request import TokenOutput
 from moe_lora.dist.net.codec import verbs_of
 from moe_lora.engine.client.messages import (
     Abort,
@@ -29,6 +30,9 @@ from moe_lora.engine.client.messages import (
 
 from .core import EngineCore
 from .verbs import EngineVerbs, PoolVerbs, Steps
+
+if TYPE_CHECKING:
+    from .pauses import Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class EngineLoop(threading.Thread):
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
         core.watch(self._lose, lambda: self.inbox.put(_look_again))
-        engine = EngineVerbs(core, self._files)
+        self._engine = engine = EngineVerbs(core, self._files, self._make_pauses)
         self._verbs = verbs_of(engine)
         if core.pool is not None:
             self._verbs |= verbs_of(PoolVerbs(engine, core, core.pool, self._files))
@@ -109,7 +113,10 @@ class EngineLoop(threading.Thread):
         return True
 
     def _handle(self, command: Generate | Abort | Call | Callable[[], None], arrival_s: float) -> None:
+        pauses = self._engine.pauses
         if isinstance(command, Generate):
+            if pauses is not None and pauses.delay(command, arrival_s):
+                return
             try:
                 if command.request.sampling.grammar is None or not self._compiles(command, arrival_s):
                     self._core.add_request(command.request, arrival_s)
@@ -118,6 +125,8 @@ class EngineLoop(threading.Thread):
         elif isinstance(command, Abort):
             self._compiling.discard(command.request_id)
             last = self._core.abort(command.request_id)
+            if pauses is not None and pauses.forget(command.request_id):
+                last = TokenOutput(request_id=command.request_id, token_ids=(), finish_reason="abort")
             if last is not None:
                 self._emit(Outputs([last]))
         elif command is _look_again:
@@ -129,6 +138,11 @@ class EngineLoop(threading.Thread):
             self._call(command)
         else:
             command()
+
+    def _make_pauses(self) -> Pauses:
+        from .pauses import Pauses
+
+        return Pauses(self._core.sequences, self._core.abort, self._handle, self.inbox.put)
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
         """False if the request's grammar is compiled; else the request enters the engine later."""

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import AdapterFacts, AdapterInfo, EngineStats, ModelInfo
 from moe_lora.dist.net.codec import Interface, Method, verb, verbs_of
 
-from .client.messages import HeldRequest, KvSent, KvWindow, PoolEntry, RequestLoad
+from .client.messages import (
+    HeldRequest,
+    KvSent,
+    KvWindow,
+    PauseMode,
+    PauseScope,
+    PoolEntry,
+    RequestLoad,
+)
 
 if TYPE_CHECKING:
     from .adapters.pool_store import PoolAdapters
     from .core import EngineCore
+    from .pauses import Pauses
 
 Result = TypeVar("Result")
 Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
@@ -37,15 +47,26 @@ def of_adapter(method: Method) -> Method:
     return verb(method)
 
 
+def of_instances(method: Method) -> Method:
+    """Mark a verb for front ends: the controller runs the verb on all instances.
+
+    The result is None, or a list; the controller joins the lists.
+    """
+    method.is_of_instances = True  # type: ignore[attr-defined]
+    return verb(method)
+
+
 class EngineVerbs:
     """The verbs of one engine, called by the thread that owns `core`.
 
-    files: the thread that reads adapters, while steps go on.
+    files: the thread that reads adapters, while steps go on.  pauses: None before the first pause.
     """
 
-    def __init__(self, core: EngineCore, files: Executor) -> None:
+    def __init__(self, core: EngineCore, files: Executor, make_pauses: Callable[[], Pauses]) -> None:
         self._core = core
         self._files = files
+        self._make_pauses = make_pauses
+        self.pauses: Pauses | None = None
 
     @verb
     def model_info(self) -> ModelInfo:
@@ -53,7 +74,49 @@ class EngineVerbs:
 
     @verb
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        found = self._core.stats()
+        if self.pauses is None or not self.pauses.num_delayed:
+            return found
+        return replace(found, num_waiting=found.num_waiting + self.pauses.num_delayed)
+
+    @of_instances
+    def pause_requests(
+        self, scope: PauseScope, mode: PauseMode, timeout_s: float, clears_cache: bool = False
+    ) -> Steps[None]:
+        """As `Pauses.start`; returns once no covered request computes.  clears_cache: then clear the cache.
+
+        Raises TimeoutError at the pause's end before the last request's.
+        """
+        if self.pauses is None:
+            self.pauses = self._make_pauses()
+        yield self.pauses.start(scope, mode, timeout_s)
+        if scope not in self.pauses.scopes:
+            raise TimeoutError(f"the pause ended after {timeout_s:g} s, before the last running request")
+        if clears_cache:
+            self._core.adapters.clear_history(scope.names)
+
+    @of_instances
+    def resume_requests(self, owner: str | None) -> None:
+        """As `Pauses.end`."""
+        if self.pauses is not None:
+            self.pauses.end(owner)
+
+    @of_instances
+    def paused_scopes(self) -> list[PauseScope]:
+        """Scopes of the current pauses."""
+        return [] if self.pauses is None else self.pauses.scopes
+
+    @of_instances
+    def abort_requests(self, scope: PauseScope) -> None:
+        """End all covered requests with the reason "abort"."""
+        if self.pauses is None:
+            self.pauses = self._make_pauses()
+        self.pauses.abort(scope)
+
+    @of_instances
+    def clear_cache(self) -> None:
+        """Make all cached prefixes unfindable."""
+        self._core.adapters.clear_history(lambda name: True)
 
     @verb
     def load_adapter(
@@ -104,7 +167,10 @@ class EngineVerbs:
     @verb
     def hold_request(self, request_id: str, since: int) -> HeldRequest:
         """As `RequestMoves.hold`."""
-        return self._core.moves.hold(request_id, since)
+        held = self._core.moves.hold(request_id, since)
+        if self.pauses is not None:
+            self.pauses.leave(request_id)
+        return held
 
     @verb
     def resume_request(
@@ -112,6 +178,8 @@ class EngineVerbs:
     ) -> None:
         """As `RequestMoves.resume`."""
         self._core.moves.resume(request_id, tokens, kv_tokens, first_page, unshared)
+        if self.pauses is not None:
+            self.pauses.apply()
 
     @verb
     def request_loads(self) -> list[RequestLoad]:
@@ -215,3 +283,7 @@ ADAPTER_VERBS = {
     name: method for name, method in ENGINE_VERBS.items() if getattr(method, "is_of_adapter", False)
 }
 """Verbs with the mark `of_adapter`."""
+INSTANCE_VERBS = {
+    name: method for name, method in ENGINE_VERBS.items() if getattr(method, "is_of_instances", False)
+}
+"""Verbs with the mark `of_instances`."""

@@ -22,7 +22,7 @@ from .http_errors import MESSAGES, ApiError, JsonResponse
 if TYPE_CHECKING:
     from .api_keys import AdminKeys, ApiKey, KeyRing
 
-OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping"})
+OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
 _EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
 _CHATS = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", *MESSAGES}
@@ -32,8 +32,10 @@ STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info", *(f"{path}/render" for path in _RENDERED)}
-_OWN = {"/inference/v1/abort_requests", "/v1/files", "/v1/batches"}
-_FOR_ALL = GENERATING | _TOKENIZING | _OWN | {"/", "/docs", "/openapi.json", "/v1/models"}
+_OWN = {"/inference/v1/abort_requests", "/abort_requests", "/v1/files", "/v1/batches"}
+_PAUSES = {"/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation", "/abort_request"}
+_FACTS = {"/server_info", "/get_world_size", "/get_weight_version"}
+_FOR_ALL = GENERATING | _TOKENIZING | _OWN | _PAUSES | _FACTS | {"/", "/docs", "/openapi.json", "/v1/models"}
 _BELOW = ("/v1/models/", "/v1/responses/", "/v1/files/", "/v1/batches/")
 """Paths for every key, and beginnings of such paths; other paths need an administrator."""
 _PERIOD_S = 60.0

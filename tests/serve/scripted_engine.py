@@ -25,6 +25,7 @@ from moe_lora.core.request import (
     TokenLogprobs,
     TokenOutput,
 )
+from moe_lora.engine.client.messages import PauseScope
 
 TIMING = RequestTiming(
     queue_s=0.001, adapter_load_s=0.002, kv_load_s=0.005, prefill_s=0.003, first_decode_s=0.004
@@ -55,6 +56,9 @@ class ScriptedEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
+    pauses: dict[str, PauseScope] = field(default_factory=dict)
+    num_cleared: int = 0
+    instances: tuple[Any, ...] = ()
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     num_tokens: int = 0
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
@@ -158,6 +162,21 @@ class ScriptedEngine:
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         self._check_alive()
         return getattr(self, f"_{verb}")(*args, **words)
+
+    def _pause_requests(self, scope: PauseScope, *_: object) -> None:
+        self.pauses[scope.owner] = scope
+
+    def _resume_requests(self, owner: str | None) -> None:
+        self.pauses = {} if owner is None else {n: one for n, one in self.pauses.items() if n != owner}
+
+    def _paused_scopes(self) -> list[PauseScope]:
+        return list(self.pauses.values())
+
+    def _abort_requests(self, scope: PauseScope) -> None:
+        assert scope
+
+    def _clear_cache(self) -> None:
+        self.num_cleared += 1
 
     def _load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         if name in self.adapters and not replace:

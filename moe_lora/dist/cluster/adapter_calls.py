@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from itertools import chain
@@ -22,7 +23,7 @@ from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.messages import PoolEntry
-from moe_lora.engine.verbs import ADAPTER_VERBS
+from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
 from .reports import merge_adapters
@@ -134,12 +135,15 @@ class FleetAdapters:
         return {device for instance in self._instance_registry.instances for device in instance.devices}
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Run one of `ADAPTER_CHANGES` on all live instances, after earlier calls for the adapter.
+        """Run one of `FLEET_CHANGES` on all live instances; a change of an adapter after earlier ones.
 
         Raises the verb's errors, and those of `Interface.bind`.
         """
         registry = self._instance_registry
-        name, *rest = _INTERFACE.bind(verb, args, words)
+        bound = _INTERFACE.bind(verb, args, words)
+        if verb in INSTANCE_VERBS:
+            return await self._on_all(verb, bound)
+        name, *rest = bound
         change = self._own.get(verb, partial(self._change, verb))
 
         async def work() -> Any:
@@ -154,6 +158,24 @@ class FleetAdapters:
         except asyncio.CancelledError:
             task.add_done_callback(lambda done: _tell(name, done))
             raise
+
+    async def _on_all(self, verb: str, args: tuple[Any, ...]) -> list[Any] | None:
+        """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None.
+
+        An instance that joins during a pause gets the pause (see `CatchUp`).
+        """
+        registry = self._instance_registry
+        if verb == "pause_requests":
+            scope, _, timeout_s, *_ = args
+            registry.pauses[scope.owner] = scope, time.monotonic() + timeout_s
+        elif verb == "resume_requests":
+            [owner] = args
+            registry.pauses = {
+                name: one for name, one in registry.pauses.items() if owner not in (None, name)
+            }
+        answers = await ask_live(registry, lambda client: client.call(verb, *args))
+        lists = [found for _, found in answers if found is not None]
+        return [*chain.from_iterable(lists)] if lists else None
 
     @verb
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
@@ -282,5 +304,5 @@ def _tell(name: str, change: asyncio.Future[Any]) -> None:
         logger.warning("adapter %s: a change whose caller left failed: %s", name, error)
 
 
-ADAPTER_CHANGES = {**ADAPTER_VERBS, **verbs_of(FleetAdapters)}
-_INTERFACE = Interface(ADAPTER_CHANGES)
+FLEET_CHANGES = {**INSTANCE_VERBS, **ADAPTER_VERBS, **verbs_of(FleetAdapters)}
+_INTERFACE = Interface(FLEET_CHANGES)

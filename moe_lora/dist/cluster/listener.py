@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -137,7 +138,7 @@ class CatchUp:
 
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put an engine into routing.  Raises EngineDeadError after the engine's end, or after `close`."""
-        registry = self._instance_registry
+        registry, was_silent = self._instance_registry, instance.silent
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
         if self._recovering:
@@ -149,6 +150,17 @@ class CatchUp:
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
+        await self._pause(client, was_silent=was_silent)
+
+    async def _pause(self, client: DialledClient, *, was_silent: bool) -> None:
+        """Start the current pauses; a silent engine may have missed a resume."""
+        pauses = self._instance_registry.pauses
+        for owner in [one.owner for one in await client.call("paused_scopes")] if was_silent else ():
+            if owner not in pauses:
+                await client.call("resume_requests", owner)
+        for scope, end_s in list(pauses.values()):
+            if (left_s := end_s - time.monotonic()) > 0:
+                await client.call("pause_requests", scope, "keep", left_s)
 
 
 class _Stream(AsyncIterator[TokenOutput]):

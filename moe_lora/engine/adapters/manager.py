@@ -269,6 +269,11 @@ class AdapterManager:
             adapter.leaseless = bool(adapter.num_running) and not self.leases.acquire(adapter)
         return not adapter.leaseless
 
+    def clear_history(self, names: Callable[[str | None], bool]) -> None:
+        """Make the cached prefixes of these adapters unfindable.  names: of the base model with None."""
+        found = [uid for uid, adapter in self.versions.items() if names(adapter.name)]
+        self._cache.clear_history([*found, None] if names(None) else found)
+
     def pin(self, adapter: AdapterVersion) -> None:
         """Load the adapter and keep it; with a LoRA Server, only the local part.  Raises CapacityError if
         no room is left for a request.

@@ -6,7 +6,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 from msgspec import DecodeError, Raw
 
@@ -107,6 +108,32 @@ class Move(Message, frozen=True):
 
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of the caller's request."""
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""Fate of running requests: they end, go on to their ends, or gain no tokens until the resume."""
+
+
+@dataclass(frozen=True)
+class PauseScope:
+    """Requests that a pause covers.
+
+    owner: a later pause of the owner replaces the pause.  tenant: None: all requests.  adapters: names or
+    shell patterns of the tenant's adapters.
+    """
+
+    owner: str = ""
+    tenant: str | None = None
+    adapters: tuple[str, ...] = ()
+
+    def names(self, adapter: str | None) -> bool:
+        """True for a covered adapter; the base model only without a tenant."""
+        if self.tenant is None:
+            return True
+        return adapter is not None and any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+
+    def covers(self, request: GenerateRequest) -> bool:
+        return self.tenant in (None, request.tenant) and self.names(request.adapter)
 
 
 @dataclass(frozen=True)

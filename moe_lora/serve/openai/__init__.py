@@ -25,6 +25,7 @@ BATCHES = "moe_lora.serve.batches.endpoints"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
 RENDERING = "moe_lora.serve.openai.rendering"
+CONTROLS = "moe_lora.serve.admin.controls"
 LATER = (
     ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
@@ -57,9 +58,38 @@ LATER = (
     ("POST /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /load", INVOCATIONS, "load", "Number of running choices."),
+    ("POST /abort_requests", TOKEN_IDS, "abort", "As /inference/v1/abort_requests."),
+    ("POST /pause", CONTROLS, "pause", "Pause the caller's requests on all instances."),
+    ("POST /resume", CONTROLS, "resume", "End the caller's pause; an administrator ends all."),
+    ("GET /is_paused", CONTROLS, "is_paused", "Whether the caller's requests are paused."),
+    ("GET /server_info", CONTROLS, "server_info", "Model and limits, under vLLM's names."),
+    ("GET /get_world_size", CONTROLS, "world_size", "Number of processes with the model."),
+    ("POST /reset_prefix_cache", CONTROLS, "reset_prefix_cache", "Forget all computed prompts."),
+    ("GET /liveness", CONTROLS, "liveness", "As /live."),
+    ("GET /health_generate", CONTROLS, "health_generate", "200 after one generated token."),
+    ("POST /pause_generation", CONTROLS, "pause_generation", "As /pause (SGLang)."),
+    ("POST /continue_generation", CONTROLS, "continue_generation", "As /resume (SGLang)."),
+    ("GET /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
+    ("POST /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
+    ("POST /abort_request", CONTROLS, "abort_request", "End requests (SGLang)."),
+    ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )
 """Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
 _FORMS = ("/v1/files",)
+_FLAG = {"type": "boolean"}
+_QUERIES: dict[str, dict[str, Any]] = {
+    "/pause": {
+        "mode": {"enum": ["abort", "wait", "keep"], "default": "abort"},
+        "clear_cache": {**_FLAG, "default": True},
+        "wait_for_inflight_requests": {**_FLAG, "default": False},
+    },
+    "/server_info": {"config_format": {"enum": ["json"]}},
+    "/get_world_size": {"include_dp": {**_FLAG, "default": True}},
+    "/resume": {},
+    "/reset_prefix_cache": {},
+    "/flush_cache": {},
+}
+"""Values in the URL, of paths without a body."""
 _NAMED = re.compile(r"{(\w+)}")
 
 
@@ -68,6 +98,10 @@ def _form_of(method: str, path: str) -> dict[str, Any]:
     if names := _NAMED.findall(path):
         place = {"in": "path", "required": True, "schema": {"type": "string"}}
         return {"parameters": [{"name": name, **place} for name in names]}
+    if path in _QUERIES:
+        place = {"in": "query", "required": False}
+        found = [{"name": name, **place, "schema": form} for name, form in _QUERIES[path].items()]
+        return {"parameters": found} if found else {}
     if method != "POST":
         return {}
     kind = "multipart/form-data" if path in _FORMS else "application/json"

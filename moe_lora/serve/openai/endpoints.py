@@ -108,6 +108,8 @@ class ChoiceFormat:
             choice["stop_reason"], choice["matched_stop"] = delta.stop_reason, delta.matched_stop
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
+        if delta.adapter_version is not None:
+            choice["adapter_version"] = delta.adapter_version
         return choice
 
     def token_text(self, token_id: int) -> str:

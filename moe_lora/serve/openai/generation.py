@@ -76,7 +76,7 @@ class Delta(msgspec.Struct):
     """New text of a choice and its tokens.  finish_reason: None before the end.  prompt: with the first.
 
     matched_stop: the stop string or token that ended the answer.  stop_reason: the same, None for an end
-    token of the model.
+    token of the model.  adapter_version: with the last.
     """
 
     index: int
@@ -87,6 +87,7 @@ class Delta(msgspec.Struct):
     prompt: PromptReport | None = None
     matched_stop: str | int | None = None
     stop_reason: str | int | None = None
+    adapter_version: int | None = None
 
 
 class Deadline:
@@ -220,6 +221,7 @@ class Generation:
                 part[0].prompt or part[min(1, len(part) - 1)].prompt,  # the first output may be empty
                 part[-1].matched_stop,
                 part[-1].stop_reason,
+                part[-1].adapter_version,
             )
             for index, part in enumerate(parts)
         ]
@@ -402,7 +404,8 @@ class Generation:
         self._completion_tokens[index] += len(token_ids)
         if output.num_cached_tokens > self._cached_tokens[index]:
             self._cached_tokens[index] = output.num_cached_tokens
-        delta = Delta(index, piece, token_ids, logprobs, reason, output.prompt, stop, stop)
+        version = None if reason is None else output.adapter_version
+        delta = Delta(index, piece, token_ids, logprobs, reason, output.prompt, stop, stop, version)
         if reason == "stop" and stop is None:
             delta.matched_stop = token_ids[-1]
             if token_ids[-1] in self.sampling.stop_token_ids:

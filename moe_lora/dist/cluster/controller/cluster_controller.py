@@ -13,7 +13,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError, ConfigError
-from moe_lora.dist.cluster.adapter_calls import ADAPTER_CHANGES, FleetAdapters
+from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient
@@ -82,7 +82,7 @@ class ClusterController:
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run a verb by name (see `protocol`).  Raises the errors of the verb."""
-        if verb in ADAPTER_CHANGES:
+        if verb in FLEET_CHANGES:
             return await self.adapters.call(verb, *args, **words)
         if verb not in self._verbs:
             raise ConfigError(f"this controller has no {verb}: its settings are not those of the front end")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from moe_lora.dist.cluster.adapter_calls import ADAPTER_CHANGES
+from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES
 from moe_lora.dist.net.codec import Decoder, Interface, Protocol, verbs_of
 from moe_lora.dist.net.session import Handshake
 
@@ -14,7 +14,7 @@ from .served_registry import RegistryVerbs
 
 _PARTS = (InstanceControl, CapacityController, RegistryVerbs)
 CONTROLLER_INTERFACE = Interface(
-    {**ADAPTER_CHANGES, **{name: method for part in _PARTS for name, method in verbs_of(part).items()}}
+    {**FLEET_CHANGES, **{name: method for part in _PARTS for name, method in verbs_of(part).items()}}
 )
 HANDSHAKE = Handshake(
     "controller",

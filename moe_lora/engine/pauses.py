@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pauses of an engine: covered requests do not start, and with `keep` gain no tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_lora.core.request import GenerateRequest
+
+from .client.messages import Abort, Generate, PauseMode, PauseScope
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .client.messages import Entry
+
+Handle = Callable[[Generate | Abort, float], None]
+
+
+@dataclass(frozen=True)
+class Pause:
+    scope: PauseScope
+    mode: PauseMode
+    timer: threading.Timer
+
+
+class Pauses:
+    """Pauses by owner, in the engine's thread, between two steps.
+
+    A delayed request enters the engine at the end of its pauses, so it gets the adapter version of that
+    time.  A held request keeps pages and version.
+
+    sequences: of the engine, by request id.  drop: removes a request without an output.  handle: executes a
+    command with its time of arrival.  put: queues an entry for the engine's thread.
+    """
+
+    def __init__(
+        self,
+        sequences: Mapping[str, Sequence],
+        drop: Callable[[str], object],
+        handle: Handle,
+        put: Callable[[Entry], None],
+    ) -> None:
+        self._sequences = sequences
+        self._drop = drop
+        self._handle = handle
+        self._put = put
+        self._pauses: dict[str, Pause] = {}
+        self._delayed: dict[str, tuple[Generate, float]] = {}
+        self._held: set[Sequence] = set()
+
+    @property
+    def scopes(self) -> list[PauseScope]:
+        return [pause.scope for pause in self._pauses.values()]
+
+    @property
+    def num_delayed(self) -> int:
+        return len(self._delayed)
+
+    def start(self, scope: PauseScope, mode: PauseMode, timeout_s: float) -> Callable[[], bool]:
+        """Pause the scope for at most timeout_s; replaces the owner's earlier pause.
+
+        abort: covered requests end.  keep: they gain no tokens.  wait: they go on to their ends.  Returns
+        the condition for the end of the last running request; immediate except for wait.
+        """
+        if scope.owner in self._pauses:
+            self._pauses.pop(scope.owner).timer.cancel()
+        timer = threading.Timer(timeout_s, lambda: self._put(lambda: self._expire(pause)))
+        timer.daemon = True
+        pause = self._pauses[scope.owner] = Pause(scope, mode, timer)
+        timer.start()
+        if mode == "abort":
+            self.abort(scope)
+        elif mode == "keep":
+            self._delay_unstarted(scope)
+        self.apply()
+        return lambda: mode != "wait" or pause not in self._pauses.values() or not self._runs(scope)
+
+    def end(self, owner: str | None) -> None:
+        """End the owner's pause; None: all pauses."""
+        for name in [*self._pauses] if owner is None else [owner]:
+            if (pause := self._pauses.pop(name, None)) is not None:
+                pause.timer.cancel()
+        self.apply()
+
+    def abort(self, scope: PauseScope) -> None:
+        """End all covered requests with the reason "abort"."""
+        for request_id, sequence in list(self._sequences.items()):
+            if scope.covers(sequence.request):
+                self._handle(Abort(request_id), sequence.arrival_s)
+        for request_id, (command, arrival_s) in list(self._delayed.items()):
+            if scope.covers(command.request):
+                self._handle(Abort(request_id), arrival_s)
+
+    def delay(self, command: Generate, arrival_s: float) -> bool:
+        """Delay a covered request; False for another request, and for the arrival of a moved request."""
+        request = command.request
+        if request.held or request.awaits_kv or not self._covers(request):
+            return False
+        self._delayed[request.request_id] = command, arrival_s
+        return True
+
+    def forget(self, request_id: str) -> bool:
+        """Drop a delayed request; False for an unknown id."""
+        return self._delayed.pop(request_id, None) is not None
+
+    def leave(self, request_id: str) -> None:
+        """A move holds the request from now on."""
+        self._held.discard(self._sequences[request_id])
+
+    def apply(self) -> None:
+        """Hold and resume requests, and admit delayed requests, by the current pauses."""
+        for sequence in list(self._sequences.values()):
+            covered = self._covers(sequence.request, "keep")
+            if covered and not sequence.held:
+                sequence.held = True
+                self._held.add(sequence)
+            elif not covered and sequence in self._held:
+                sequence.held = False
+                self._held.discard(sequence)
+        self._held.intersection_update(self._sequences.values())
+        delayed, self._delayed = self._delayed, {}
+        for command, arrival_s in delayed.values():
+            self._handle(command, arrival_s)
+
+    def _expire(self, pause: Pause) -> None:
+        if self._pauses.get(pause.scope.owner) is pause:
+            self.end(pause.scope.owner)
+
+    def _covers(self, request: GenerateRequest, mode: PauseMode | None = None) -> bool:
+        return any(one.scope.covers(request) and mode in (None, one.mode) for one in self._pauses.values())
+
+    def _runs(self, scope: PauseScope) -> bool:
+        return any(scope.covers(one.request) for one in self._sequences.values())
+
+    def _delay_unstarted(self, scope: PauseScope) -> None:
+        for request_id, sequence in list(self._sequences.items()):
+            request = sequence.request
+            if sequence.waits.admitted_s is None and scope.covers(request) and not sequence.held:
+                self._drop(request_id)
+                self.delay(Generate(request), sequence.arrival_s)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controls of trainers, under vLLM's and SGLang's names: pauses, the cache, facts, signs of life."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+
+from anyio import fail_after
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.responses import PlainTextResponse, Response
+
+import moe_lora
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.core.shape import rank_limit
+from moe_lora.engine.client.messages import PauseMode, PauseScope
+from moe_lora.serve.access import Caller, caller_of
+from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, describe_validation
+from moe_lora.serve.limits import SMALL_BODY_BYTES, body_of
+
+if TYPE_CHECKING:
+    from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.openai.preparing import Preparer
+
+GENERATE_S = 20.0
+"""Time for the token of /health_generate."""
+NO_RANK_LIMIT = 2**31 - 1
+"""`max_lora_rank` of a server that takes every rank: trainers compare numbers."""
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class Query(BaseModel):
+    """Values of a request; an unknown name is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PauseQuery(Query):
+    mode: PauseMode = "abort"
+    clear_cache: bool = True
+    wait_for_inflight_requests: bool = False
+    """vLLM's former word for mode=wait."""
+
+
+class SglangPause(Query):
+    mode: Literal["abort", "in_place"] = "abort"
+
+
+class InfoQuery(Query):
+    config_format: Literal["json"] = "json"
+
+
+class WorldQuery(Query):
+    include_dp: bool = True
+
+
+class ResetQuery(Query):
+    reset_running_requests: Literal["false", "False", "0"] = "false"
+    reset_external: Literal["false", "False", "0"] = "false"
+
+
+class AbortBody(Query):
+    abort_all: Literal[True]
+
+
+class Nothing(Query):
+    """No values."""
+
+
+def scope_of(caller: Caller) -> PauseScope:
+    """An administrator's scope is every request; of a key, its tenant's requests for the key's adapters.
+
+    Raises ApiError for a caller without either.
+    """
+    if caller.is_admin:
+        return PauseScope()
+    if caller.key is None:
+        raise ApiError(403, "a pause needs an administrator, or a key of the server's key file")
+    return PauseScope(f"key {caller.key.id}", caller.tenant, caller.key.adapters)
+
+
+class Endpoints:
+    """Methods answer one path each, after all instances did the work."""
+
+    PAUSED: ClassVar[dict[str, str]] = {"status": "paused"}
+    RESUMED: ClassVar[dict[str, str]] = {"status": "resumed"}
+
+    def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
+        self._frontend = frontend
+        self._preparer = preparer
+
+    async def pause(self, request: Request) -> Response:
+        """Answers once no covered request computes."""
+        query = read_query(request, PauseQuery)
+        mode = query.mode
+        if query.wait_for_inflight_requests:
+            if "mode" in query.model_fields_set and mode != "wait":
+                what = f"wait_for_inflight_requests=true contradicts mode={mode}; leave one of them out"
+                raise bad_request(what, "wait_for_inflight_requests")
+            mode = "wait"
+        await self._pause(request, mode, clears_cache=query.clear_cache)
+        return JsonResponse(self.PAUSED)
+
+    async def resume(self, request: Request) -> Response:
+        read_query(request, Nothing)
+        await self._resume(request)
+        return JsonResponse(self.RESUMED)
+
+    async def is_paused(self, request: Request) -> Response:
+        """True for a full pause, and for a pause of the caller's key."""
+        read_query(request, Nothing)
+        return JsonResponse({"is_paused": await self._is_paused(scope_of(caller_of(request.scope)).owner)})
+
+    async def pause_generation(self, request: Request) -> Response:
+        """As /pause; SGLang's in_place is keep."""
+        body = await self._body(request, SglangPause)
+        await self._pause(request, "keep" if body.mode == "in_place" else "abort", clears_cache=False)
+        return JsonResponse(self.PAUSED)
+
+    async def continue_generation(self, request: Request) -> Response:
+        await self._body(request, Nothing)
+        await self._resume(request)
+        return JsonResponse(self.RESUMED)
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        read_query(request, ResetQuery)
+        await self._call("clear_cache")
+        return Response()
+
+    async def flush_cache(self, request: Request) -> Response:
+        read_query(request, Nothing)
+        await self._call("clear_cache")
+        return PlainTextResponse("Cache flushed: running requests keep their KV.\n")
+
+    async def abort_request(self, request: Request) -> Response:
+        """Ends all requests of the caller's scope."""
+        await self._body(request, AbortBody)
+        await self._call("abort_requests", scope_of(caller_of(request.scope)))
+        return Response()
+
+    async def server_info(self, request: Request) -> Response:
+        """The configuration under vLLM's names."""
+        read_query(request, InfoQuery)
+        info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
+        limit = rank_limit(engine.max_lora_rank, info.devices)
+        config = {
+            "model_config": {
+                "model": self._frontend.model_name,
+                "dtype": f"torch.{info.dtype.removeprefix('torch.')}",
+                "max_model_len": info.max_model_len,
+                "logprobs_mode": "raw_logprobs",
+            },
+            "lora_config": {
+                "max_loras": info.max_loras,
+                "max_lora_rank": NO_RANK_LIMIT if limit is None else limit,
+            },
+            "parallel_config": {
+                "data_parallel_size": 1,
+                "tensor_parallel_size": engine.num_ranks,
+                "world_size": engine.num_ranks,
+            },
+            "weight_transfer_config": None,
+        }
+        return JsonResponse({"vllm_config": config, "version": moe_lora.__version__})
+
+    async def world_size(self, request: Request) -> Response:
+        """Processes with the model: of one instance, or of all live ones."""
+        query = read_query(request, WorldQuery)
+        num_live = sum(one.live for one in self._frontend.client.instances)
+        num = self._frontend.cluster.engine.num_ranks * (num_live if query.include_dp else 1)
+        return JsonResponse({"world_size": num})
+
+    async def weight_version(self, request: Request) -> Response:
+        """Versions of the caller's adapters; the base model's weights never change."""
+        caller = caller_of(request.scope)
+        infos = await self._frontend.client.list_adapters()
+        versions = {one.name: one.version for one in infos if caller.may_use(one.name)}
+        return JsonResponse({"weight_version": "default", "adapters": versions})
+
+    async def liveness(self, request: Request) -> Response:
+        """200 while the server answers."""
+        return Response()
+
+    async def health_generate(self, request: Request) -> Response:
+        """200 after a token of the base model; under a full pause, while an engine works."""
+        client = self._frontend.client
+        if not await client.is_alive():
+            raise ApiError(503, "no engine is running or gets on; see the server's log")
+        if await self._is_paused(""):
+            return Response()
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        asked = GenerateRequest(request_id=uuid.uuid4().hex, prompt_token_ids=(0,), sampling=sampling)
+        try:
+            with fail_after(GENERATE_S):
+                async with aclosing(cast("Any", client.generate(asked))) as outputs:
+                    async for output in outputs:
+                        if output.finish_reason == "error":
+                            raise ApiError(503, f"the engine can't run a request: {output.error}")
+        except (TimeoutError, EngineDeadError) as error:
+            what = f"no token within {GENERATE_S:g} s; see the server's log"
+            raise ApiError(503, what) from error
+        return Response()
+
+    async def _pause(self, request: Request, mode: PauseMode, *, clears_cache: bool) -> None:
+        scope, timeout_s = scope_of(caller_of(request.scope)), self._frontend.limits.config.pause_timeout_s
+        try:
+            await self._call("pause_requests", scope, mode, timeout_s, clears_cache)
+        except TimeoutError as error:
+            what = f"{error}; choose mode=keep or mode=abort, or raise front_end.pause_timeout_s"
+            raise ApiError(408, what) from error
+
+    async def _resume(self, request: Request) -> None:
+        scope = scope_of(caller_of(request.scope))
+        await self._call("resume_requests", None if scope.tenant is None else scope.owner)
+
+    async def _is_paused(self, owner: str) -> bool:
+        scopes: list[PauseScope] = await self._call("paused_scopes")
+        return any(one.tenant is None or one.owner == owner for one in scopes)
+
+    async def _call(self, verb: str, *args: Any) -> Any:
+        return await self._frontend.client.call(verb, *args)
+
+    async def _body(self, request: Request, kind: type[Form]) -> Form:
+        """The values of a JSON body; an absent body is an empty one.  Raises ApiError."""
+        async with body_of(request, self._frontend.limits, SMALL_BODY_BYTES) as content:
+            try:
+                return kind.model_validate(json.loads(content) if content else {})
+            except ValidationError as error:
+                raise describe_validation(error) from None
+            except (ValueError, RecursionError):
+                raise bad_request(NOT_JSON) from None
+
+
+def read_query(request: Request, kind: type[Form]) -> Form:
+    """The values of the URL.  Raises ApiError for an unknown name or value."""
+    try:
+        return kind.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise describe_validation(error) from None

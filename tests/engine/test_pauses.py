@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pauses of one engine: covered requests, versions across a pause, and the ways to its end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.engine.client.messages import PauseScope
+from tests.patience import PATIENCE_S
+
+DEMO = Path(__file__).parents[2] / "demo"
+UPPER, REVERSE = (str(DEMO / "adapters" / name) for name in ("upper", "reverse"))
+ALL = PauseScope()
+LONG = 200
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    settings: dict[str, Any] = {"eager": True, "num_threads": 1, "max_num_seqs": 4}
+    with LLM(str(DEMO / "model"), adapters={"policy": UPPER, "other": REVERSE}, **settings) as engine:
+        yield engine
+
+
+class Stream:
+    """The outputs of one request.  gated: the engine's thread waits in the first output until a pause."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        name: str,
+        adapter: str | None = None,
+        tenant: str = "",
+        tokens: int = LONG,
+        gated: bool = False,
+    ) -> None:
+        self.request = GenerateRequest(
+            request_id=name,
+            prompt_token_ids=(1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55),
+            sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+            adapter=adapter,
+            tenant=tenant,
+        )
+        self.outputs: list[TokenOutput] = []
+        self._arrived: queue.SimpleQueue[TokenOutput | Exception] = queue.SimpleQueue()
+        self.gate = threading.Event()
+        if not gated:
+            self.gate.set()
+        llm.client.submit(self.request, self._put)
+
+    def _put(self, item: TokenOutput | Exception) -> None:
+        self._arrived.put(item)
+        self.gate.wait(PATIENCE_S)
+
+    def get(self) -> TokenOutput:
+        found = self._arrived.get(timeout=PATIENCE_S)
+        if isinstance(found, Exception):
+            raise found
+        self.outputs.append(found)
+        return found
+
+    def rest(self) -> str | None:
+        while not (self.outputs and self.outputs[-1].finish_reason):
+            self.get()
+        return self.outputs[-1].finish_reason
+
+    def received(self) -> int:
+        """Tokens so far, without a wait."""
+        while not self._arrived.empty():
+            self.get()
+        return len(self.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def versions(self) -> set[int | None]:
+        return {output.adapter_version for output in self.outputs}
+
+
+def call(llm: LLM, verb: str, *args: object) -> Any:
+    return llm.client.start_call(verb, *args).result(timeout=PATIENCE_S)
+
+
+def pause(llm: LLM, mode: str, *gated: Stream, scope: PauseScope = ALL, timeout_s: float = 600.0) -> None:
+    """Pause after the first token of the gated streams."""
+    for stream in gated:
+        stream.get()
+    asked = llm.client.start_call("pause_requests", scope, mode, timeout_s, False)
+    for stream in gated:
+        stream.gate.set()
+    asked.result(timeout=PATIENCE_S)
+
+
+def is_still(llm: LLM, *streams: Stream) -> bool:
+    """True if no stream gains a token between calls of the engine."""
+    before = [stream.received() for stream in streams]
+    for _ in range(5):
+        call(llm, "stats")
+    return before == [stream.received() for stream in streams]
+
+
+def test_kept_answers_go_on_by_their_version_and_delayed_ones_get_the_next(llm):
+    alone = Stream(llm, "alone", "policy")
+    alone.rest()
+    running = Stream(llm, "running", "policy", gated=True)
+    pause(llm, "keep", running)
+    late = Stream(llm, "late", "policy")
+    assert is_still(llm, running, late)
+    assert running.received() < LONG
+    assert call(llm, "stats").num_waiting == 1
+    llm.publish_adapter("policy", REVERSE)
+    call(llm, "resume_requests", None)
+    assert (running.rest(), late.rest()) == ("length", "length")
+    assert running.tokens == alone.tokens
+    assert running.versions == {1}
+    assert late.versions == {2}
+    fresh = Stream(llm, "fresh", "other")
+    fresh.rest()
+    assert late.tokens == fresh.tokens, "the new version has the other adapter's content"
+    assert late.tokens != alone.tokens
+
+
+def test_history_of_one_version_is_not_read_by_the_next(llm):
+    """Prefix from one policy version, decode from the next: never, with the cache full of the prefix."""
+    first = Stream(llm, "first", "policy")
+    first.rest()
+    again = Stream(llm, "again", "policy", tokens=4)
+    again.rest()
+    assert again.outputs[0].num_cached_tokens > 0
+    pause(llm, "keep")
+    llm.publish_adapter("policy", REVERSE)
+    call(llm, "resume_requests", None)
+    late, fresh = Stream(llm, "late", "policy"), Stream(llm, "fresh", "other")
+    late.rest()
+    fresh.rest()
+    assert late.outputs[0].num_cached_tokens == 0
+    assert late.tokens == fresh.tokens
+
+
+def test_waiting_requests_of_a_keep_get_the_next_version(llm):
+    pause(llm, "keep")
+    running = [Stream(llm, str(number), "policy", gated=not number) for number in range(4)]
+    queued = Stream(llm, "queued", "policy", tokens=3)  # max_num_seqs is 4
+    call(llm, "resume_requests", None)
+    pause(llm, "keep", running[0])
+    llm.publish_adapter("policy", REVERSE)
+    call(llm, "resume_requests", "")
+    assert queued.rest() == "length"
+    assert queued.versions == {2}
+    assert {stream.rest() for stream in running} == {"length"}
+    assert all(stream.versions == {1} for stream in running)
+
+
+def test_abort_ends_covered_answers_with_their_version(llm):
+    running = Stream(llm, "running", "policy", gated=True)
+    pause(llm, "abort", running)
+    late = Stream(llm, "late")
+    assert running.rest() == "abort"
+    assert running.versions == {1}
+    assert is_still(llm, late)
+    call(llm, "abort_requests", ALL)
+    assert late.rest() == "abort"
+    assert call(llm, "stats").num_waiting == 0
+
+
+def test_wait_returns_after_the_last_running_answer(llm):
+    running = Stream(llm, "running", "policy", gated=True)
+    pause(llm, "wait", running)
+    assert running.received() == LONG
+    late = Stream(llm, "late", tokens=2)
+    assert is_still(llm, late)
+    call(llm, "resume_requests", None)
+    assert late.rest() == "length"
+
+
+def test_a_client_leaves_a_delayed_request(llm):
+    pause(llm, "keep")
+    late = Stream(llm, "late", tokens=2)
+    assert is_still(llm, late)
+    llm.client.abort_now("late")
+    assert call(llm, "stats").num_waiting == 0
+    call(llm, "resume_requests", None)
+    assert late.received() == 0
+
+
+def test_a_pause_of_a_tenant_covers_its_adapters_alone(llm):
+    scope = PauseScope("key", "ours", ("pol*",))
+    ours = Stream(llm, "ours", "policy", "ours", gated=True)
+    theirs = Stream(llm, "theirs", "policy", "theirs")
+    base, other = Stream(llm, "base", None, "ours"), Stream(llm, "other", "other", "ours")
+    pause(llm, "keep", ours, scope=scope)
+    assert {one.rest() for one in (theirs, base, other)} == {"length"}
+    assert is_still(llm, ours)
+    pause(llm, "keep")
+    call(llm, "resume_requests", "key")
+    assert is_still(llm, ours), "the full pause still covers the request"
+    assert call(llm, "paused_scopes") == [ALL]
+    call(llm, "resume_requests", "")
+    assert ours.rest() == "length"
+
+
+def test_a_pause_ends_by_itself(llm):
+    running = Stream(llm, "running", "policy", gated=True)
+    pause(llm, "keep", running, timeout_s=0.2)
+    late = Stream(llm, "late", tokens=2)
+    assert (running.rest(), late.rest()) == ("length", "length")
+    assert call(llm, "paused_scopes") == []
+
+
+def test_wait_says_that_the_pause_ended_before_the_last_answer(llm):
+    running = Stream(llm, "running", "policy", gated=True)
+    pause(llm, "keep", running, scope=PauseScope("other"))
+    with pytest.raises(TimeoutError, match=r"the pause ended after 0.1 s, before the last running request"):
+        pause(llm, "wait", timeout_s=0.1)
+    call(llm, "resume_requests", None)
+    assert running.rest() == "length"
+
+
+def test_a_cleared_cache_has_no_prefix_and_running_answers_keep_theirs(llm):
+    first = Stream(llm, "first", "policy")
+    first.rest()
+    running = Stream(llm, "running", "policy", gated=True)
+    pause(llm, "keep", running)
+    call(llm, "pause_requests", ALL, "keep", 600.0, True)
+    call(llm, "resume_requests", None)
+    assert running.rest() == "length"
+    assert running.tokens == first.tokens
+    call(llm, "clear_cache")
+    late = Stream(llm, "late", "policy", tokens=2)
+    late.rest()
+    assert late.outputs[0].num_cached_tokens == 0

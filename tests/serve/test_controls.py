@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controls of trainers over real servers: one instance, and two instances behind two front ends."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from demo.tasks import prompt_for
+from moe_lora.serve.api_keys import add_key
+from tests.dist.cluster_jobs import until
+from tests.patience import PATIENCE_S
+
+from .demo_server import DEMO, DemoServer, demo_server
+from .live_server import wait_until
+from .test_access import rights
+
+OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
+SEVERAL = ("--front-ends", "2", "--instances", "2", "--routing", "round_robin")
+NUM = 6
+
+
+@pytest.fixture(scope="module", params=[(), SEVERAL], ids=["alone", "several"])
+def server(request, tmp_path_factory) -> Iterator[DemoServer]:
+    with demo_server(tmp_path_factory.mktemp("controls") / "log", *OPTIONS, *request.param) as server:
+        if request.param:
+            said = r"instance instance-\d dialled in"
+            until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
+        yield server
+
+
+class Http:
+    """Each request has a connection of its own, which any front end may accept."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self._url = url
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def __call__(self, method: str, path: str, **words: Any) -> httpx.Response:
+        headers = {**self._headers, **words.pop("headers", {})}
+        return httpx.request(
+            method, f"{self._url}{path}", headers=headers, timeout=PATIENCE_S, trust_env=False, **words
+        )
+
+    def ok(self, method: str, path: str, **words: Any) -> Any:
+        answer = self(method, path, **words)
+        assert answer.status_code == 200, answer.text
+        return answer.json() if answer.content and "json" in answer.headers["content-type"] else answer.text
+
+    def complete(self, model: str, num_tokens: int = 4, **fields: Any) -> dict[str, Any]:
+        body = {"model": model, "prompt": prompt_for("abc"), "max_tokens": num_tokens, "temperature": 0}
+        found: dict[str, Any] = self.ok("POST", "/v1/completions", json={**body, **fields})["choices"][0]
+        return found
+
+    def num_waiting(self) -> int:
+        """Of all instances, by one front end's account."""
+        text = self.ok("GET", "/metrics")
+        return round(sum(map(float, re.findall(r"^vllm:num_requests_waiting\{.*\} (\S+)$", text, re.M))))
+
+
+@pytest.fixture
+def http(server) -> Iterator[Http]:
+    found = Http(server.url)
+    yield found
+    found.ok("POST", "/resume")
+
+
+@contextlib.contextmanager
+def several(http: Http, model: str, num: int = NUM) -> Iterator[list[Future[dict[str, Any]]]]:
+    with ThreadPoolExecutor(num) as pool:
+        yield [pool.submit(http.complete, model) for _ in range(num)]
+
+
+def test_a_pause_delays_requests_at_all_instances_and_the_next_version_answers_them(http):
+    before = http.complete("lower")
+    assert http.ok("GET", "/is_paused") == {"is_paused": False}
+    assert http.ok("POST", "/pause?mode=keep&clear_cache=false") == {"status": "paused"}
+    assert [http.ok("GET", "/is_paused") for _ in range(4)] == [{"is_paused": True}] * 4
+    with several(http, "lower") as answers:
+        wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
+        body = {"lora_name": "lower", "lora_path": str(DEMO / "adapters" / "upper")}
+        assert http.ok("POST", "/load_lora_adapter", json=body) == {"status": "ok", "success": True}
+        assert not any(answer.done() for answer in answers)
+        assert http.ok("POST", "/resume") == {"status": "resumed"}
+        found = [answer.result(PATIENCE_S) for answer in answers]
+    assert {one["adapter_version"] for one in found} == {before["adapter_version"] + 1}
+    upper = http.complete("upper")
+    assert {one["text"] for one in found} == {upper["text"]} != {before["text"]}
+    assert http.ok("GET", "/get_weight_version")["adapters"]["lower"] == before["adapter_version"] + 1
+    assert "adapter_version" not in http.complete("demo")
+
+
+def test_abort_ends_requests_that_wait_with_the_reason_abort(http):
+    http.ok("POST", "/pause_generation", json={"mode": "in_place"})
+    with several(http, "upper") as answers:
+        wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
+        http.ok("POST", "/pause_generation")
+        assert {answer.result(PATIENCE_S)["finish_reason"] for answer in answers} == {"abort"}
+    with several(http, "upper") as answers:
+        wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
+        http.ok("POST", "/abort_request", json={"abort_all": True})
+        assert {answer.result(PATIENCE_S)["finish_reason"] for answer in answers} == {"abort"}
+    assert http.ok("POST", "/continue_generation", json={}) == {"status": "resumed"}
+    assert http.complete("upper")["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=wait", "/pause?wait_for_inflight_requests=true", "/pause"])
+def test_any_pause_of_an_idle_server_returns_and_ends(http, path):
+    http.ok("POST", path)
+    assert http.ok("GET", "/is_paused") == {"is_paused": True}
+    http.ok("GET", "/health_generate")
+    http.ok("POST", "/resume")
+    http.ok("GET", "/health_generate")
+    assert http.ok("GET", "/is_paused") == {"is_paused": False}
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache", "/pause?mode=keep"])
+def test_a_cleared_cache_computes_the_prompt_anew(http, path):
+    prompt = [1, *range(40, 104)]
+
+    def cached() -> int:
+        body = {"model": "upper", "prompt": prompt, "max_tokens": 1}
+        usage = http.ok("POST", "/v1/completions", json=body)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    # round_robin at each of two front ends: some request of five meets its own history
+    assert max(cached() for _ in range(5)) > 0
+    http.ok("POST", path)
+    http.ok("POST", "/resume")
+    assert cached() == 0
+
+
+def test_facts_have_the_types_and_values_that_trainers_compare(http, server):
+    config = http.ok("GET", "/server_info?config_format=json")["vllm_config"]
+    assert config["lora_config"]["max_loras"] == 64
+    assert config["lora_config"]["max_lora_rank"] >= 512
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["model_config"]["dtype"] == "torch.float32"
+    num = 2 if "instance-1" in server.log.read_text() else 1
+    assert http.ok("GET", "/get_world_size") == {"world_size": num}
+    assert http.ok("GET", "/get_world_size?include_dp=false") == {"world_size": 1}
+    http.ok("GET", "/liveness")
+    http.ok("POST", "/abort_requests", json={"request_ids": ["none"]})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "problem"),
+    [
+        ("POST", "/pause?mode=freeze", None, "mode"),
+        ("POST", "/pause?mod=keep", None, "mod"),
+        ("POST", "/pause?mode=keep&wait_for_inflight_requests=true", None, "contradicts mode=keep"),
+        ("POST", "/pause_generation", {"mode": "retract"}, "mode"),
+        ("POST", "/abort_request", {}, "abort_all"),
+        ("POST", "/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests"),
+        ("GET", "/server_info?config_format=text", None, "config_format"),
+    ],
+)
+def test_a_wrong_value_is_named(http, method, path, body, problem):
+    answer = http(method, path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert problem in answer.json()["error"]["message"]
+    assert http.ok("GET", "/is_paused") == {"is_paused": False}
+
+
+def test_a_dead_trainer_s_pause_ends_by_itself(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, "--set", "front_end.pause_timeout_s=1.0") as server:
+        http = Http(server.url)
+        http.ok("POST", "/pause")
+        assert http.complete("upper")["finish_reason"] in ("stop", "length")
+        assert http.ok("GET", "/is_paused") == {"is_paused": False}
+
+
+def test_a_key_pauses_its_own_adapters_and_an_administrator_all(tmp_path):
+    keys = tmp_path / "keys.json"
+    ours = add_key(keys, rights("ours", "up*"))
+    theirs = add_key(keys, rights("theirs", "upper"))
+    admin = add_key(keys, rights("admin", admin=True))
+    with demo_server(tmp_path / "log", *OPTIONS, "--api-keys", str(keys)) as server:
+        trainer, other, root = (Http(server.url, key) for key in (ours, theirs, admin))
+        trainer.ok("POST", "/pause?mode=keep")
+        assert trainer.ok("GET", "/is_paused") == {"is_paused": True}
+        assert other.ok("GET", "/is_paused") == root.ok("GET", "/is_paused") == {"is_paused": False}
+        with several(trainer, "upper", 2) as answers:
+            wait_until(lambda: root.num_waiting() == 2, "both requests wait")
+            assert other.complete("upper")["text"]
+            assert trainer.complete("demo")["text"]
+            other.ok("POST", "/resume")
+            assert not any(answer.done() for answer in answers)
+            other.ok("POST", "/abort_request", json={"abort_all": True})
+            trainer.ok("POST", "/resume")
+            assert all(answer.result(PATIENCE_S)["text"] for answer in answers)
+        for path in ("/reset_prefix_cache", "/flush_cache"):
+            assert trainer("POST", path).status_code == 403
+        root.ok("POST", "/pause?mode=keep")
+        assert other.ok("GET", "/is_paused") == {"is_paused": True}
+        trainer.ok("POST", "/resume")
+        assert other.ok("GET", "/is_paused") == {"is_paused": True}, "a tenant ends no full pause"
+        root.ok("POST", "/resume")
+        assert Http(server.url)("POST", "/pause").status_code == 401
+        assert Http(server.url)("GET", "/liveness").status_code == 200
