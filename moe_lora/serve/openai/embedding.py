@@ -149,7 +149,8 @@ class Endpoints:
     def _check(self, body: EmbeddingRequest, num_inputs: int) -> None:
         """Raises ApiError for a body beyond the model or the interface."""
         if body.task not in (None, "embed"):
-            raise bad_request(f'Unsupported task: {body.task[:64]!r}; send "embed", or leave task out', "task")
+            what = f'Unsupported task: {body.task[:64]!r}; send "embed", or leave task out'
+            raise bad_request(what, "task")
         if num_inputs > MAX_INPUTS:
             what = f"input has {num_inputs} inputs; send at most {MAX_INPUTS} at once"
             raise self._frontend.limits.refusal("choices", bad_request(what, "input"))
