@@ -134,8 +134,9 @@ class _GateMargins:
         self.smallest = float("inf")
         config = model.config
         ffn = getattr(config, "ffn_config", None)
-        self._top_k = ffn.moe_top_k if ffn else getattr(config, "num_experts_per_tok", 0)
-        known = ("TopKRouter", "TopkRouter", "DbrxRouter", "TokenChoiceRouter")
+        top_k = getattr(config, "num_experts_per_tok", 0) or getattr(config, "top_k_experts", 0)
+        self._top_k = ffn.moe_top_k if ffn else top_k
+        known = ("TopKRouter", "TopkRouter", "DbrxRouter", "TokenChoiceRouter", "Gemma4TextRouter")
         gates = [m for m in model.modules() if type(m).__name__.endswith(known)]
         assert bool(gates) == bool(self._top_k), "the gates of this model are not known by name"
         for gate in gates:
@@ -143,6 +144,8 @@ class _GateMargins:
 
     def _see(self, module: Any, args: Any, output: Any) -> None:
         scores = output[0] if isinstance(output, tuple) else output
+        if type(module).__name__ == "Gemma4TextRouter":
+            scores = scores.log()
         assert scores.shape[-1] > self._top_k, "these are not scores of all experts"
         corrected = [(scores.sigmoid() + args[1], self._top_k)] if len(args) > 1 else None
         for ranked, num_chosen in corrected or _decisions(module, scores.float(), self._top_k):

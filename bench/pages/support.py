@@ -78,6 +78,7 @@ def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> t
 
 
 RECURRENT = ("qwen3_next", "qwen3_5_moe")
+SIZED = ("gemma4",)
 LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
@@ -230,26 +231,26 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     *_later(
         "LoRA Server",
         "tests/dist/test_same_tokens.py::test_a_server_changes_no_token_of_the_later_families",
-        "phi3",
-        families=(*FURTHER, *RECURRENT[:1]),
+        *("phi3", *SIZED),
+        families=(*FURTHER, *RECURRENT[:1], *SIZED),
     ),
     *_later(
         "host workers",
         "tests/engine/test_host_assisted.py::test_cold_requests_answer_as_peft_does",
-        "olmoe",
-        families=FURTHER,
+        *("olmoe", *SIZED),
+        families=(*FURTHER, *SIZED),
     ),
     *_later(
         "quantised",
         "tests/engine/test_quantised.py::test_mixed_batch_continues_as_peft_does",
-        *("qwen3", "phimoe"),
-        families=FURTHER,
+        *("qwen3", "phimoe", *SIZED),
+        families=(*FURTHER, *SIZED),
     ),
     *_later(
         "merged",
         "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
-        *("qwen3", "granite"),
-        families=FURTHER,
+        *("qwen3", "granite", *SIZED),
+        families=(*FURTHER, *SIZED),
     ),
     *(
         InCi(
@@ -299,6 +300,22 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         for feature, family, test in (
             ("EP", LATENT[1], "test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does"),
             ("merged", LATENT[2], "test_merged_weights_answer_as_peft_does"),
+        )
+    ),
+    *(
+        InCi(
+            device=device,
+            feature=feature,
+            families=SIZED,
+            test=f"tests/engine/test_sized_heads.py::{test}",
+            refused=test.endswith(("at_the_start", "is_refused")),
+            named=False,
+        )
+        for device, feature, test in (
+            ("CPU", "TP", "test_tensor_parallelism_is_refused_at_the_start"),
+            ("CPU", "EP", "test_each_way_answers_as_peft_does"),
+            ("one GPU", "base model", "test_a_device_without_a_kernel_is_refused"),
+            ("one GPU", "mixed adapters", "test_a_device_without_a_kernel_is_refused"),
         )
     ),
     InCi(

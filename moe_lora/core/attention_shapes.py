@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and LoRA sites of Gated DeltaNet layers and of Multi-head Latent Attention."""
+"""Sizes and LoRA sites of Gated DeltaNet, Multi-head Latent Attention, and full layers with other heads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ LATENT_SITES = ("latent_k", "latent_v")
 """Sites with a copy for each head of Multi-head Latent Attention."""
 DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
 """Sites of Gated DeltaNet layers, in place of attention's."""
+GLOBAL_SITES = ("global_qkv", "global_qk", "global_o")
+"""Sites of layers with heads of their own size, in place of attention's."""
 SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
 """Name, modules, in_features, out_features and num_experts of a `Site`."""
 
@@ -105,4 +107,33 @@ class MlaShape:
             ("kv_a", ("kv_a",), hidden, (self.cached_dim,), 0),
             ("latent_k", ("latent_k",), self.nope_dim, (self.kv_rank,), heads),
             ("latent_v", ("latent_v",), self.kv_rank, (self.v_dim,), heads),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalHeads:
+    """Sizes of the layers of full attention, which have heads unlike those of the layers with a window.
+
+    layers: their numbers.  num_kv_heads, head_dim: of these layers; query heads are as many as elsewhere.
+    k_is_v: V is the output of k_proj too, before k's norm and rotation.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    k_is_v: bool
+
+    @property
+    def qkv_site(self) -> str:
+        """Name of the site of q, k and v."""
+        return "global_qk" if self.k_is_v else "global_qkv"
+
+    def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
+        """Rows of the layers' sites for `ModelShape.sites`."""
+        q_size, kv_size = heads * self.head_dim, self.num_kv_heads * self.head_dim
+        modules = ("global_q", "global_k", "global_v")[: 2 if self.k_is_v else 3]
+        widths = (q_size, kv_size, kv_size)[: len(modules)]
+        return [
+            (self.qkv_site, modules, hidden, widths, 0),
+            ("global_o", ("global_o",), q_size, (hidden,), 0),
         ]

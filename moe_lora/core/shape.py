@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from .attention_shapes import DELTA_SITES, LATENT_SITES, DeltaShape, MlaShape, SiteRow
+from .attention_shapes import (
+    DELTA_SITES,
+    GLOBAL_SITES,
+    LATENT_SITES,
+    DeltaShape,
+    GlobalHeads,
+    MlaShape,
+    SiteRow,
+)
 from .errors import ConfigError
 
 MATRIX_ALIGN_BYTES = 64
@@ -100,7 +108,8 @@ class ModelShape:
     none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
     dense_size in place of experts.  gated_q: the outputs of q are query and gate of each head.  delta: Gated
     DeltaNet layers, None = none.  mla: Multi-head Latent Attention over one KV head of head_dim
-    mla.cached_dim, None = none.  Raises ConfigError for impossible sizes.
+    mla.cached_dim, None = none.  global_heads: layers with heads of their own size, None = none.  Raises
+    ConfigError for impossible sizes.
     `families.shape_of` reads a checkpoint's config.json.
     """
 
@@ -127,16 +136,19 @@ class ModelShape:
     gated_q: bool = False
     delta: DeltaShape | None = None
     mla: MlaShape | None = None
+    global_heads: GlobalHeads | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be an integer of 1 or more")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                "grouped-query attention needs whole groups"
-            )
+        of_global = () if self.global_heads is None else (self.global_heads.num_kv_heads,)
+        for num_kv_heads in (self.num_kv_heads, *of_global):
+            if self.num_heads % num_kv_heads:
+                raise ConfigError(
+                    f"num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}; "
+                    "grouped-query attention needs whole groups"
+                )
         if not min(1, self.num_experts) <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_token={self.num_experts_per_token} must lie between "
@@ -150,7 +162,7 @@ class ModelShape:
     @cached_property
     def sites(self) -> tuple[Site, ...]:
         """LoRA sites: qkv or those of the latent, o, router (MoE only), gate_up, down, output gate, shared
-        experts, dense layers, DeltaNet.
+        experts, dense layers, DeltaNet, layers with heads of their own size.
 
         A layer may lack some: see `has_site`.
         """
@@ -184,6 +196,8 @@ class ModelShape:
             rows.append(("dense_down", ("dense_down",), dense, (hidden,), 0))
         if self.delta is not None:
             rows += self.delta.site_rows(hidden)
+        if self.global_heads is not None:
+            rows += self.global_heads.site_rows(hidden, self.num_heads)
         sites: list[Site] = []
         for row in rows:
             entry_base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
@@ -194,8 +208,11 @@ class ModelShape:
         """True if the layer has the site of this name."""
         if name not in self._site_names:
             return False
-        if name in ATTENTION_SITES or name in DELTA_SITES:
-            return self.is_recurrent(layer) == (name in DELTA_SITES)
+        held = DELTA_SITES if self.is_recurrent(layer) else ATTENTION_SITES
+        if self.global_heads is not None and layer in self.global_heads.layers:
+            held = GLOBAL_SITES
+        if name in (*ATTENTION_SITES, *DELTA_SITES, *GLOBAL_SITES):
+            return name in held
         return (layer in self.dense_layers) == (name in DENSE_SITES)
 
     def is_recurrent(self, layer: int) -> bool:
@@ -215,9 +232,10 @@ class ModelShape:
 
     def check_equal_layers(self, what: str) -> None:
         """Raises ConfigError for dense layers beside experts, shared experts, an output gate, recurrent
-        layers, or latent attention.
+        layers, latent attention, or heads of two sizes.
         """
-        if self.dense_layers or self.shared_size or self.has_output_gate or self.delta or self.mla:
+        unequal = self.delta or self.mla or self.global_heads
+        if self.dense_layers or self.shared_size or self.has_output_gate or unequal:
             raise ConfigError(
                 f"{what} counts equal layers of attention and one MLP or routed experts; {self.family} has "
                 f"{self.num_layers - self.num_kv_layers} recurrent layers, {len(self.dense_layers)} dense "
@@ -263,6 +281,8 @@ class ModelShape:
     @property
     def default_targets(self) -> tuple[str, ...]:
         """Sites of most adapters: attention, MLP or experts."""
+        if self.global_heads is not None:
+            return (*DEFAULT_TARGETS, self.global_heads.qkv_site, "global_o")
         if self.mla is None:
             return DEFAULT_TARGETS
         rows = self.mla.site_rows(self.hidden_size, self.num_heads)
@@ -299,8 +319,12 @@ class ModelShape:
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers with KV; of latent attention, of the latents."""
-        num_parts = 2 if self.mla is None else 1
-        return num_parts * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        num_parts, layers = 2 if self.mla is None else 1, self.num_kv_layers
+        width = layers * self.num_kv_heads * self.head_dim
+        if (other := self.global_heads) is not None:
+            num = len(other.layers)
+            width += num * (other.num_kv_heads * other.head_dim - self.num_kv_heads * self.head_dim)
+        return num_parts * width * self.dtype_bytes
 
 
 _POSITIVE = (

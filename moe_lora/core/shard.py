@@ -39,16 +39,17 @@ class ModelShard:
         parts = {"num_heads": shape.num_heads}
         if self.divides_inner:
             parts |= {name: getattr(shape, name) for name in INNER_SIZES}
-        if size > 1 and shape.delta is not None:
-            raise ConfigError(
-                f"tensor_parallel={size} and Gated DeltaNet layers do not go together: their heads are not "
-                f"divided; choose tensor_parallel=1, or expert_parallel={size}"
-            )
-        if size > 1 and shape.mla is not None:
-            raise ConfigError(
-                f"tensor_parallel={size} and Multi-head Latent Attention do not go together: the heads are "
-                f"not divided; choose tensor_parallel=1, or expert_parallel={size}"
-            )
+        kinds = {
+            "Gated DeltaNet layers": shape.delta,
+            "Multi-head Latent Attention": shape.mla,
+            "layers with heads of two sizes": shape.global_heads,
+        }
+        for kind, sizes in kinds.items() if size > 1 else ():
+            if sizes is not None:
+                raise ConfigError(
+                    f"tensor_parallel={size} and {kind} do not go together: the heads are not divided; "
+                    f"choose tensor_parallel=1, or expert_parallel={size}"
+                )
         for name, number in parts.items():
             if number % size:
                 raise ConfigError(

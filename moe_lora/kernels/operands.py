@@ -18,6 +18,7 @@ import torch
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, RANK_LIMITS
 
 if TYPE_CHECKING:
+    from moe_lora.core.attention_shapes import GlobalHeads
     from moe_lora.core.shape import Site
 
 
@@ -27,7 +28,8 @@ class KvLayout:
 
     Byte address of K for (page, layer, kv head, token in block):
     page * page_bytes + layer * layer_bytes + ((head * block_size) + token) * head_dim * itemsize;
-    V follows K after value_bytes.  has_values: False: K is V too.
+    V follows K after value_bytes.  has_values: False: K is V too.  least_bytes: of a page, for the KV of
+    layers of another layout behind these layers.
     """
 
     num_layers: int
@@ -36,6 +38,7 @@ class KvLayout:
     block_size: int
     dtype: torch.dtype
     has_values: bool = True
+    least_bytes: int = 0
 
     @property
     def layer_bytes(self) -> int:
@@ -51,7 +54,19 @@ class KvLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, rounded up to 64 for alignment."""
-        return -(-self.num_layers * self.layer_bytes // 64) * 64
+        return -(-max(self.num_layers * self.layer_bytes, self.least_bytes) // 64) * 64
+
+
+def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
+    """Layouts of the layers with a window, and of the full layers behind them in the same pages.
+
+    layout: of all layers, with the heads of those with a window.  Full layers are numbered from the first
+    multiple of their size behind the others.
+    """
+    first = replace(layout, num_layers=layout.num_layers - len(sizes.layers))
+    full = replace(layout, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
+    end = -(-first.num_layers * first.layer_bytes // full.layer_bytes) + len(sizes.layers)
+    return replace(first, least_bytes=end * full.layer_bytes), replace(full, num_layers=end)
 
 
 class SlotTable:

@@ -176,6 +176,10 @@ class GatedQueries(Attention):
 def attention_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
     """Attention of a layer, also over latents, or Gated DeltaNet in its place.  spec: sizes of the shard."""
     shape = spec.shape
+    if shape.global_heads is not None:
+        from .sized_attention import SizedAttention
+
+        return SizedAttention(spec, layer)
     if shape.mla is not None:
         from .latent_attention import LatentAttention
 
@@ -210,12 +214,16 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = norm_of(spec.shape.hidden_size, spec)
         self.attention = attention_of(spec, layer, shard)
-        self.mlp_norm = norm_of(spec.shape.hidden_size, spec)
+        self.mlp_norm = nn.Identity() if spec.dense_beside else norm_of(spec.shape.hidden_size, spec)
         self.mlp = mlp_of(spec, layer, shard)
         scale = spec.residual_multiplier
         add: Add = torch.add if scale == 1 else partial(torch.add, alpha=scale)
         self.add_attention = NormedAdd(spec, add) if spec.output_norms else add
         self.add_mlp = NormedAdd(spec, add) if spec.output_norms else add
+        if spec.dense_beside:
+            from .dense_beside import ScaledNormedAdd
+
+            self.add_mlp = ScaledNormedAdd(spec, add)
 
     def forward(
         self,
@@ -251,6 +259,7 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, i, shard) for i in range(shape.num_layers))
         self.norm = norm_of(shape.hidden_size, spec)
         self.embedding_multiplier, self.logits_divisor = spec.embedding_multiplier, spec.logits_divisor
+        self.rounds_multiplier, self.logits_cap = spec.rounds_multiplier, spec.logits_cap
         self.head = (
             self.own_head(self.embedding)
             if spec.tie_word_embeddings
@@ -291,7 +300,8 @@ class CausalLM(nn.Module):
         if outer is not None:
             outer.add_to_embedding(x, tokens)
         if self.embedding_multiplier != 1:
-            x = x * self.embedding_multiplier
+            factor = self.embedding_multiplier
+            x = x * (x.new_full((), factor) if self.rounds_multiplier else factor)
         for layer, channel in zip(self.layers, channels, strict=True):
             x = layer_forward(layer, x, channel, cos, sin, live)
         x = self.norm(x.index_select(0, logit_rows))
@@ -300,4 +310,6 @@ class CausalLM(nn.Module):
             outer.add_to_logits(logits, x)
         if self.shard.tensor_parallel > 1:
             logits = ops.gather_logits(channels[0], logits, self.spec.shape.vocab_size)
-        return logits.float() if self.logits_divisor == 1 else logits.float() / self.logits_divisor
+        logits = logits.float() if self.logits_divisor == 1 else logits.float() / self.logits_divisor
+        cap = self.logits_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -158,5 +158,7 @@ def glu(y: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
     gate, up = y.float().chunk(2, dim=-1)
     if activation == "silu":
         return (F.silu(gate) * up).to(y.dtype)
+    if activation == "gelu_tanh":
+        return (F.gelu(gate, approximate="tanh") * up).to(y.dtype)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(y.dtype)

@@ -116,9 +116,12 @@ class MoeMlp(nn.Module):
         ids = ranked.topk(self.top_k, dim=-1).indices
         return scores_TE.gather(-1, ids), ids
 
-    def summand(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the output."""
-        weights_TK, ids_TK, order = self.choose(self.gate(x, channel), live_T, channel)
+    def summand(
+        self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's part of the output.  seen: by the gate, None = x."""
+        logits_TE = self.gate(x if seen is None else seen, channel)
+        weights_TK, ids_TK, order = self.choose(logits_TE, live_T, channel)
         own_TK = ids_TK if self.holds_all else self.held(ids_TK)
         inner = self.gate_up.gated(x, own_TK, channel, order, self.activation, self.limit)
         out = self.down(inner, own_TK, channel, order)
@@ -151,12 +154,14 @@ class SharedMoeMlp(MoeMlp):
         if spec.shape.has_shared_gate:
             self.shared_gate = LoraLinear(spec.shape, "shared_gate", bias=False)
 
-    def summand(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
+    def summand(
+        self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As `MoeMlp.summand`."""
         shared = self.shared.summand(x, channel)
         if self.shared_gate is not None:
             shared = (torch.sigmoid(self.shared_gate(x, channel).float()) * shared).to(x.dtype)
-        return super().summand(x, channel, live_T) + shared
+        return super().summand(x, channel, live_T, seen) + shared
 
 
 class SparseMixerMlp(MoeMlp):
@@ -193,6 +198,10 @@ def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
         return DenseMlp(spec, shard, "dense_")
     if not shape.num_experts:
         return DenseMlp(spec, shard)
+    if spec.dense_beside:
+        from .dense_beside import DenseBesideMlp
+
+        return DenseBesideMlp(spec, shard)
     if spec.gate == "sparsemixer":
         return SparseMixerMlp(spec, shard)
     return SharedMoeMlp(spec, shard) if shape.shared_size else MoeMlp(spec, shard)

@@ -66,6 +66,7 @@ _LEAVES = {
         "gate": "router",
         "router": "router",
         "layer": "router",
+        "proj": "router",
     },
     "shared_expert_gate": "shared_expert_gate",
     **{"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a"},
@@ -98,7 +99,9 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
             deltas[layer, "output_gate", 0] = delta
             return
         if leaf in ("gate_proj", "up_proj", "down_proj") and family in LATER_MOE:
-            kind = "shared_" if "shared_expert" in key else "dense_"
+            kind = "shared_" if "shared_expert" in key or family == "gemma4" else "dense_"
+        if family == "gemma4" and "self_attn" in parts:
+            kind = "global_" if tiny_config(family).layer_types[layer] == "full_attention" else ""
         module = "delta_out" if "linear_attn.out_proj" in key else kind + _LEAVES[leaf]
         deltas[layer, module, 0] = delta
         return

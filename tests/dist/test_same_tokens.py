@@ -85,7 +85,9 @@ def test_quantised_base_beside_a_server_changes_no_token(expected: Expected, tmp
     assert not served_tokens(stored, row | {"expert_parallel": "2"}).complaints(tokens)
 
 
-@pytest.mark.parametrize("family", later("phi3", families=(*FURTHER, *RECURRENT_FAMILIES[:1])))
+@pytest.mark.parametrize(
+    "family", later("phi3", "gemma4", families=(*FURTHER, *RECURRENT_FAMILIES[:1], "gemma4"))
+)
 def test_a_server_changes_no_token_of_the_later_families(family: str, expected: Expected) -> None:
     """The layers' pieces lie outside the sites that a server computes."""
     model, tokens = expected(family, "float32")

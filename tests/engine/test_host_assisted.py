@@ -83,6 +83,7 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
             for family in FAMILIES
         ),
         *(pytest.param(*one.values, "all_at_once", marks=one.marks) for one in later("olmoe")),
+        ("gemma4", "all_at_once"),
         ("mixtral", "chunked_prefill"),
         pytest.param("llama", "compiled", marks=pytest.mark.slow),
         *(

@@ -47,7 +47,7 @@ CASES = [
     pytest.param("mixtral", "int8", "expert_parallel", marks=pytest.mark.slow),
     ("qwen3_moe", "int4", "host_workers"),
     ("dbrx", "int8", "eager"),
-    *((family, "int8", "eager") for family in BESIDE_FAMILIES),
+    *((family, "int8", "eager") for family in (*BESIDE_FAMILIES, "gemma4")),
     *(pytest.param(one, "int8", "compiled", marks=pytest.mark.slow) for one in FURTHER),
     *(pytest.param(*one.values, "int8", "eager", marks=one.marks) for one in later("qwen3", "phimoe")),
 ]

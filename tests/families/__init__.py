@@ -31,7 +31,7 @@ RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_moe")
 """Families with Gated DeltaNet layers."""
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 """Families with Multi-head Latent Attention."""
-LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES, *LATENT_FAMILIES)
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES, *LATENT_FAMILIES, "gemma4")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
@@ -91,6 +91,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         family: {**_DENSE, "qkv": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
         for family in LATENT_FAMILIES
     },
+    "gemma4": {**_DENSE, "router": ("router.proj",)},
     "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
 }
 _FUSED: dict[str, tuple[str, ...]] = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
@@ -107,6 +108,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "olmoe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "minimax_m2": {**_FUSED, "router": ("mlp.gate.weight",)},
     "afmoe": _FUSED,
+    "gemma4": _FUSED,
     "phimoe": {**_FUSED, "router": ("mlp.router.weight",)},
     "granitemoe": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
@@ -248,6 +250,19 @@ def tiny_config(family: str, **changes: Any) -> Any:
         windows = {"global_attn_every_n_layers": 2, "sliding_window": 16, "num_hidden_layers": 3}
         fields = {**common, **moe, **windows, "intermediate_size": 28, "mup_enabled": True}
         return transformers.AfmoeConfig(**{**fields, "route_scale": 1.7, **changes})
+    if family == "gemma4":
+        moe = {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True}
+        heads = {"num_attention_heads": 6, "global_head_dim": 20, "num_global_key_value_heads": 3}
+        by_layer = ["full_attention", "sliding_attention", "full_attention"]
+        layers = {
+            "num_hidden_layers": 3,
+            "layer_types": by_layer,
+            "sliding_window": 16,
+            "attention_k_eq_v": True,
+        }
+        fields = {**common, **moe, **heads, **layers, "tie_word_embeddings": True, "intermediate_size": 28}
+        fields |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0}
+        return transformers.Gemma4TextConfig(**{**fields, **changes})
     if family == "gpt_oss":
         return transformers.GptOssConfig(
             **{**common, **moe, "sliding_window": 16, "rope_parameters": dict(_YARN), **changes}
@@ -308,17 +323,27 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         named = dict(model.named_parameters())
-        named |= {name: held for name, held in model.named_buffers() if name.endswith("correction_bias")}
+        named |= {
+            name: held
+            for name, held in model.named_buffers()
+            if name.endswith(("correction_bias", "layer_scalar"))
+        }
         for name, weight in sorted(named.items()):
             weight.copy_(_random_weight(name, weight, generator))
             if family in RECURRENT_FAMILIES and "norm" in name and "linear_attn" not in name:
                 weight.sub_(1)  # norms multiply by 1 + weight
+            if family == "gemma4" and "embed" in name:
+                weight.mul_(0.05)  # else the tied head repeats the last token
     model.save_pretrained(str(path))
     return Path(path)
 
 
 def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(weight.shape, generator=generator)
+    if name.endswith(("layer_scalar", "per_expert_scale")):
+        return 1 + 0.2 * noise
+    if name.endswith("router.scale"):
+        return 6 + noise  # the gate divides its input by sqrt(hidden)
     if "norm" in name and name.endswith("weight") and weight.ndim == 1:
         return 1 + 0.2 * noise
     if "embed" in name or "wte" in name:

@@ -38,6 +38,7 @@ SEEDS = {
     "granitemoe": 0,
     "minimax_m2": 0,
     "afmoe": 4,
+    "gemma4": 1,
     "phimoe": 0,
     "phi3": 0,
 }

@@ -14,7 +14,8 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.recurrent import RecurrentContext
-from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
+from moe_lora.engine.step.sized_heads import SizedContext
+from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables, with_full_layers
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
 from moe_lora.models.causal_lm import DecoderLayer
@@ -53,13 +54,16 @@ class Harness:
         self.model = load_model(model_dir, dtype, torch.device("cpu"), shard, quantisation)
         self.layer_forward = layer_forward
         shape = self.model.spec.shape
-        self.layout = KvLayout(
+        layout = KvLayout(
             num_layers=shape.num_kv_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=BLOCK_SIZE,
             dtype=dtype,
             has_values=shape.mla is None,
+        )
+        self.layout = (
+            layout if shape.global_heads is None else with_full_layers(layout, shape.global_heads)[0]
         )
         packed = [read_adapter(path, shape, dtype) for path in adapters]
         self.pages_per_sequence = BLOCKS_PER_SEQUENCE + shape.state_pages(self.layout.page_bytes)
@@ -74,7 +78,10 @@ class Harness:
                 offset += layer.nbytes
             write_slot(self.slots, slot, self.arena, adapter, offsets)
         backend = LocalBackend(shape, self.arena, self.slots)
-        if shape.delta is None:
+        self.context: ExecutionContext
+        if shape.global_heads is not None:
+            self.context = SizedContext(self.arena, self.layout, backend, shape)
+        elif shape.delta is None:
             self.context = ExecutionContext(self.arena, self.layout, backend)
         else:
             self.context = RecurrentContext(self.arena, self.layout, backend, shape)

@@ -74,8 +74,8 @@ def test_greedy_continuation_of_a_mixed_batch_equals_peft(family, served):
         assert tuple(tokens) == expected.tokens[0], (SLOTS[i], len(prompts[i]))
 
 
-MEDIAN_BF16_ERROR = 0.025
-"""Error of a row of logits in bf16 as a share of their size; transformers' own is 0.8 to 2.4 % here."""
+MEDIAN_BF16_ERROR = 0.03
+"""Error of a row of logits in bf16 as a share of their size; transformers' own is 0.8 to 2.6 % here."""
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

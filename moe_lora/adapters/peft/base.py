@@ -26,6 +26,7 @@ from .places import FLOATS, Shaped
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
     *("num_heads", "num_kv_heads", "head_dim", "shared_size", "dense_size", "dense_layers", "mla"),
+    "global_heads",
 )
 _QUANTISED_NAME = re.compile(
     r"(?<![a-z])(?:(?:bnb-)?[48]-?bit|awq|gptq|gguf|(?:nv|mx)fp4|fp8|int[48]|w[48]a(?:16|8))(?![a-z0-9])",

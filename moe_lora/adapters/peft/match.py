@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from .replaced import ReplacedRows
 
 _MAX_SHOWN_NAMES = 10
-_ACTIVATED = {"qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"}
+_ACTIVATED = {
+    *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
+    *("global_qkv", "global_qk", "global_o"),
+}
 """Sites of an activated LoRA.  Absorbed kv_b_proj sees earlier tokens, which are the base's."""
 _MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""

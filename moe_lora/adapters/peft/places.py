@@ -68,10 +68,10 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
         path = old + place.path.removeprefix(new) if renamed else place.path
         in_layer[path] = (*in_layer.get(path, ()), place)
     by_path = {
-        f"{family.stack}.{layer}.{path}": (layer, places)
+        f"{family.stack}.{layer}.{path}": (layer, held)
         for layer in range(shape.num_layers)
         for path, places in in_layer.items()
-        if shape.has_site(layer, places[0].site)
+        if (held := tuple(place for place in places if shape.has_site(layer, place.site)))
     }
     outer = OuterPaths(family.head.removesuffix(".weight"), family.embedding.removesuffix(".weight"))
     for path, site in zip(outer, shape.outer_sites, strict=True):

@@ -32,6 +32,7 @@ def agreed_facts(
         **asdict(shape),
         "dense_layers": list(shape.dense_layers),
         "delta": repr(shape.delta),
+        "global_heads": repr(shape.global_heads),
     }
 
 

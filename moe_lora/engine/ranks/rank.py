@@ -27,7 +27,7 @@ from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes, most_sharers
 from moe_lora.families import shape_of
 from moe_lora.kernels.cpu.library import advise_huge_pages
-from moe_lora.kernels.operands import KvLayout, SlotTable
+from moe_lora.kernels.operands import KvLayout, SlotTable, with_full_layers
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
 
@@ -89,6 +89,8 @@ class Rank:
             from moe_lora.models.latent_attention import check_latent
 
             check_latent(config, self.device.type)
+        if self.shape.global_heads is not None:
+            check_sized(self.device.type)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
         only = config.instance == EngineConfig.instance  # several bars would overwrite each other
@@ -298,9 +300,17 @@ class Rank:
         return WeightMerge(self.model)
 
 
+def check_sized(device: str) -> None:
+    """Raises ConfigError for a device that computes no heads of two sizes."""
+    if device != "cpu":
+        raise ConfigError(
+            f"device={device!r} has no kernel of layers with heads of two sizes yet; choose device='cpu'"
+        )
+
+
 def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
     """Layout of this model's KV in pages."""
-    return KvLayout(
+    layout = KvLayout(
         num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -308,6 +318,9 @@ def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Kv
         dtype=dtype,
         has_values=shape.mla is None,
     )
+    if shape.global_heads is None:
+        return layout
+    return with_full_layers(layout, shape.global_heads)[0]
 
 
 def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:

@@ -88,6 +88,10 @@ def _step_parts(
     rank: Rank, backend: LoraBackend, exchanges: Exchanges
 ) -> tuple[type[ModelRunner], ExecutionContext]:
     """The kind of runner, and the context of steps."""
+    if rank.shape.global_heads is not None:
+        from moe_lora.engine.step.sized_heads import SizedContext
+
+        return ModelRunner, SizedContext(rank.arena, rank.layout, backend, rank.shape, exchanges)
     if rank.shape.delta is None:
         return ModelRunner, ExecutionContext(rank.arena, rank.layout, backend, exchanges)
     from moe_lora.engine.step.recurrent import RecurrentContext, RecurrentRunner

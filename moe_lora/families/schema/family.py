@@ -39,10 +39,14 @@ class ModelSpec:
     choice is among the top_groups with the largest sums of group_scores scores.  routed_scale: factor of the
     weights.
 
-    activation: "silu" is silu(gate) * up, "swigluoai" its clamped form.  unused: starts of names of tensors
-    of a checkpoint that belong to no layer.  attention_multiplier: factor on q @ k, None = head_dim ** -0.5.
-    residual_multiplier: factor on the outputs of attention and MLP.  norm_offset: RMS norms multiply by 1 +
-    the stored weight, in fp32.
+    dense_beside: shared and routed experts have norms of their own before and after, and the gate has one of
+    its own; each expert and each layer has a scale.
+
+    activation: "silu" is silu(gate) * up, "gelu_tanh" gelu(gate) * up, "swigluoai" a clamped form.  unused:
+    starts of names of tensors of a checkpoint that belong to no layer.  attention_multiplier: factor on
+    q @ k, None = head_dim ** -0.5.  residual_multiplier: factor on the outputs of attention and MLP.
+    rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c of
+    c * tanh(logits / c), None = none.  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
     """
 
     shape: ModelShape
@@ -70,17 +74,20 @@ class ModelSpec:
     top_groups: int = 1
     group_scores: int = 2
     routed_scale: float = 1.0
+    dense_beside: bool = False
     gate_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "swigluoai"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swigluoai"] = "silu"
     activation_limit: float = 7.0
     tie_word_embeddings: bool = False
     unused: tuple[str, ...] = ()
     head_bias: bool = False
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_cap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +273,9 @@ class Family:
     title: name in docs.  sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
     supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
     attention window of each layer.  beside_experts: fields of `ModelShape` for shared experts and dense
-    layers.  theta, theta_keys, rope: of a config without rope_parameters.  rotary_factor: rotated share of
-    head_dim, of a config without partial_rotary_factor, or a function (config, head_dim); None: the family
-    rotates all.  norm_eps: of a config without rms_norm_eps.
+    layers.  theta, theta_keys, rope: of a config without rope_parameters, if `layers` gives no rope.
+    rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a function
+    (config, head_dim); None: the family rotates all.  norm_eps: of a config without rms_norm_eps.
 
     stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
     older_tensors: their names in older files.  recurrent_tensors: those of recurrent layers.
@@ -369,6 +376,8 @@ class Family:
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
+        if "rope" in fields:
+            return ModelSpec(shape=shape, **fields)
         factor = self.rotary_factor
         if callable(factor):
             factor = factor(found, shape.head_dim)

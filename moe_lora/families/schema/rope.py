@@ -41,11 +41,44 @@ def rope_spec(
     partial_rotary_factor of a config without; None: all of head_dim is rotated.
     Raises ConfigError for an unsupported scaling type or option, or a missing or impossible parameter.
     """
-    if head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
         raise ConfigError("config.json has rope_parameters per kind of layer, which is not supported")
+    return _rope(config, section, head_dim, theta_keys, theta, rotary_factor)
+
+
+def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str, Any]]]) -> RopeSpec:
+    """Frequencies of each kind of layer, one kind after the other.
+
+    kinds: head_dim of each kind, and the section of a config without rope_parameters.
+    """
+    frequencies: list[float] = []
+    for kind, (head_dim, default) in kinds.items():
+        section = ConfigJson(default, "rope_parameters")
+        if config.section("rope_parameters"):
+            section = config.section("rope_parameters").section(kind)
+            section.get("rope_theta")
+        name = section.get("rope_type", default="default")
+        _check_even(head_dim)
+        if name == "proportional":
+            frequencies += _proportional(section, head_dim)
+            continue
+        found = _rope(config, section, head_dim, (), 1e4, None)
+        if found.attention_factor != 1:
+            raise section.refusal("rope_type", name, "is not supported per kind of layer")
+        frequencies += found.inverse_frequencies
+    return RopeSpec(inverse_frequencies=tuple(frequencies))
+
+
+def _rope(
+    config: ConfigJson,
+    section: ConfigJson,
+    head_dim: int,
+    theta_keys: tuple[str, ...],
+    theta: float,
+    rotary_factor: float | None,
+) -> RopeSpec:
+    _check_even(head_dim)
     num_dims = _rotated_dims(config, section, head_dim, rotary_factor)
     theta = section.number(
         "rope_theta", default=config.number(*theta_keys, default=theta, above=1.0), above=1.0
@@ -75,6 +108,25 @@ def rope_spec(
         inverse_frequencies=tuple(f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)),
         attention_factor=_yarn_attention_factor(section, factor),
     )
+
+
+def _check_even(head_dim: int) -> None:
+    if head_dim % 2:
+        raise ConfigError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
+
+
+def _proportional(section: ConfigJson, head_dim: int) -> tuple[float, ...]:
+    """Frequencies of all of head_dim for the first pairs; the other pairs do not turn.
+
+    Source: transformers, Gemma 4.
+    """
+    share = section.number("partial_rotary_factor", default=1.0)
+    num_pairs = int(share * head_dim // 2)
+    if not 1 <= num_pairs <= head_dim // 2:
+        raise section.refusal("partial_rotary_factor", share, f"must turn 1 to {head_dim // 2} pairs of dims")
+    theta, factor = section.number("rope_theta", above=1.0), section.number("factor", default=1.0)
+    turned = [theta ** (-2 * i / head_dim) / factor for i in range(num_pairs)]
+    return (*turned, *[0.0] * (head_dim // 2 - num_pairs))
 
 
 def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]) -> int:

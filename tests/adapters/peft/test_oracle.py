@@ -41,9 +41,9 @@ def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint,
     adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=5, targets=targets, seed=3)
     packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
     shape = shape_of(family)
-    kinds = ("", "shared_", "dense_")
+    kinds = ("", "shared_", "dense_", "global_")
     sites = [kind + target for target in targets for kind in kinds]
-    sites += [site for site in ATTENTION_SITES if site != "o"] if "qkv" in targets else []
+    sites += ["global_qk", *(site for site in ATTENTION_SITES if site != "o")] if "qkv" in targets else []
     assert packed.targets == tuple(m for s in shape.sites if s.name in sites for m in s.modules)
     assert packed.max_lora_rank == 5
 
