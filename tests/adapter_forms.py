@@ -22,6 +22,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.wrong_files import read_config
+from tests.adapters.peft.test_columns import column_adapter
 from tests.adapters.peft.test_outer_sites import EMBEDDINGS, outer_adapter
 from tests.adapters.peft.test_stacked import STYLES, per_expert, rewritten, stacked
 from tests.families import ALL_FAMILIES, DENSE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
@@ -56,6 +57,16 @@ def outer(*modules: str, **config: Any) -> Callable[[str, Path, Path], Folders]:
 
     def make(family: str, base: Path, folder: Path) -> Folders:
         path = outer_adapter(family, base, folder, *modules, lora_rank=3, scale=0.5, **config)
+        return path, path
+
+    return make
+
+
+def columns(**config: Any) -> Callable[[str, Path, Path], Folders]:
+    """On attention, with scaled or shifted columns."""
+
+    def make(family: str, base: Path, folder: Path) -> Folders:
+        path = column_adapter(family, base, folder, lora_rank=3, **config)
         return path, path
 
     return make
@@ -127,12 +138,14 @@ FORMS = {
     "head": Form("LoRA on `lm_head`", outer("lm_head")),
     "embedding": Form("LoRA on `embed_tokens`", outer("embed_tokens")),
     "mica": Form("MiCA", outer(init_lora_weights="mica")),
-    "dora": Form("DoRA", field(use_dora=True)),
+    "dora": Form("DoRA, on attention", columns(use_dora=True)),
+    "dora_experts": Form("DoRA, on experts", field(use_dora=True), _MOE),
     "alora": Form(
         "activated LoRA, on attention", outer(alora_invocation_tokens=[83], task_type="CAUSAL_LM"), _UNMERGED
     ),
     "alora_experts": Form("activated LoRA, on experts", field(alora_invocation_tokens=[5]), _MOE),
-    "lora_bias": Form("`lora_bias`", field(lora_bias=True)),
+    "lora_bias": Form("`lora_bias`, on attention", columns(lora_bias=True), _UNMERGED),
+    "lora_bias_experts": Form("`lora_bias`, on experts", field(lora_bias=True), _MOE),
     "bias": Form("trained biases", field(bias="lora_only")),
     "head_saved": Form("`modules_to_save`: head", outer(modules_to_save=["lm_head"])),
     "embedding_saved": Form("`modules_to_save`: embedding", saved_embedding),

@@ -24,6 +24,14 @@ OUTER_BESIDE_LORA_SERVER = (
     "a change of lm_head or embed_tokens is computed by an instance alone, and lora_server keeps the "
     "adapters outside; serve the adapter without a LoRA Server, or train without these targets"
 )
+COLUMNS_BESIDE_LORA_SERVER = (
+    "use_dora and lora_bias change the base's outputs, at an instance alone, and lora_server keeps the "
+    "adapters outside; serve the adapter without a LoRA Server, or train a plain LoRA"
+)
+COLUMNS_ON_CUDA = (
+    "use_dora and lora_bias are served on a CPU alone; start the server with --device cpu, or train a plain "
+    "LoRA"
+)
 
 
 class AdapterContents:
@@ -31,8 +39,9 @@ class AdapterContents:
 
     store: of contents, or None; contents go after their last use.  root: folder that must contain every path.
     max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies and
-    replaced rows of its weights; None: both are refused.  beside_lora_server: a LoRA Server owns the store,
-    and changes of the head and the embedding are refused.  For the engine's and the reader's threads.
+    replaced rows of its weights; None: both are refused.  computed_by: "cpu", "cuda", or "lora_server", which
+    owns the store; changes that are not computed there are refused.  For the engine's and the reader's
+    threads.
     """
 
     def __init__(
@@ -44,12 +53,12 @@ class AdapterContents:
         root: str | None = None,
         max_lora_rank: int | None = None,
         base_dir: Path | None = None,
-        beside_lora_server: bool = False,
+        computed_by: str = "cpu",
     ) -> None:
         self.store = store
         self.max_lora_rank = max_lora_rank
         self._base_dir = base_dir
-        self._beside_lora_server = beside_lora_server
+        self._computed_by = computed_by
         self._root = root
         self.shape = shape
         self.dtype = dtype
@@ -62,7 +71,7 @@ class AdapterContents:
         packed = logged(
             pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir)
         )
-        self._check_outer(packed)
+        self._check_place(packed)
         if packed.base_copies:
             from .peft.base_weights import check_copies, parts_in_memory
 
@@ -82,6 +91,7 @@ class AdapterContents:
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
+            self._check_place(kept)
             return kept
         called = f"adapter {name!r}: "
         try:
@@ -97,7 +107,7 @@ class AdapterContents:
                     base_dir=self._base_dir,
                 )
             )
-            self._check_outer(packed)
+            self._check_place(packed)
             if packed.base_copies:
                 from .peft.base_weights import check_copies_in
 
@@ -162,12 +172,18 @@ class AdapterContents:
         with self._lock:
             self._remove(self._served.pop(name, []))
 
-    def _check_outer(self, packed: PackedAdapter) -> None:
-        if self._beside_lora_server and len(packed.layers) > self.shape.num_layers:
-            raise AdapterError(f"adapter {packed.name!r}: {OUTER_BESIDE_LORA_SERVER}")
+    def _check_place(self, packed: PackedAdapter) -> None:
+        """Raises AdapterError for changes that are not computed here."""
+        beside_lora_server, problem = self._computed_by == "lora_server", None
+        if beside_lora_server and len(packed.layers) > self.shape.num_layers:
+            problem = OUTER_BESIDE_LORA_SERVER
+        elif packed.has_columns and self._computed_by != "cpu":
+            problem = COLUMNS_BESIDE_LORA_SERVER if beside_lora_server else COLUMNS_ON_CUDA
+        if problem is not None:
+            raise AdapterError(f"adapter {packed.name!r}: {problem}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
-        if self.store is None or self._beside_lora_server:
+        if self.store is None or self._computed_by == "lora_server":
             return
         used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}
         for one in set(hashes) - used:

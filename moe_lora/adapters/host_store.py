@@ -87,6 +87,8 @@ class HostStore:
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
         if packed.invocation:
             facts["invocation"] = packed.invocation
+        if packed.has_columns:
+            facts["has_columns"] = True
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
         with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
@@ -158,7 +160,7 @@ class HostStore:
 
 
 _TABLE, _SCALE = torch.int64, torch.float32
-_SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invocation")
+_SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invocation", "has_columns")
 
 
 @dataclass(frozen=True)

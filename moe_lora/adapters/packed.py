@@ -49,7 +49,8 @@ class PackedAdapter:
     content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
     warnings: config fields without effect, with reasons.  base_copies: keys of base weights in the file,
     still to compare with the base (`peft.base_weights`).  invocation: tokens of an activated LoRA: the
-    adapter starts at their last occurrence in the prompt, and is part of the hash.
+    adapter starts at their last occurrence in the prompt, and is part of the hash.  has_columns: with entries
+    of `ModelShape.column_sites`.
     """
 
     name: str
@@ -61,6 +62,7 @@ class PackedAdapter:
     warnings: tuple[str, ...] = ()
     base_copies: tuple[str, ...] = ()
     invocation: tuple[int, ...] = ()
+    has_columns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,13 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
     return PackedLayer(data=data, table=table, scale=scale)
 
 
-def num_table_entries(shape: ModelShape, num_layers: int) -> int:
-    """Entries in each table of an adapter with this number of layers; one more than the model's is outer."""
+def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:
+    """Entries in each table of an adapter with this number of layers; one more than the model's is outer.
+
+    has_columns: with entries of `ModelShape.column_sites`, the last.
+    """
+    if has_columns:
+        return shape.column_sites[-1].entry_base + shape.column_sites[-1].num_entries
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
 
 
@@ -171,9 +178,12 @@ def assemble(
     shape: ModelShape,
     warnings: tuple[str, ...] = (),
     invocation: tuple[int, ...] = (),
+    has_columns: bool = False,
 ) -> PackedAdapter:
     """The packed layers of a whole model as one adapter, with derived fields."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
+    if has_columns:
+        ranks = ranks[:, : shape.column_sites[0].entry_base]
     used = ranks.amax(dim=0)
     sites = shape.sites if len(layers) <= shape.num_layers else (*shape.sites, *shape.outer_sites)
     targets = tuple(
@@ -191,6 +201,7 @@ def assemble(
         targets=targets,
         warnings=warnings,
         invocation=invocation,
+        has_columns=has_columns,
     )
 
 
@@ -235,10 +246,10 @@ class LayerShard:
 
 @lru_cache(maxsize=8)
 def _entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
-    """Row widths of A and B of each entry, with the outer sites: [X] int64 each."""
+    """Row widths of A and B of each entry, with the outer and the column sites: [X] int64 each."""
     shape = held.shape if isinstance(held, ModelShard) else held
-    sites = (*shape.sites, *held.outer_sites)
-    a_width = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
+    sites = (*shape.sites, *held.outer_sites, *shape.column_sites)
+    a_width = np.zeros(num_table_entries(shape, shape.num_layers, True), dtype=np.int64)
     b_width = np.zeros_like(a_width)
     for site in sites:
         entries = slice(site.entry_base, site.entry_base + site.num_entries)
@@ -250,8 +261,9 @@ def _entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray
 @lru_cache(maxsize=8)
 def _held_columns(shard: ModelShard) -> np.ndarray:
     """[2, X, C, 2] int64: of A and of B of each entry, (first, number) of its column ranges."""
-    sites = (*shard.whole.sites, *shard.whole.outer_sites)
-    found = np.zeros((2, sites[-1].entry_base + 1, 3, 2), dtype=np.int64)
+    whole = shard.whole
+    sites = (*whole.sites, *whole.outer_sites, *whole.column_sites)
+    found = np.zeros((2, num_table_entries(whole, whole.num_layers, True), 3, 2), dtype=np.int64)
     for site in sites:
         entries = slice(site.entry_base, site.entry_base + site.num_entries)
         found[0, entries, 0] = shard.inputs(site).start, len(shard.inputs(site))
@@ -266,7 +278,7 @@ def shard_layer(
 ) -> LayerShard:
     """The part of `layer` with the entries `kept` ([X] bool); shared matrices stay shared.
 
-    Outer entries are always kept.  shard: division of sites; None: matrices stay whole.
+    Outer entries and columns are always kept.  shard: division of sites; None: matrices stay whole.
     """
     table = layer.table.numpy()
     kept = np.concatenate([kept, np.ones(len(table) - len(kept), dtype=bool)])

@@ -277,7 +277,7 @@ ADAPTERS = (
     unused("--fully-sharded-loras", "--tensor-parallel divides adapters as it divides weights", "flag"),
     unused("--specialize-active-lora", "kernels take any number of adapters", "flag"),
     unused("--lora-extra-vocab-size", "an adapter that adds tokens is refused when its file is read"),
-    off("--enable-lora-bias", "an adapter with biases is refused; train it with lora_bias=false"),
+    off("--enable-lora-bias", "lora_bias is served on a CPU without an option; leave the option out"),
     refused("--long-lora-scaling-factors", "omit the option; adapters with a longer context are not served"),
     refused("--lora-target-modules", "omit the option; an adapter is served with all its modules"),
     only("--default-mm-loras", ("{}",), _FIXED_ADAPTERS),

@@ -477,6 +477,7 @@ class AdapterFacts:
     num_entries: int
     layer_elements: tuple[int, ...]
     invocation: tuple[int, ...] = ()
+    has_columns: bool = False
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:

@@ -11,7 +11,7 @@ with A [lora_rank, in_features] and B [out_features[m], lora_rank].
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -268,6 +268,20 @@ class ModelShape:
             Site("head", (HEAD_MODULE,), hidden, (vocab,), 0, first),
             Site("embedding", (EMBEDDING_MODULE,), vocab, (hidden,), 0, first + 1),
         )
+
+    @cached_property
+    def column_sites(self) -> tuple[Site, ...]:
+        """Sites whose output columns an adapter may scale and shift: the dense sites without the router.
+
+        B has two rows, factor - 1 and shift; A is empty but for its alignment.  Their entries follow those of
+        the outer sites.
+        """
+        entry_base, found = self.outer_sites[-1].entry_base + 1, list[Site]()
+        for site in self.sites:
+            if not site.num_experts and site.name != "router":
+                found.append(replace(site, in_features=1, entry_base=entry_base))
+                entry_base += site.num_entries
+        return tuple(found)
 
     def site(self, name: str) -> Site:
         """The site of this name. Raises ConfigError if the model has none."""

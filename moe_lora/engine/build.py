@@ -295,8 +295,8 @@ def site_ranks(shape: ModelShape, adapters: list[PackedAdapter]) -> list[int]:
     sites = (*shape.sites, *shape.outer_sites)
     entries = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
     for layer in (layer for packed in adapters for layer in packed.layers):
-        seen = entries[: len(layer.table)]
-        np.maximum(seen, layer.table[:, 2].numpy(), out=seen)
+        ranks = layer.table[: len(entries), 2].numpy()
+        np.maximum(entries[: len(ranks)], ranks, out=entries[: len(ranks)])
     return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
 

@@ -91,7 +91,7 @@ class RowRouting:
     with HOST terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
     `frames_pushed` on the device.  site_ranks: largest rank per site for this
     device's launches; None: of the rows.  outer: group of the sites outside the layers; None: no row has
-    deltas there.
+    deltas there.  columns: group of the rows with scaled or shifted columns; None: no row.
     """
 
     groups: Sequence[Sequence[int]]
@@ -102,6 +102,7 @@ class RowRouting:
     on_device: Mapping[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     site_ranks: Sequence[int] | None = None
     outer: int | None = None
+    columns: int | None = None
 
     @property
     def has_deltas(self) -> bool:

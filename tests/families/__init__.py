@@ -397,7 +397,9 @@ def make_adapter(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            if ".lora_" in name:
+            if "lora_magnitude_vector" in name:
+                weight.mul_(1 + 0.3 * scale * torch.randn(weight.shape, generator=generator))
+            elif ".lora_" in name:
                 weight.copy_(_random_lora(name, weight.shape, generator, scale))
             elif "trainable_tokens_delta" in name or ".modules_to_save." in name:
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale * 0.3)

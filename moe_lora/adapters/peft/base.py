@@ -10,14 +10,16 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import pointer_problem, read_config, read_json_file
 from moe_lora.families import family_of, model_spec, shape_of
+from moe_lora.families.schema.family import Place
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
 from .files import MAX_CONFIG_BYTES, TensorEntry, confined, open_file, read_header
@@ -33,6 +35,8 @@ _QUANTISED_NAME = re.compile(
     re.IGNORECASE,
 )
 
+Stored: TypeAlias = tuple[Path, TensorEntry]
+"""A tensor of a checkpoint: its file and entry."""
 EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
 _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 
@@ -120,7 +124,7 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
     return copies
 
 
-def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> tuple[Path, TensorEntry]:
+def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> Stored:
     """File and entry of the embedding or the head of a checkpoint: [V, H] of floats.
 
     site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: the start and the end of the
@@ -140,13 +144,51 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
         entry = read_header(places[name])[name]
         expected = spec.shape.vocab_size, spec.shape.hidden_size
         if entry.dtype not in FLOATS or entry.shape != expected:
-            raise ValueError(
-                f"{name} of the checkpoint is {entry.dtype.removeprefix('torch.')} {list(entry.shape)}, and "
-                f"not float32, bfloat16 or float16 {list(expected)}"
-            )
+            raise _unlike(name, entry, expected)
     except (OSError, ValueError, KeyError) as error:
         raise AdapterError(f"{problem} ({error}): {way_out}") from error
     return places[name], entry
+
+
+def base_modules(
+    modules: Iterable[tuple[int, Place, tuple[int, int]]],
+    model_dir: Path | None,
+    problem: str,
+    way_out: str,
+) -> Iterator[tuple[Stored, Stored | None]]:
+    """Weight and bias, if any, of linear layers of a checkpoint.
+
+    modules: layer, place, and shape of the weight.  problem, way_out: see `base_tensor`.  Raises AdapterError
+    for absent, quantised and misshapen tensors.
+    """
+    header = cache(read_header)
+    try:
+        if model_dir is None:
+            raise ValueError("the served base model has no checkpoint")
+        places = _files_by_name(model_dir)
+        family = family_of(read_config(model_dir)).named_in(places)
+
+        def stored(name: str, shape: tuple[int, ...]) -> Stored:
+            entry = header(places[name])[name]
+            if entry.dtype not in FLOATS or entry.shape != shape:
+                raise _unlike(name, entry, shape)
+            return places[name], entry
+
+        for layer, place, shape in modules:
+            front = f"{family.stack}.{layer}."
+            if front + place.key not in places:
+                raise ValueError(f"the checkpoint has no {front}{place.key}")
+            bias = front + place.bias_key
+            yield stored(front + place.key, shape), stored(bias, shape[:1]) if bias in places else None
+    except (OSError, ValueError, KeyError) as error:
+        raise AdapterError(f"{problem} ({error}): {way_out}") from error
+
+
+def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError:
+    return ValueError(
+        f"{name} of the checkpoint is {entry.dtype.removeprefix('torch.')} {list(entry.shape)}, and "
+        f"not float32, bfloat16 or float16 {list(shape)}"
+    )
 
 
 def _files_by_name(model_dir: Path) -> dict[str, Path]:

@@ -38,7 +38,7 @@ def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None,
     where = str(path) if called is None else f"{called}{path.name}"
     with open_file(path, where) as file:
         entries = header_entries(file, where)
-        check_copies({key: _parts_of(file, entries[key]) for key in copies}, model_dir, where)
+        check_copies({key: parts_of(file, entries[key]) for key in copies}, model_dir, where)
 
 
 def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
@@ -50,7 +50,7 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
         path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)
         with open_file(path, str(path)) as file:
-            if not _same_values(parts, _parts_of(file, entry), math.prod(entry.shape)):
+            if not _same_values(parts, parts_of(file, entry), math.prod(entry.shape)):
                 raise AdapterError(f"{where}: {key}: values other than the base model's: {_WAY_OUT}")
 
 
@@ -63,7 +63,7 @@ def with_changes(
         if rows.key not in changes:  # a tied head shares the rows of the embedding
             path, entry = base_rows(rows, base_dir, where)
             with open_file(path, str(path)) as file:
-                changes[rows.key] = _change(tensors[rows.key], _parts_of(file, entry), rows.tokens, dtype)
+                changes[rows.key] = _change(tensors[rows.key], parts_of(file, entry), rows.tokens, dtype)
     return {**tensors, **changes}
 
 
@@ -87,7 +87,8 @@ def parts_in_memory(tensor: torch.Tensor) -> Parts:
     return lambda first, number: flat[first : first + number].cpu()
 
 
-def _parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
+def parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
+    """The parts of a tensor in an open file."""
     dtype = getattr(torch, entry.dtype.removeprefix("torch."))
 
     def read(first: int, number: int) -> torch.Tensor:

@@ -117,15 +117,14 @@ _READ = frozenset(
         "layers_pattern",
         *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern"),
         *("target_modules", "target_parameters", "trainable_token_indices", "use_rslora"),
+        *("use_dora", "lora_bias"),
         *(FLAT_KEY, DETAIL_KEY),
     )
 )
 # Keys of LoraConfig served at falsy defaults only (null, false, empty), and the way out.
 # Source: peft 0.1 to 0.21.2, tuners/lora/config.py.
 _MUST_BE_UNSET = {
-    "use_dora": "DoRA is not supported: merge the adapter into a base model, or train with use_dora=false",
     "fan_in_fan_out": "transposed base weights are not supported: no supported model family has them",
-    "lora_bias": "a bias of lora_B is a constant, which no pair of A and B adds: train with lora_bias=false",
     "layer_replication": "a base with replicated layers is not supported: train on the plain base model",
     "megatron_config": "Megatron layers are not supported: convert the adapter to plain PEFT layers",
     "use_qalora": "QALoRA is not supported: train a plain LoRA",
@@ -136,7 +135,10 @@ _MUST_BE_UNSET = {
     "enable_lora": "LoRA on parts of a fused layer is not supported: save the adapter with peft 0.4 or later",
     "merge_weights": "a delta merged into the base is not supported: save the adapter with peft 0.4 or later",
 }
-_UNSET_IF_FALSE = ("alora_invocation_tokens", "modules_to_save", "trainable_token_indices")
+_UNSET_IF_FALSE = (
+    *("alora_invocation_tokens", "modules_to_save", "trainable_token_indices"),
+    *("use_dora", "lora_bias"),
+)
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
@@ -216,6 +218,8 @@ _ALLOWED = {
     "r": _RANKS,
     "lora_alpha": "a number between -1000000 and 1000000",
     "use_rslora": "true or false",
+    "use_dora": "true or false",
+    "lora_bias": "true or false",
     "ensure_weight_tying": "true or false",
     "rank_pattern": f"an object of regular expressions mapped to {_RANKS}",
     "alpha_pattern": "an object of regular expressions mapped to numbers between -1000000 and 1000000",
@@ -247,6 +251,8 @@ class AdapterConfig(
     lora_rank: _Rank
     lora_alpha: _Number
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
     rank_pattern: dict[str, _Rank] = {}
     alpha_pattern: dict[str, _Number] = {}
     target_modules: frozenset[str] | str = frozenset()

@@ -31,6 +31,7 @@ from .places import (
 )
 
 if TYPE_CHECKING:
+    from .columns import ColumnSource
     from .replaced import ReplacedRows
 
 _MAX_SHOWN_NAMES = 10
@@ -49,7 +50,7 @@ class Match:
 
     swapped: see `is_swapped`.  warnings: config fields without effect.  copies: keys of base weights (see
     `base_weights`).  replaced: rows of the head and the embedding, in the one more layer too.
-    invocation: tokens of an activated LoRA.
+    invocation: tokens of an activated LoRA.  columns: scaled or shifted columns, one term for each pair.
     """
 
     layers: list[list[PairSource]]
@@ -58,6 +59,7 @@ class Match:
     copies: tuple[str, ...]
     replaced: tuple[ReplacedRows, ...] = ()
     invocation: tuple[int, ...] = ()
+    columns: tuple[ColumnSource, ...] = ()
 
 
 def match(
@@ -70,11 +72,13 @@ def match(
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: config.json of the base model (see `read_base`).  base_dir: see `replaced_rows`.  A target name
-    without a match is a warning, as in PEFT.  Raises AdapterError with `where` and the key for a tensor
-    without a place, outside the targets, of wrong shape or not float; for a targeted module without tensors;
-    for an A without a B.
+    base: see `read_base`.  base_dir: see `replaced_rows`.  A target name without a match is a warning.
+    Raises AdapterError with `where` and the key of a tensor without place or partner, or of wrong shape.
     """
+    if config.use_dora or config.lora_bias:
+        from .columns import match_with_columns
+
+        return match_with_columns(match, tensors, config, shape, where, base, base_dir)
     check_base(config, base, shape)
     _check_sizes(tensors, shape, where)
     places = place_map(shape)
@@ -84,10 +88,9 @@ def match(
 
         replaced = replaced_rows(tensors, config, shape, places, base_dir, where)
     own = {row.key for row in replaced}
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
-    copies = base_copies(tensors, shape, where)
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
-    names = read_names(tensors, places.layer_prefix, places.outer, where)
+    rest = {key: tensor for key, tensor in tensors.items() if key not in own}
+    copies = base_copies(rest, shape, where)
+    names = read_names(rest.keys() - {*copies}, places.layer_prefix, places.outer, where)
     if places.older and any(f".{places.older}" in name.path for name in names.by_key.values()):
         places = place_map(shape, older_names=True)
     names = names.with_stacked(places.by_path, places.stacked)
@@ -100,15 +103,14 @@ def match(
             raise one_place(key, keys[name.expert], where)
         keys[name.expert] = key
     _check_tying(config, expected, places, where)
-    for row in replaced:
-        _check_no_pair(row, expected, places.outer, where)
+    if replaced:
+        _check_no_pair(replaced, expected, places.outer, where)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
-            there = found.get((path, depth), {})
-            parts = {part: _of_all_experts(keys, shape, where) for part, keys in there.items()}
-            source = _source(path, place, parts, config, names, where)
-            layers[places.by_path[path][0]].append(source)
+            there = found.get((path, depth), {}).items()
+            parts = {part: _of_all_experts(keys, shape, where) for part, keys in there}
+            layers[places.by_path[path][0]].append(_source(path, place, parts, config, names, where))
     for layer in layers:
         _check_one_form(layer, where)
     sources = [source for layer in layers for source in layer]
@@ -164,14 +166,17 @@ def _check_activated(
         )
 
 
-def _check_no_pair(rows: ReplacedRows, targeted: Mapping[str, object], outer: OuterPaths, where: str) -> None:
+def _check_no_pair(
+    replaced: Sequence[ReplacedRows], targeted: Mapping[str, object], outer: OuterPaths, where: str
+) -> None:
     """Raises AdapterError for a LoRA pair on a module with replaced rows.  targeted: by path."""
-    path = getattr(outer, rows.site)
-    if path in targeted:
-        raise AdapterError(
-            f"{where}: {rows.key} replaces rows of {path}, and {path} has a LoRA pair too; "
-            "train with one of them"
-        )
+    for rows in replaced:
+        path = getattr(outer, rows.site)
+        if path in targeted:
+            raise AdapterError(
+                f"{where}: {rows.key} replaces rows of {path}, and {path} has a LoRA pair too; "
+                "train with one of them"
+            )
 
 
 def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:

@@ -39,13 +39,20 @@ _WRAPPER = "|".join(map(re.escape, WRAPPERS))
 _OUTERMOST = re.compile(rf"(?:(?:{_WRAPPER})\.)*base_model\.(?:(?:{_WRAPPER})\.)*model\.")
 _IN_STACK = re.compile(r"(?P<front>(?:[^.]+\.)*?)(?P<stack>layers|blocks)\.(?P<rest>\d+\..+)")
 _STRANGERS = (
-    (r"lora_magnitude_vector", "DoRA is not supported; train with use_dora=false"),
+    (
+        r"lora_magnitude_vector",
+        "a magnitude of DoRA, and adapter_config.json has no use_dora=true; save the adapter again with PEFT",
+    ),
     (
         r"token_adapter\.",
         "trained rows, and trainable_token_indices of adapter_config.json does not name them; save the "
         "adapter again with PEFT",
     ),
-    (r"\.bias$", "biases are not supported; train with bias='none' and lora_bias=false"),
+    (
+        r"\.lora_B(\.[^.]+)?\.bias$",
+        "a bias of lora_B, and adapter_config.json has no lora_bias=true; save the adapter again with PEFT",
+    ),
+    (r"\.bias$", "trained biases of the base are not supported; train with bias='none'"),
     (
         r"modules_to_save",
         "a module that modules_to_save of adapter_config.json does not name; save again with PEFT",

@@ -50,6 +50,8 @@ def origin_of(fields: Mapping[str, Any], keys: Iterable[str], found: Match) -> O
     ]
     ignored += [f"{key} (the base's own weights)" for key in found.copies]
     forms = tuple(dict.fromkeys((*map(_form, sources), *map(_replaced, found.replaced))))
+    if found.columns:
+        forms += ("DoRA" if found.columns[0].weight else "a bias of each lora_B",)
     if found.invocation:
         forms += (f"activated by the prompt's last {list(found.invocation)}",)
     return Origin(_tool(fields, tuple(keys), sources), forms, tuple(ignored))

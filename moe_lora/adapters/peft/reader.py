@@ -73,6 +73,11 @@ def read_pairs(
     values that are not finite.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
+        if found.match.columns:
+            raise AdapterError(
+                f"{found.where}: DoRA or lora_bias is PEFT's own form, and no plain pair computes it: there "
+                "is nothing to convert; serve the adapter as it is"
+            )
         rows, dtype = found.match.replaced, torch.float32
         if not rows:
             return _pairs(found.match, _read_tensors(found, 0), shape), found.match
@@ -85,7 +90,7 @@ def read_pairs(
 
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
-    """The pairs of each layer.  tensors: of `with_changes` if rows are replaced."""
+    """The pairs of each layer.  tensors: of `with_changes` if rows are replaced, and of `with_columns`."""
     pairs = [
         [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
         for layer in found.layers
@@ -94,6 +99,11 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
         from .replaced import replaced_pair
 
         pairs[-1] += [replaced_pair(rows, tensors[rows.key], shape) for rows in found.replaced]
+    if found.columns:
+        from .columns import column_pair
+
+        for column in found.columns:
+            pairs[column.layer].append(column_pair(column, tensors[column.key], shape))
     return pairs
 
 
@@ -142,6 +152,8 @@ def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> l
     tensors = {
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
+    for column in found.match.columns:
+        tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
     return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
 
 
@@ -196,9 +208,13 @@ def _pack(
         from .base_weights import with_changes
 
         tensors = with_changes(matched, tensors, base_dir, where, dtype)
-    num_entries = num_table_entries(shape, len(matched.layers))
+    if matched.columns:
+        from .column_values import with_columns
+
+        tensors = with_columns(matched.columns, tensors, where)
+    num_entries = num_table_entries(shape, len(matched.layers), bool(matched.columns))
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
-    packed = assemble(name, layers, shape, matched.warnings, matched.invocation)
+    packed = assemble(name, layers, shape, matched.warnings, matched.invocation, bool(matched.columns))
     return replace(packed, base_copies=matched.copies)
 
 

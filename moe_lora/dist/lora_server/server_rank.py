@@ -221,7 +221,7 @@ class ServerRank:
             self._store,
             root=config.adapter_root,
             max_lora_rank=config.max_lora_rank,
-            beside_lora_server=True,
+            computed_by="lora_server",
         )
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
         num_sharers = self._partition.layout.num_ranks

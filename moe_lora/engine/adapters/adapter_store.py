@@ -224,9 +224,9 @@ class ShardSizes:
         self._shard = shard
         self._all_kept = all(entries.all() for entries in kept) and shard is None
 
-    def has_outer(self, packed: PackedAdapter) -> bool:
-        """True for pairs on the head or the embedding, which no host worker computes."""
-        return len(packed.layers) > self._shape.num_layers
+    def is_computed_here(self, packed: PackedAdapter) -> bool:
+        """True for pairs on the head or the embedding, and scaled columns: no host worker computes these."""
+        return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
         """Whole pages of each layer."""

@@ -46,7 +46,7 @@ def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
         root=config.adapter_root,
         max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
         base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
-        beside_lora_server=rank.lora_server is not None,
+        computed_by=rank.device.type if rank.lora_server is None else "lora_server",
     )
 
 

@@ -334,7 +334,7 @@ class AdapterManager:
             self._check_fits(adapter)
             adapter.packed = self.store.keep(adapter.packed, adapter.path)
             undo.callback(self.store.forget, adapter.packed)
-            if self.store.host is not None and self._sizes.has_outer(adapter.packed):
+            if self.store.host is not None and self._sizes.is_computed_here(adapter.packed):
                 self.store.stop_host(adapter.packed.content_hash)
             previous = self._current.get(adapter.name)
             inherits = None if previous is None else previous.uid

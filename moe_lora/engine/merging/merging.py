@@ -222,10 +222,12 @@ class Merging:
             self._adapters.release_merged(carried)
 
     def _can_be_merged(self, adapter: AdapterVersion) -> bool:
-        """True if the adapter has mergeable parts, and the host has memory for the originals; found once
-        per set of target modules.
+        """True if the adapter has mergeable parts and no scaled columns, and the host has memory for the
+        originals; found once per set of target modules.
         """
         targets, weights = adapter.packed.targets, self._weights.weights
+        if adapter.packed.has_columns:
+            return False
         if targets not in self._mergeable:
             total = weights.bytes_of(self._changed.union(targets))
             more = total - weights.bytes_of(self._changed)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts, num_table_entries
 from moe_lora.config import EngineConfig
 from moe_lora.config.devices import device_name
 from moe_lora.core.errors import ConfigError
@@ -137,7 +137,7 @@ class Rank:
             self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=self.device)
             advise_huge_pages(self.arena)
             num_layers = self.shape.num_layers + 1  # one for the sites outside the layers
-            num_entries = self.shape.num_entries + len(self.shape.outer_sites)
+            num_entries = num_table_entries(self.shape, num_layers, True)
             self.slots = SlotTable(config.max_loras, num_layers, num_entries, self.device)
         except (RuntimeError, MemoryError, OverflowError) as error:
             sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}

@@ -66,6 +66,7 @@ def make_runner(
 
         backend = PacedBackend(backend, rank.shape, profile, remote=rank.lora_server is not None)
     of_step, context = _step_parts(rank, backend, exchanges)
+    context.with_columns = cache(partial(_with_columns, rank, backend))
     sources = [Source.LOCAL if s.name in rank.local_sites else Source.LEASED for s in rank.shape.sites]
     return of_step(
         rank.model,
@@ -97,6 +98,12 @@ def _step_parts(
     from moe_lora.engine.step.recurrent import RecurrentContext, RecurrentRunner
 
     return RecurrentRunner, RecurrentContext(rank.arena, rank.layout, backend, rank.shape, exchanges)
+
+
+def _with_columns(rank: Rank, backend: LoraBackend) -> LoraBackend:
+    from moe_lora.lora.columns import ColumnBackend
+
+    return ColumnBackend(backend, rank.shard, rank.arena, rank.slots)
 
 
 def _outer_deltas(rank: Rank) -> OuterDeltas:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,9 @@ class ExecutionContext:
     ) -> None:
         self._arena = arena
         self._layout = layout
-        self.backend = backend
+        self.backend = self._backend = backend
+        self.with_columns: Callable[[], LoraBackend] | None = None
+        """The backend of steps with scaled or shifted columns; called from the first such step on."""
         self.exchanges = exchanges
         self._step: StepTables | None = None
         self.zeros = Zeros()
@@ -57,6 +60,10 @@ class ExecutionContext:
             self._attention = cpu.StepAttention(step, self._layout, self._arena)
         else:
             self.zeros = Zeros()
+        self.backend = self._backend
+        if routing.columns is not None:
+            assert self.with_columns is not None
+            self.backend = self.with_columns()
         self.backend.begin_step(step, routing)
         if self._calls is not None and self._attention is not None:
             first, same = routing.groups[0], routing.groups.count(routing.groups[0]) == len(routing.groups)

@@ -323,13 +323,11 @@ class ModelRunner:
         beside_weights = row_route >= 0
         if self.merged is not None and self.merged.is_whole:
             beside_weights &= row_route != merged
-        has_outer = [len(adapter.packed.layers) > len(self._groups) for adapter in routes]
-        outer = len(self._sources) if any(has_outer) else None
-        terms = no_terms(len(routes), len(self._sources) + (outer is not None))
-        if outer is not None:
-            term = terms[:-1, outer, 0]
-            term["source"] = np.where(has_outer, Source.LOCAL, 0)
-            term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
+        beside: dict[str, int] = {}
+        terms = no_terms(len(routes), len(self._sources))
+        has_more = [one.packed.has_columns or len(one.packed.layers) > len(self._groups) for one in routes]
+        if any(has_more):
+            beside, terms = self._beside_sites(routes)
         adapters: list[RoutedAdapter] = []
         cold = [n for a, n in routes.items() if a.slot is None and a.loading_slot is not None]
         for group, source in enumerate(self._sources if routes else ()):
@@ -349,7 +347,12 @@ class ModelRunner:
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
         routing = RowRouting(
-            groups=self._groups, row_route=row_route, terms=terms, adapters=adapters, outer=outer
+            groups=self._groups,
+            row_route=row_route,
+            terms=terms,
+            adapters=adapters,
+            outer=beside.get("outer"),
+            columns=beside.get("columns"),
         )
         if cold:
             self._count_cold(row_route, cold)
@@ -360,8 +363,23 @@ class ModelRunner:
                 routing = replace(routing, here=here)
         if self.merged is None or not self.merged.any_merged:
             return routing
-        sources = self._sources if outer is None else [*self._sources, Source.LOCAL]
+        sources = [*self._sources, *[Source.LOCAL] * len(beside)]
         return self.merged.corrected(routing, sources, merged, sum(counts[: len(plan)]))
+
+    def _beside_sites(self, routes: Mapping[AdapterVersion, int]) -> tuple[dict[str, int], np.ndarray]:
+        """Groups after those of the sites, by `RowRouting`'s names, and terms with theirs alone."""
+        routed = {
+            "outer": [len(one.packed.layers) > len(self._groups) for one in routes],
+            "columns": [one.packed.has_columns for one in routes],
+        }
+        found = [name for name, has in routed.items() if any(has)]
+        groups = {name: group for group, name in enumerate(found, len(self._sources))}
+        terms = no_terms(len(routes), len(self._sources) + len(groups))
+        for name, group in groups.items():
+            term = terms[:-1, group, 0]
+            term["source"] = np.where(routed[name], Source.LOCAL, 0)
+            term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
+        return groups, terms
 
     def _merged_route(self, routes: Mapping[AdapterVersion, int]) -> int:
         """Route of the merged adapter; -1 without rows."""

@@ -231,7 +231,10 @@ BAD_TENSORS = {
         _replace(Q_A.replace("lora_A.weight", "lora_magnitude_vector"), torch.zeros(1)),
         ("lora_magnitude_vector", "DoRA"),
     ),
-    "bias tensor": (_replace(Q_B.replace("weight", "bias"), torch.zeros(64)), ("lora_B.bias", "biases")),
+    "bias tensor": (
+        _replace(Q_B.replace("weight", "bias"), torch.zeros(64)),
+        ("lora_B.bias", "lora_bias=true"),
+    ),
     "output head": (
         _replace("base_model.model.lm_head.lora_A.weight", torch.zeros(4, 32)),
         ("lm_head.lora_A.weight", "no target_modules"),

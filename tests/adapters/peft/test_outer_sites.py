@@ -162,7 +162,7 @@ def test_a_pair_that_peft_ties_to_a_head_is_refused(checkpoint, shape_of, tmp_pa
 def test_beside_a_lora_server_the_adapter_is_refused_with_the_way_out(checkpoint, shape_of, tmp_path):
     base, shape = checkpoint("llama"), shape_of("llama")
     adapter = outer_adapter("llama", base, tmp_path / "a", "lm_head")
-    beside = AdapterContents(shape, torch.float32, base_dir=base, beside_lora_server=True)
+    beside = AdapterContents(shape, torch.float32, base_dir=base, computed_by="lora_server")
     with pytest.raises(AdapterError, match=r"adapter 'a'.*without a LoRA Server"):
         beside.read("a", str(adapter))
     plain = make_adapter("llama", base, tmp_path / "plain")

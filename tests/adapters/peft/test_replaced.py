@@ -285,7 +285,7 @@ def test_rows_count_towards_the_rank_limit(bases, tmp_path):
 
 def test_beside_a_lora_server_the_refusal_names_the_rows(bases, tmp_path):
     adapter = outer_adapter("llama", bases[False], tmp_path / "a", **FORMS["tokens"])
-    where = {"base_dir": bases[False], "beside_lora_server": True}
+    where = {"base_dir": bases[False], "computed_by": "lora_server"}
     contents = AdapterContents(shape_at(bases[False]), torch.float32, **where)
     with pytest.raises(AdapterError, match="a change of lm_head or embed_tokens"):
         contents.read("a", str(adapter))
