@@ -140,6 +140,7 @@ def test_texts_in_tags_are_as_they_are_and_end_once(name):
         ({"properties": {"a": {"type": "strang"}}}, "strang"),
         ({"properties": {"a": 5}}, "the schema of 'a'"),
         ({"properties": [1]}, "properties"),
+        ({"required": [["a"]]}, "required"),
         ({"minProperties": 1}, "minProperties"),
     ],
 )

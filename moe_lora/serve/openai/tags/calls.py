@@ -91,8 +91,10 @@ def _tagged_arguments(kind: Any, function: Mapping[str, Any], rules: TagRules) -
         raise ValueError(f"function {function['name']!r}: {what}")
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        raise ValueError(f"function {function['name']!r}: properties must be an object, required a list")
+    are_texts = isinstance(required, list) and all(isinstance(one, str) for one in required)
+    if not isinstance(properties, dict) or not are_texts:
+        what = "properties must be an object, and required a list of texts"
+        raise ValueError(f"function {function['name']!r}: {what}")
     names = [*properties, *(name for name in required if name not in properties)]
     parts = []
     for name in names:
