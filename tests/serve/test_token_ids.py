@@ -33,9 +33,8 @@ def test_token_ids_are_those_of_a_completion(demo, model):  # noqa: F811
     plain = ask(demo, "/v1/completions", model=model, prompt=IDS, return_token_ids=True, **common)
     found = ask(demo, GENERATE, model=model, token_ids=IDS, sampling_params=common)
     expected = plain["choices"][0]
-    assert found["choices"] == [
-        {"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": expected["token_ids"]}
-    ]
+    ended = {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
+    assert found["choices"] == [{"index": 0, "logprobs": None, **ended, "token_ids": expected["token_ids"]}]
     assert found["usage"]["completion_tokens"] == 8
     assert found["request_id"].startswith("generate-tokens-")
     text = ask(demo, GENERATE, model=model, token_ids=IDS, sampling_params=common, output_mode="text")
