@@ -284,6 +284,7 @@ def test_the_client_parses_a_schema():
         ({"max_tokens": 5}, "max_tokens", "send max_output_tokens"),
         ({"messages": [{}]}, "messages", "send input"),
         ({"n": 2}, "n", "leave it out"),
+        ({"previous_response_id": "bad"}, "previous_response_id", "must begin with resp_"),
         ({"max_output_token": 5}, "max_output_token", "did you mean"),
         ({"reasoning": {"Effort": "low"}}, "Effort", "did you mean effort"),
         ({"lora_name": "shout"}, "lora_name", "name the adapter in model"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat
 
-from .request import ENCRYPTED, ResponsesChat, encrypted, messages_of
+from .request import ENCRYPTED, ID_PREFIX, ResponsesChat, encrypted, messages_of
 from .store import STORE_HEADERS, Stored
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
 class ResponseFormat(BlockFormat):
     """One response.  store: gets the response of `owner` at its end; None: nothing is stored."""
 
-    id_prefix = "resp_"
+    id_prefix = ID_PREFIX
 
     def __init__(self, tokenizer: Tokenizer, prepared: Prepared, store: ResponseStore, owner: str) -> None:
         super().__init__(tokenizer, prepared)

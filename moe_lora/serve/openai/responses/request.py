@@ -41,7 +41,7 @@ SHOWN = (
     *("previous_response_id", "reasoning", "store", "text", "tool_choice", "tools", "top_logprobs"),
 )
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
-MAX_ID_CHARS = 128
+MAX_ID_CHARS, ID_PREFIX = 128, "resp_"
 
 
 class ResponsesBody(ConvertedBody):
@@ -94,6 +94,8 @@ class ResponsesChat(ConvertedChat):
         if body.previous_response_id is not None and previous is None:
             if len(body.previous_response_id) > MAX_ID_CHARS:
                 raise wrong("previous_response_id", f"must have at most {MAX_ID_CHARS} characters")
+            if not body.previous_response_id.startswith(ID_PREFIX):
+                raise wrong("previous_response_id", f"must begin with {ID_PREFIX}; send a response's id")
             raise PreviousNeeded(404, body.previous_response_id, "previous_response_id")
         unknown: dict[str, None] = {}
         if body.input is None:
