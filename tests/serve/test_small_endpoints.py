@@ -17,7 +17,7 @@ import torch
 from moe_lora.config import EngineConfig
 from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.openai import LATER
-from moe_lora.serve.openai.embedding_bytes import as_bytes
+from moe_lora.serve.openai.embedding import as_bytes
 from moe_lora.serve.server import create_app
 from tests.oracle import reference_hidden
 
