@@ -350,6 +350,10 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     several times."""
     docs_page: bool = setting(True)
     """Serve the pages / and /docs, and /openapi.json."""
+    force_include_usage: bool = setting(False)
+    """End every stream with its usage, as for stream_options.include_usage=true."""
+    return_tokens_as_token_ids: bool = setting(False)
+    """Name tokens of log probabilities by id, as in "token_id:7", unless a request says otherwise."""
     metrics_by_name: int = setting(64, least=0)
     """Number of adapters, and of tenants, with counts by name in /metrics.  Further names count as "other"; 0
     turns the counts off."""

@@ -8,6 +8,7 @@ from .vllm_option import ANY, MODEL, VllmOption, alias, flag, off, only, refused
 _TENSORS = "save the model as safetensors files and give their folder"
 _CONFIG = "config.json of MODEL_DIR decides; change the file there"
 _ONE_HOST = "instances of several hosts join through a file, see docs/guides/cluster.md"
+_TASKS = "the server generates text and embeds; omit the option"
 _TEXT_ONLY = "models here take text alone"
 _NO_DRAFT = "no draft model runs here; answers are the same"
 _SCHEDULE = "the scheduler here has no such choice; --max-num-batched-tokens bounds a step"
@@ -79,9 +80,9 @@ MODELS = (
     ),
     only("--config-format", ("auto", "hf"), _CONFIG),
     only("--model-impl", ("auto", "vllm"), "models run on the layers of this package; choose auto"),
-    only("--task", ("auto", "generate"), "this server generates text; choose generate"),
-    only("--runner", ("auto", "generate"), "this server generates text; choose generate"),
-    only("--convert", ("auto", "none"), "this server generates text; choose none"),
+    only("--task", ("auto", "generate", "embed", "embedding"), _TASKS),
+    only("--runner", ("auto", "generate", "pooling"), _TASKS),
+    only("--convert", ("auto", "none", "embed"), _TASKS),
     only(
         "--quantization -q",
         ("None", "none", "mxfp4", "compressed-tensors"),
@@ -337,9 +338,9 @@ HTTP = (
     unused("--h11-max-header-count", "a request may have 128 headers"),
     unused("--enable-request-id-headers", "every answer has X-Request-Id", "flag"),
     unused("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", "flag"),
-    off("--enable-force-include-usage", "send stream_options.include_usage with each request"),
+    flag("--enable-force-include-usage", "--set front_end.force_include_usage=true", ""),
     off("--enable-per-request-metrics", "usage.timing has the times of a request"),
-    off("--return-tokens-as-token-ids", "send return_tokens_as_token_ids with each request"),
+    flag("--return-tokens-as-token-ids", "--set front_end.return_tokens_as_token_ids=true", ""),
     off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
     off("--grpc", "omit the option; the server speaks HTTP"),
     flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none"),

@@ -154,10 +154,12 @@ def test_edits_of_logits_reach_the_engine(server, engine, tokenizer):
 def test_logprobs_name_tokens_by_their_ids(server, tokenizer):
     [h] = tokenizer.encode("h", add_special_tokens=False)
     body = {"logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 1}
-    assert choice(server, **body)["logprobs"]["tokens"] == [f"token_id:{h}"]
-    chat = {"messages": [{"role": "user", "content": "hello"}], **body, "logprobs": True}
-    [entry] = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
-    assert entry["token"] == f"token_id:{h}"
+    found = choice(server, **body)
+    assert (found["text"], found["logprobs"]["tokens"]) == ("h", [f"token_id:{h}"])
+    chat = {"messages": CHAT, **body, "logprobs": True}
+    found = server.post("/v1/chat/completions", chat).json()["choices"][0]
+    [entry] = found["logprobs"]["content"]
+    assert (found["message"]["content"], entry["token"]) == ("h", f"token_id:{h}")
 
 
 def test_completion_logprobs(server):

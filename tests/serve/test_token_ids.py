@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import threading
 
+import httpx
 import pytest
 
 from moe_lora.engine.text.text import load_tokenizer
 
 from .test_prompt_side import MODEL, NAMES, ask, demo, refused  # noqa: F401  (the fixture)
+from .test_tools import saying
 
 TOKENIZER = load_tokenizer(MODEL)
 GENERATE = "/inference/v1/generate"
@@ -109,6 +111,12 @@ def test_all_sampling_parameters_of_vllm_s_clients_are_taken(demo):  # noqa: F81
         ({"token_ids": IDS, "parse_context": {"messages": CHAT}}, "parse_context"),
         ({"token_ids": IDS, "parse_context": {"tools": [TOOL], "tool_choice": {"type": "x"}}}, "tool_choice"),
         ({"token_ids": IDS, "parse_context": []}, "parse_context"),
+        ({"token_ids": IDS, "reasoning_ended": False}, "reasoning_ended"),
+        ({"token_ids": IDS, "reasoning_ended": 1}, "reasoning_ended"),
+        ({"token_ids": IDS, "stream": True, "sampling_params": {"output_kind": 0}}, "output_kind"),
+        ({"token_ids": IDS, "stream": True, "sampling_params": {"output_kind": 2}}, "output_kind"),
+        ({"token_ids": IDS, "sampling_params": {"output_kind": 3}}, "output_kind"),
+        ({"token_ids": IDS, "return_token_offsets": True}, "return_token_offsets"),
     ],
 )
 def test_wrong_bodies_are_refused(demo, body, param):  # noqa: F811
@@ -134,6 +142,24 @@ def test_rendered_bodies_have_the_answers_of_their_originals(demo):  # noqa: F81
     assert [ask(demo, GENERATE, **one)["choices"][0]["token_ids"] for one in prompts] == [
         one["token_ids"] for one in whole
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["naïve café = 日本", "hello 日本 " * 2000]
+)  # the second in the other process
+def test_rendered_prompts_have_the_places_of_their_tokens(demo, text):  # noqa: F811
+    wanted = {"max_tokens": 1, "truncate_prompt_tokens": 200, "return_token_offsets": True}
+    for side in ("left", "right"):
+        rows = ask(demo, "/v1/completions/render", prompt=[text, "a"], truncation_side=side, **wanted)
+        for row, source in zip(rows, (text, "a"), strict=True):
+            whole = TOKENIZER.backend.encode(source)
+            kept = slice(200) if side == "right" else slice(-200, None)
+            assert row["token_ids"] == whole.ids[kept]
+            assert list(map(tuple, row["token_offsets"])) == whole.offsets[kept]
+    chat = ask(demo, "/v1/chat/completions/render", messages=CHAT, **wanted)
+    assert len(chat["token_offsets"]) == len(chat["token_ids"])
+    assert ask(demo, "/v1/completions/render", prompt="a")[0]["token_offsets"] is None
+    assert ask(demo, "/v1/completions/render", prompt=IDS, **wanted)[0]["token_offsets"] is None
 
 
 def test_a_rendered_grammar_and_a_rendered_call_bind_the_answer(demo):  # noqa: F811
@@ -162,6 +188,20 @@ def test_messages_and_responses_are_rendered_as_chats(demo):  # noqa: F811
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": CHAT})):
         assert demo.post(f"/v1/{path}/render", {**body, "model": "none"}).status_code == 404
         assert demo.post(f"/v1/{path}/render", {**body, "echo": True}).status_code == 400
+
+
+def test_a_body_states_where_its_reasoning_ends():
+    special = ("<think>", "</think>")
+    with saying("<think>because</think>so", special=special, reasoning_parser="qwen3") as (client, engine):
+        found = {}
+        for ended in (True, False, None):
+            body = {"token_ids": [5], "reasoning_ended": ended, "parse_context": {}}
+            body["structured_outputs"] = {"choice": ["so"]}
+            root = str(client.base_url).removesuffix("/v1/")
+            httpx.post(f"{root}{GENERATE}", json=body).raise_for_status()
+            found[ended] = engine.requests[-1].sampling.grammar
+        assert "thought" in found[False] == found[None]
+        assert "thought" not in found[True]
 
 
 def test_an_abort_ends_a_stream_with_its_reason(demo):  # noqa: F811

@@ -77,7 +77,7 @@ class Endpoints:
 
     async def _answer(self, body: BatchChat, request: Request) -> Response:
         prepared: Prepared = request.state.prepared
-        forms = [chat_format(body, self._frontend.tokenizer, one) for one in self._parsers(body, prepared)]
+        forms = [chat_format(body, self._frontend, one) for one in self._parsers(body, prepared)]
         if body.echo:
             forms = [PromptChat(form, prepared) for form in forms]
         return await answer(self._frontend, request, BatchFormat(forms))

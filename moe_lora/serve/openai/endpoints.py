@@ -65,6 +65,8 @@ class ChoiceFormat:
     chunk_object_name: str
     id_prefix: str
     continues_prompt = False
+    shows_ids = False
+    """True: log probabilities have tokens as "token_id:7"."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
         self.text: Any = tokenizer
@@ -114,7 +116,7 @@ class ChoiceFormat:
 
     def token_text(self, token_id: int) -> str:
         """The token alone as text; "token_id:7" without a tokenizer."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or self.shows_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
@@ -125,7 +127,7 @@ class CompletionFormat(ChoiceFormat):
     object_name = chunk_object_name = "text_completion"
     id_prefix = "cmpl-"
     continues_prompt = True
-    in_choice = {"prompt_logprobs": None}  # noqa: RUF012
+    in_choice = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}  # noqa: RUF012
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return self.whole(delta)
@@ -165,7 +167,8 @@ class ChatFormat(ChoiceFormat):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
-    beside_choices = {"prompt_logprobs": None}  # noqa: RUF012
+    in_choice = {"token_ids": None}  # noqa: RUF012
+    beside_choices = {"prompt_logprobs": None, "prompt_token_ids": None}  # noqa: RUF012
 
     def opening(self, index: int) -> dict[str, Any] | None:
         if index in self._shown:
@@ -365,17 +368,24 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     if form.respond is not None:
         return await form.respond(request, generation, head, headers)
     if body.stream:
-        return EventStream(generation, form, head, body.stream_options or StreamOptions(), headers)
+        options = body.stream_options or StreamOptions()
+        if frontend.config.force_include_usage:
+            options = with_usage(options)
+        return EventStream(generation, form, head, options, headers)
     work = generation.whole() if form.collect is None else form.collect(generation)
     whole = await unless_disconnected(request.receive, work)
     if whole is None:
         return Response(status_code=CLIENT_GONE)
-    choices = [{**form.whole(delta), **form.in_choice} for delta in whole]
+    choices = [{**form.in_choice, **form.whole(delta)} for delta in whole]
     answered = {**head, "object": form.object_name, "choices": choices, "usage": generation.usage()}
     answered.update(form.beside_choices)
     if body.return_token_ids:
         answered.update(form.beside(0))
     return JsonResponse(answered, headers=headers)
+
+
+def with_usage(options: StreamOptions) -> StreamOptions:
+    return options.model_copy(update={"include_usage": True})
 
 
 def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
@@ -386,20 +396,21 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
         """Continue each prompt."""
         # Without a tokenizer the answer consists of ids only.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
-        tokenizer = None if body.return_tokens_as_token_ids else frontend.tokenizer
+        form = CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids)
         if body.echo or body.prompt_logprobs is not None:
             from .prompt_side import PromptCompletion
 
             prepared: Prepared = request.state.prepared
-            form = PromptCompletion(tokenizer, prepared, with_token_ids=with_token_ids)
-            return await answer(frontend, request, form)
-        return await answer(frontend, request, CompletionFormat(tokenizer, with_token_ids=with_token_ids))
+            form = PromptCompletion(frontend.tokenizer, prepared, with_token_ids=with_token_ids)
+        if body.logprobs is not None or body.prompt_logprobs is not None:
+            form.shows_ids = shows_ids(body, frontend)
+        return await answer(frontend, request, form)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         prepared: Prepared = request.state.prepared
-        form = chat_format(body, frontend.tokenizer, prepared.parsers)
+        form = chat_format(body, frontend, prepared.parsers)
         if body.echo or body.prompt_logprobs is not None:
             from .prompt_side import PromptChat
 
@@ -415,14 +426,22 @@ def _prompt_only() -> type[Generation]:
     return PromptOnly
 
 
-def chat_format(body: ChatRequest, tokenizer: Tokenizer | None, parsers: AnswerParsers | None) -> ChatFormat:
-    shown = None if body.return_tokens_as_token_ids else tokenizer
-    with_token_ids = bool(body.return_token_ids)
+def chat_format(body: ChatRequest, frontend: Frontend, parsers: AnswerParsers | None) -> ChatFormat:
+    with_token_ids, tokenizer = bool(body.return_token_ids), frontend.tokenizer
     if parsers is None or tokenizer is None:
-        return ChatFormat(shown, with_token_ids=with_token_ids)
-    from .parsers.answers import ParsedChat
+        form = ChatFormat(tokenizer, with_token_ids=with_token_ids)
+    else:
+        from .parsers.answers import ParsedChat
 
-    return ParsedChat(shown, tokenizer, parsers, with_token_ids=with_token_ids)
+        form = ParsedChat(tokenizer, parsers, with_token_ids=with_token_ids)
+    if body.logprobs or body.prompt_logprobs is not None:
+        form.shows_ids = shows_ids(body, frontend)
+    return form
+
+
+def shows_ids(body: SamplingFields, frontend: Frontend) -> bool:
+    given = body.return_tokens_as_token_ids
+    return frontend.config.return_tokens_as_token_ids if given is None else given
 
 
 TIMEOUT = "X-Request-Timeout"

@@ -73,7 +73,8 @@ class Prepared:
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
-    asked: a grammar to check.  echo: text before each prompt's answer.
+    asked: a grammar to check.  echo: text before each prompt's answer.  offsets: first and last character of
+    each token, by prompt; None for token ids.
     """
 
     body: SamplingFields
@@ -84,6 +85,7 @@ class Prepared:
     parsers: AnswerParsers | None = None
     asked: BodyGrammar | None = None
     echo: tuple[str, ...] | None = None
+    offsets: tuple[Sequence[tuple[int, int]] | None, ...] | None = None
 
     def within(self, grammar: str) -> Prepared:
         """The request with a checked grammar."""
@@ -133,6 +135,8 @@ class Preparer:
                 for prompt in prompts
             ]
             request = prepared(body, sampling, token_ids, tokenizer, bounds)
+            if body.renders:
+                request = await asyncio.to_thread(_with_offsets, request, prompts, tokenizer, add_special)
             return await self._within_grammar(request, client) if request.asked else request
         except ApiError as error:
             if error.limit is not None:
@@ -183,9 +187,12 @@ def prepare_now(
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         sampling, prompts = asked_of(body, tokenizer, bounds)
-        token_ids = encoded(prompts, tokenizer, add_special=cast("Any", body).add_special_tokens)
-        del prompts
+        add_special = cast("Any", body).add_special_tokens
+        token_ids = encoded(prompts, tokenizer, add_special=add_special)
         request = prepared(body, sampling, token_ids, tokenizer, bounds)
+        if body.renders:
+            request = _with_offsets(request, prompts, tokenizer, add_special)
+        del prompts
         if request.asked is None:
             return request
         from .structured import checked_grammar
@@ -362,6 +369,8 @@ def prepared(
         body.drop_unknown()
     chat = body.as_chat
     parsers = None if chat is None else _parsers(chat, prompts, tokenizer, bounds)
+    if body.adapts_parsers:
+        parsers = cast("Any", body).adapted(parsers)
     if chat is not None and chat.thinking_token_budget is not None:
         sampling = _limited(sampling, chat.thinking_token_budget, parsers, tokenizer)
     asked = None
@@ -380,6 +389,14 @@ def prepared(
         asked=asked,
         echo=echo,
     )
+
+
+def _with_offsets(
+    request: Prepared, prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, add_special: bool
+) -> Prepared:
+    from .prompt_side import with_offsets
+
+    return with_offsets(request, prompts, tokenizer, add_special=add_special)
 
 
 def _parsers(

@@ -85,6 +85,23 @@ def shortened(token_ids: Sequence[int], body: Any, info: ModelInfo, answer_token
     return token_ids[:limit] if body.truncation_side == "right" else token_ids[-limit:]
 
 
+def with_offsets(
+    request: Prepared, prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, *, add_special: bool
+) -> Prepared:
+    """The request with the places of its tokens in the texts, if the body asks for these."""
+    if not cast("Any", request.body).return_token_offsets:
+        return request
+    found: list[Sequence[tuple[int, int]] | None] = []
+    for text, kept in zip(prompts, request.prompts, strict=True):
+        if tokenizer is None or not isinstance(text, str):
+            found.append(None)
+            continue
+        [encoding] = tokenizer.backend.encode_batch([text], add_special_tokens=add_special)
+        is_start = request.body.truncation_side == "right"
+        found.append(encoding.offsets[: len(kept)] if is_start else encoding.offsets[-len(kept) :])
+    return replace(request, offsets=tuple(found))
+
+
 def _last_message(body: ChatRequest) -> str:
     """The text of an assistant's last message, continued by the answer."""
     last = body.messages[-1]
@@ -110,7 +127,7 @@ class PromptOnly(Generation):
 class PromptCompletion(CompletionFormat):
     """Completions with an echo, or with log probabilities of prompt tokens."""
 
-    in_choice: dict[str, Any] = {}  # noqa: RUF012
+    in_choice = {"prompt_token_ids": None, "token_ids": None}  # noqa: RUF012
 
     def __init__(self, tokenizer: Tokenizer | None, prepared: Prepared, *, with_token_ids: bool) -> None:
         super().__init__(tokenizer, with_token_ids=with_token_ids)

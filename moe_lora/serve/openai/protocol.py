@@ -153,6 +153,10 @@ class SamplingFields(StructuredFields):
 
     default_max_tokens: ClassVar[int | None] = None
     """For absent max_tokens, within the context; None: the rest of the context."""
+    adapts_parsers: ClassVar[bool] = False
+    """True if the body states where the reasoning is: `adapted`."""
+    renders: ClassVar[bool] = False
+    """True if the body may ask for the places of tokens: `return_token_offsets`."""
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None

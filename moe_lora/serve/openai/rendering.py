@@ -17,7 +17,7 @@ from moe_lora.serve.http_errors import JsonResponse, bad_request
 from .converted import renaming
 from .endpoints import name_request, prepared_answer
 from .prompt_bodies import check_model
-from .protocol import ChatRequest, CompletionRequest
+from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .responses.request import CHAT_NAMES, PreviousNeeded, ResponsesChat
 from .structured import outputs_of
 from .token_ids import CONTEXT
@@ -33,13 +33,19 @@ _INTERNAL = ("bad_word_ids", "grammar", "hidden_state", "thinking")
 _ECHOED = "echo is not supported for a rendered prompt; leave echo out"
 
 
-class RenderedCompletion(CompletionRequest):
+class _Rendered(SamplingFields):
+    renders = True
+
+    return_token_offsets: bool | None = None
+
+
+class RenderedCompletion(_Rendered, CompletionRequest):
     """Each prompt becomes a body."""
 
     id_prefix: ClassVar[str] = "cmpl-"
 
 
-class RenderedChat(ChatRequest):
+class RenderedChat(_Rendered, ChatRequest):
     """A chat with its tools."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
@@ -99,6 +105,7 @@ class Endpoints:
             {
                 "request_id": f"{body.id_prefix}{name}" + (f"-{number}" if num_prompts > 1 else ""),
                 "token_ids": prompt,
+                "token_offsets": None if prepared.offsets is None else prepared.offsets[number],
                 **common,
             }
             for number, prompt in enumerate(prepared.prompts)
@@ -124,7 +131,6 @@ def _common(body: Rendered, prepared: Prepared) -> dict[str, Any]:
     parsers = prepared.parsers
     return {
         "reasoning_ended": None if parsers is None or not parsers.reasoning else parsers.is_closed,
-        "token_offsets": None,
         "features": None,
         "sampling_params": {**sampling, "n": body.num_choices},
         "stream": bool(body.stream),

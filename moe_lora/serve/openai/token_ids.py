@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -26,6 +27,7 @@ from .endpoints import (
     chat_format,
     prepared_answer,
     unless_disconnected,
+    with_usage,
 )
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
@@ -36,9 +38,9 @@ from .protocol import ApiRequest, ChatRequest, CompletionRequest, Listed, Stream
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from moe_lora.engine.text.text import Tokenizer
     from moe_lora.serve.frontend import Frontend
 
+    from .parsers.choice import AnswerParsers
     from .preparing import Prepared, Preparer
 
 CONTEXT = (
@@ -46,8 +48,8 @@ CONTEXT = (
     "thinking_token_budget",
 )
 """Fields of a chat that decide how its answer is parsed."""
-_UNUSED = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "skip_clone")
-"""Fields of vLLM without an effect: the prompt shows the state of the reasoning."""
+_UNUSED = ("token_offsets", "reasoning_parser_kwargs", "skip_clone")
+"""Fields of vLLM without an effect: a prompt has no texts, and shows how its template opens the reasoning."""
 _FOREIGN = ("prompt", "echo", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "best_of")
 """Fields of completions with a text."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -60,6 +62,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields without an effect on token ids, and their values: vLLM's clients send all of its sampling_params."""
 _OF_TEXT = dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True))
+_DELTA = 1
+"""vLLM's output_kind of streams; without a stream all kinds are the whole answer."""
 MAX_ABORTED = 1024
 
 
@@ -67,14 +71,17 @@ class TokensRequest(CompletionRequest):
     """A body of /inference/v1/generate: the fields of sampling_params beside the others.
 
     detokenize: False: no stop strings, and no text.  parse_context: of a rendered chat.
+    reasoning_ended: True if the prompt ends after the reasoning; None: as the prompt's end shows.
     """
 
     default_max_tokens = None
+    adapts_parsers = True
 
     prompt: Annotated[Listed[TokenId], Field(min_length=1)]
     output_mode: Literal["tokens", "text", "derender"] = "tokens"
     detokenize: bool | None = None
     parse_context: dict[str, Any] | None = None
+    reasoning_ended: bool | None = None
     _chat: ChatRequest | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
@@ -83,6 +90,11 @@ class TokensRequest(CompletionRequest):
         if isinstance(data, dict):
             data = _flattened(data)
             has_text = data.get("output_mode") not in (None, "tokens")
+            if data.get("stream") and data.get("output_kind") not in (None, _DELTA):
+                what = (
+                    f"output_kind={data['output_kind']!r:.40} is not supported in a stream, which has deltas"
+                )
+                raise FieldError("output_kind", f"{what}; send {_DELTA}, or leave it out")
             data = drop_neutral(data, cls.model_fields, {**_NEUTRAL, **_OF_TEXT} if has_text else _NEUTRAL)
             check_unknown(data, cls.model_fields)
         return data
@@ -99,6 +111,16 @@ class TokensRequest(CompletionRequest):
         if self.parse_context is not None:
             self._chat = _chat_of(self.parse_context)
         return self
+
+    def adapted(self, parsers: AnswerParsers | None) -> AnswerParsers | None:
+        """The parsers for the stated state of the reasoning.  Raises ApiError."""
+        has_ended = self.reasoning_ended
+        if parsers is not None and parsers.reasoning and has_ended is not None:
+            return replace(parsers, is_closed=has_ended, is_open=parsers.is_open and not has_ended)
+        if has_ended is False:
+            what = "reasoning_ended=false needs parse_context, and a server with a reasoning parser"
+            raise bad_request(f"{what}; leave it out, or send true or null", "reasoning_ended")
+        return parsers
 
     @property
     def as_chat(self) -> ChatRequest | None:
@@ -167,16 +189,16 @@ class TokensFormat(ChatFormat):
         self,
         body: TokensRequest,
         prepared: Prepared,
-        tokenizer: Tokenizer | None,
+        frontend: Frontend,
         running: WeakValueDictionary[RunningId, Generation],
     ) -> None:
         self._mode, self._body, self._running = body.output_mode, body, running
-        super().__init__(tokenizer, with_token_ids=True)
+        super().__init__(frontend.tokenizer, with_token_ids=True)
         self._message: ChatFormat | None = None
         if self._mode == "derender":
-            plain = ChatFormat(tokenizer, with_token_ids=True)
+            plain = ChatFormat(frontend.tokenizer, with_token_ids=True)
             chat = body.as_chat
-            self._message = plain if chat is None else chat_format(chat, tokenizer, prepared.parsers)
+            self._message = plain if chat is None else chat_format(chat, frontend, prepared.parsers)
             self.text = self._message.text
         elif self._mode == "tokens" and not prepared.sampling.stop:
             self.text = None
@@ -220,6 +242,8 @@ class TokensFormat(ChatFormat):
         self._running[_running_id(generation.caller, head["request_id"])] = generation
         if self._body.stream:
             options = self._body.stream_options or StreamOptions()
+            if generation.frontend.config.force_include_usage:
+                options = with_usage(options)
             return EventStream(generation, self, head, options, headers)
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
@@ -256,7 +280,7 @@ class Endpoints:
         if mode == "derender" and body.as_chat is None and has_parser:
             what = 'output_mode="derender" needs parse_context on a server with parsers'
             raise bad_request(f"{what}; send the parse_context of the rendered chat", "parse_context")
-        form = TokensFormat(body, prepared, self._frontend.tokenizer, self._running)
+        form = TokensFormat(body, prepared, self._frontend, self._running)
         return await answer(self._frontend, request, form)
 
     async def abort(self, request: Request) -> Response:

@@ -142,15 +142,10 @@ class ParsedChoice:
 
 
 class ParsedChat(ChatFormat):
-    """Choices of /v1/chat/completions through parsers.
+    """Choices of /v1/chat/completions through parsers."""
 
-    shown: writes log-probabilities' tokens, None = as ids.
-    """
-
-    def __init__(
-        self, shown: Tokenizer | None, tokenizer: Tokenizer, parsers: AnswerParsers, *, with_token_ids: bool
-    ) -> None:
-        super().__init__(shown, with_token_ids=with_token_ids)
+    def __init__(self, tokenizer: Tokenizer, parsers: AnswerParsers, *, with_token_ids: bool) -> None:
+        super().__init__(tokenizer, with_token_ids=with_token_ids)
         self.text = MarkedText(tokenizer, parsers.marks())
         self._parsers = parsers
         self._choices: dict[int, ParsedChoice] = {}

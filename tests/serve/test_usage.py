@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Usage of reasoning, usage in every stream, and the null keys of whole answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.small_tokenizers import byte_level
+
+from .conftest import app_of, as_served, scripted
+from .live_server import ServerThread
+from .test_completions import CHAT, events
+from .test_tools import CALL, TOOL, saying
+
+BEFORE, AFTER = "<think>because</think>", "forty two"
+PARSER = {"reasoning_parser": "qwen3"}
+
+
+def usages(client, **body):
+    """Usage of a whole answer and of a stream."""
+    common = {"model": "base", "messages": CHAT, **body}
+    whole = client.chat.completions.create(**common).usage
+    *_, last = client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens == whole.completion_tokens
+    return whole, last.usage
+
+
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("num", [1, 2])
+def test_usage_counts_tokens_of_reasoning(shown, num):
+    num_before = len(byte_level().encode(BEFORE).ids)
+    with saying(BEFORE + AFTER, **PARSER) as (client, _):
+        for usage in usages(client, n=num, extra_body={"include_reasoning": shown}):
+            assert usage.completion_tokens_details.reasoning_tokens == num * num_before
+
+
+def test_usage_of_an_answer_without_reasoning():
+    for text, body in ((AFTER, {}), (CALL, {"tools": [TOOL]})):
+        with saying(text, **PARSER) as (client, _):
+            for usage in usages(client, **body):
+                assert usage.completion_tokens_details.reasoning_tokens == 0
+    with saying(BEFORE + AFTER) as (client, _):
+        assert [usage.completion_tokens_details for usage in usages(client)] == [None, None]
+
+
+COMPLETION = ("/v1/completions", {"prompt": "hello", "max_tokens": 3})
+MESSAGES = ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
+IDS = ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 3}})
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+@pytest.mark.parametrize(("path", "body"), [COMPLETION, MESSAGES, IDS])
+def test_a_server_may_send_usage_in_every_stream(tokenizer, path, body, options):
+    engine = scripted(tokenizer)
+    app = app_of(engine, tokenizer, force_include_usage=True)
+    with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+        *chunks, last = events(served, path, {**body, **options})
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 3
+        assert all(chunk["usage"] is None for chunk in chunks)
+
+
+def test_a_server_may_name_tokens_by_id(tokenizer):
+    engine = scripted(tokenizer)
+    app = app_of(engine, tokenizer, return_tokens_as_token_ids=True)
+    ids = [f"token_id:{one}" for one in engine.answers[None][:3]]
+    with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+        for path, body in (COMPLETION, MESSAGES):
+            wanted = {**body, "logprobs": 0 if path == COMPLETION[0] else True}
+            [choice] = served.post(path, wanted).json()["choices"]
+            assert "he" in str(choice.get("text") or choice["message"]["content"])
+            assert all(one in str(choice["logprobs"]) for one in ids)
+            [choice] = served.post(path, {**wanted, "return_tokens_as_token_ids": False}).json()["choices"]
+            assert "token_id" not in str(choice["logprobs"])
+
+
+def test_whole_answers_have_null_for_token_ids_unless_asked(server):
+    for path, body in (COMPLETION, MESSAGES, (COMPLETION[0], {**COMPLETION[1], "echo": True})):
+        answer = server.post(path, body).json()
+        [choice] = answer["choices"]
+        place = choice if path == COMPLETION[0] else answer
+        assert choice["token_ids"] is place["prompt_token_ids"] is None
+        answer = server.post(path, {**body, "return_token_ids": True}).json()
+        [choice] = answer["choices"]
+        place = choice if path == COMPLETION[0] else answer
+        assert len(choice["token_ids"]) == 3
+        assert place["prompt_token_ids"]
