@@ -351,7 +351,7 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     docs_page: bool = setting(True)
     """Serve the pages / and /docs, and /openapi.json."""
     force_include_usage: bool = setting(False)
-    """End every stream with its usage, as for stream_options.include_usage=true."""
+    """Send the usage in every chunk of every stream, and at its end."""
     return_tokens_as_token_ids: bool = setting(False)
     """Name tokens of log probabilities by id, as in "token_id:7", unless a request says otherwise."""
     metrics_by_name: int = setting(64, least=0)

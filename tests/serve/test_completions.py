@@ -168,6 +168,7 @@ def test_completion_logprobs(server):
     assert logprobs["text_offset"] == [0, 1, 2]
     assert logprobs["token_logprobs"] == [-0.5] * 3
     assert min(logprobs["top_logprobs"][0].values()) == -9999.0
+    assert next(iter(logprobs["top_logprobs"][0])) == "h"  # the chosen token is first
     assert choice(server)["logprobs"] is None
 
 

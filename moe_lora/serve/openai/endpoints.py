@@ -42,6 +42,8 @@ CLIENT_GONE = 499
 """Status without a receiver: proxies log a client's early close by this number."""
 LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks."""
+ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
+"""Options of all streams with force_include_usage, as in vLLM."""
 
 
 class ChoiceFormat:
@@ -368,9 +370,8 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     if form.respond is not None:
         return await form.respond(request, generation, head, headers)
     if body.stream:
-        options = body.stream_options or StreamOptions()
-        if frontend.config.force_include_usage:
-            options = with_usage(options)
+        is_forced = frontend.config.force_include_usage
+        options = ALL_USAGE if is_forced else body.stream_options or StreamOptions()
         return EventStream(generation, form, head, options, headers)
     work = generation.whole() if form.collect is None else form.collect(generation)
     whole = await unless_disconnected(request.receive, work)
@@ -382,10 +383,6 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     if body.return_token_ids:
         answered.update(form.beside(0))
     return JsonResponse(answered, headers=headers)
-
-
-def with_usage(options: StreamOptions) -> StreamOptions:
-    return options.model_copy(update={"include_usage": True})
 
 
 def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:

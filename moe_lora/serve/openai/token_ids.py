@@ -19,6 +19,7 @@ from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_valid
 
 from .converted import renaming
 from .endpoints import (
+    ALL_USAGE,
     CLIENT_GONE,
     LEAST_LOGPROB,
     ChatFormat,
@@ -27,7 +28,6 @@ from .endpoints import (
     chat_format,
     prepared_answer,
     unless_disconnected,
-    with_usage,
 )
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
@@ -241,9 +241,8 @@ class TokensFormat(ChatFormat):
         head = {"request_id": head["id"], "output_mode": self._mode, "model": head["model"]}
         self._running[_running_id(generation.caller, head["request_id"])] = generation
         if self._body.stream:
-            options = self._body.stream_options or StreamOptions()
-            if generation.frontend.config.force_include_usage:
-                options = with_usage(options)
+            is_forced = generation.frontend.config.force_include_usage
+            options = ALL_USAGE if is_forced else self._body.stream_options or StreamOptions()
             return EventStream(generation, self, head, options, headers)
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
