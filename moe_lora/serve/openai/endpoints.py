@@ -58,7 +58,7 @@ class ChoiceFormat:
     respond: Respond | None = None
     collect: Callable[[Generation], Coroutine[Any, Any, list[Delta]]] | None = None
     reasoning_tokens: Counter[int] | None = None
-    watch: Callable[[Delta], None] | None = None
+    watch: Callable[[Delta], object] | None = None
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""

@@ -171,7 +171,7 @@ class Generation:
     from_s: float = field(default_factory=time.monotonic)
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reasoning_tokens: Counter[int] | None = None
-    watch: Callable[[Delta], None] | None = None
+    watch: Callable[[Delta], object] | None = None
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
     _cached_tokens: Counter[int] = field(default_factory=Counter)
