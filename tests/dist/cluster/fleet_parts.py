@@ -17,7 +17,7 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.messages import DrainOrder
+from moe_lora.engine.client.messages import DrainOrder, PauseScope
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import Router
 
@@ -153,6 +153,9 @@ class CountingEngine:
     async def _preload_adapters(self, names: Sequence[str]) -> int:
         self.calls.append(("preload", *names))
         return len(names)
+
+    async def _paused_scopes(self) -> list[PauseScope]:
+        return []
 
     async def list_adapters(self) -> list[AdapterInfo]:
         self.check()

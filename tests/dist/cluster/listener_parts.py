@@ -29,6 +29,7 @@ from moe_lora.engine.client.messages import (
     Inbox,
     InstanceFacts,
     Outputs,
+    PauseScope,
     Pulse,
     Reply,
     Stop,
@@ -118,6 +119,9 @@ class ScriptedLoop(threading.Thread):
 
     def stats(self) -> EngineStats:
         return EngineStats(num_steps=self.num_steps)
+
+    def paused_scopes(self) -> list[PauseScope]:
+        return []
 
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._info(name) for name in self.adapters]
