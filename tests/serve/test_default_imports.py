@@ -31,6 +31,8 @@ OFF = (
     "moe_lora.policies.routing.model_routing",
     "moe_lora.provision",
     "moe_lora.report",
+    "moe_lora.serve.admin.controls",
+    "moe_lora.serve.admin.received",
     "moe_lora.serve.anthropic",
     "moe_lora.serve.api_keys",
     "moe_lora.serve.batches",

@@ -127,10 +127,11 @@ class AdapterLoads:
         self._root = frontend.cluster.engine.adapter_root
         self._loaded: dict[str, tuple[int, _Files]] = {}
 
-    async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> None:
+    async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
         """Serves the body's adapter; in_place: as a new version of a loaded name.  Raises ApiError."""
         folder = await self._checked(body)
-        await self._load(body, _Files(folder, await in_daemon_thread(_stamps, folder)), in_place=in_place)
+        files = _Files(folder, await in_daemon_thread(_stamps, folder))
+        return await self._load(body, files, in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
         """As `load` in place, without a load if the name has the files' content.  Raises ApiError."""
@@ -170,11 +171,13 @@ class AdapterLoads:
             await in_daemon_thread(_compare_layout, *words)
         return folder
 
-    async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> None:
+    async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> AdapterInfo:
         name = body.lora_name
         try:
             replace = in_place or self._frontend.client.is_refused(name)
-            info = await self._frontend.client.call("load_adapter", name, files.folder, replace=replace)
+            info: AdapterInfo = await self._frontend.client.call(
+                "load_adapter", name, files.folder, replace=replace
+            )
         except FileNotFoundError as error:
             what = f"no LoRA adapter found: the files of {name!r} are gone"
             raise ApiError(404, what, "lora_path") from error
@@ -192,6 +195,7 @@ class AdapterLoads:
             self._loaded[name] = info.version, files
         if body.pinned:
             await self._pin(body, unload=not in_place)
+        return info
 
     def _look_again(self, name: str, files: _Files) -> bool:
         """Log text files beside the adapter; True if its files are unchanged since before the load."""
@@ -331,7 +335,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
     @router.get("/v1/adapters", response_model=None)
     async def list_adapters() -> Response:
         """Every adapter: place, size, users."""
-        cards = [_card(info) for info in await frontend.client.list_adapters()]
+        cards = [adapter_card(info) for info in await frontend.client.list_adapters()]
         return JsonResponse({"object": "list", "data": cards})
 
     @router.post("/v1/adapters/{name:path}/pin", response_model=None)
@@ -339,17 +343,17 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         """Load the adapter to the device of every instance and keep it there; 400 if no room would be
         left.
         """
-        return JsonResponse(_card(await frontend.client.call("pin_adapter", name, pinned=True)))
+        return JsonResponse(adapter_card(await frontend.client.call("pin_adapter", name, pinned=True)))
 
     @router.post("/v1/adapters/{name:path}/unpin", response_model=None)
     async def unpin(name: str) -> Response:
         """Let the adapter leave the device again."""
-        return JsonResponse(_card(await frontend.client.call("pin_adapter", name, pinned=False)))
+        return JsonResponse(adapter_card(await frontend.client.call("pin_adapter", name, pinned=False)))
 
     return router
 
 
-def _card(info: AdapterInfo) -> dict[str, Any]:
+def adapter_card(info: AdapterInfo) -> dict[str, Any]:
     return {
         "id": info.name,
         "object": "adapter",

@@ -26,6 +26,7 @@ INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
 RENDERING = "moe_lora.serve.openai.rendering"
 CONTROLS = "moe_lora.serve.admin.controls"
+RECEIVED = "moe_lora.serve.admin.received"
 LATER = (
     ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
@@ -72,6 +73,8 @@ LATER = (
     ("GET /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
     ("POST /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
     ("POST /abort_request", CONTROLS, "abort_request", "End requests (SGLang)."),
+    ("PUT /v1/adapters/{name:path}", RECEIVED, "put", "Serve the tensors of the body."),
+    ("POST /load_lora_adapter_from_tensors", RECEIVED, "refuse", "Refused: PUT /v1/adapters/NAME."),
     ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )
 """Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
@@ -90,18 +93,23 @@ _QUERIES: dict[str, dict[str, Any]] = {
     "/flush_cache": {},
 }
 """Values in the URL, of paths without a body."""
-_NAMED = re.compile(r"{(\w+)}")
+_NAMED = re.compile(r"{(\w+)(?::path)?}")
 
 
 def _form_of(method: str, path: str) -> dict[str, Any]:
     """Parameters and body of an endpoint in the OpenAPI document."""
     if names := _NAMED.findall(path):
-        place = {"in": "path", "required": True, "schema": {"type": "string"}}
-        return {"parameters": [{"name": name, **place} for name in names]}
+        text = {"required": True, "schema": {"type": "string"}}
+        found: dict[str, Any] = {"parameters": [{"name": name, "in": "path", **text} for name in names]}
+        if method == "PUT":
+            content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+            found["requestBody"] = {"content": content, "required": True}
+            found["parameters"].append({"name": "X-Adapter-Config", "in": "header", **text})
+        return found
     if path in _QUERIES:
         place = {"in": "query", "required": False}
-        found = [{"name": name, **place, "schema": form} for name, form in _QUERIES[path].items()]
-        return {"parameters": found} if found else {}
+        values = [{"name": name, **place, "schema": form} for name, form in _QUERIES[path].items()]
+        return {"parameters": values} if values else {}
     if method != "POST":
         return {}
     kind = "multipart/form-data" if path in _FORMS else "application/json"

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in bodies: published by name over real servers, and refused as files are."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from tests.dist.cluster_jobs import until
+
+from .demo_server import DEMO, DemoServer, demo_server
+from .test_controls import SEVERAL, Http
+
+CONFIG = (DEMO / "adapters" / "upper" / "adapter_config.json").read_text()
+HEADERS = {"X-Adapter-Config": json.dumps(json.loads(CONFIG))}
+MOST_MB = 8
+
+
+def tensors(name: str) -> dict[str, torch.Tensor]:
+    return load_file(DEMO / "adapters" / name / "adapter_model.safetensors")
+
+
+def headers(name: str) -> dict[str, str]:
+    text = (DEMO / "adapters" / name / "adapter_config.json").read_text()
+    return {"X-Adapter-Config": json.dumps(json.loads(text))}
+
+
+@pytest.fixture(scope="module", params=[(), SEVERAL], ids=["alone", "several"])
+def served(request, tmp_path_factory) -> Iterator[DemoServer]:
+    folder = tmp_path_factory.mktemp("received")
+    root = shutil.copytree(DEMO / "adapters", folder / "adapters")
+    options = ("--lora-dir", str(root), "--eager", "--dtype", "float32", *request.param)
+    if not request.param:
+        options = (*options, "--adapter-root", str(root))
+    most = ("--set", f"front_end.received_mb={MOST_MB}")
+    with demo_server(folder / "log", *options, *most) as server:
+        if request.param:
+            said = r"instance instance-\d dialled in"
+            until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
+        yield server
+        server.stop()
+        assert not [*root.glob("*received*")]
+
+
+@pytest.fixture
+def http(served) -> Http:
+    return Http(served.url)
+
+
+def test_a_name_is_published_again_and_again_and_each_answer_names_its_version(http):
+    texts = {name: http.complete(name, 8)["text"] for name in ("upper", "reverse")}
+    for version in range(1, 7):
+        name = ("upper", "reverse")[version % 2]
+        card = http.ok("PUT", "/v1/adapters/team/policy", content=save(tensors(name)), headers=headers(name))
+        assert (card["id"], card["version"]) == ("team/policy", version)
+        for _ in range(3):
+            found = http.complete("team/policy", 8)
+            assert (found["adapter_version"], found["text"]) == (version, texts[name])
+    assert http.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": "team/policy"})
+
+
+def test_received_files_of_former_versions_are_removed(http):
+    def folders() -> set[str]:
+        cards = http.ok("GET", "/v1/adapters")["data"]
+        return {card["path"] for card in cards if card["id"] == "kept"}
+
+    paths: set[str] = set()
+    for _ in range(4):
+        http.ok("PUT", "/v1/adapters/kept", content=save(tensors("upper")), headers=headers("upper"))
+        paths |= folders()
+    [last] = folders()
+    assert len(paths) == 4
+    assert Path(last).is_dir()
+    # A front end removes its own former folders at its next publication.
+    assert sum(Path(path).exists() for path in paths) <= 2
+
+
+def changed(**more: torch.Tensor) -> bytes:
+    return save({**tensors("upper"), **more})
+
+
+def hostile() -> dict[str, tuple[bytes, str]]:
+    good = save(tensors("upper"))
+    key = next(iter(tensors("upper")))
+    length = struct.unpack("<Q", good[:8])[0]
+    wrong = torch.zeros(3, 5)
+    return {
+        "header bomb": (struct.pack("<Q", 1 << 62) + good[8:], "header"),
+        "header beyond the file": (struct.pack("<Q", len(good)) + good[8:], "header"),
+        "no header": (good[:8] + b"x" * length + good[8 + length :], "not a readable safetensors file"),
+        "truncated": (good[:-100], ""),
+        "empty": (b"", ""),
+        "NaN": (changed(**{key: torch.full_like(tensors("upper")[key], float("nan"))}), "NaN"),
+        "wrong shape": (changed(**{key: wrong}), key),
+        "stranger": (changed(**{"base_model.model.nothing.lora_A.weight": wrong}), "nothing"),
+        "pickle": (pickle.dumps({"a": 1}), "pickle"),
+        "torch.save": (b"PK\x03\x04" + good, "pickle"),
+        "too large": (b"\0" * ((MOST_MB << 20) + 1), "received_mb"),
+    }
+
+
+@pytest.mark.parametrize("kind", list(hostile()))
+def test_a_hostile_body_is_refused_by_name_and_leaves_the_served_version(http, kind):
+    body, problem = hostile()[kind]
+    http.ok("PUT", "/v1/adapters/guarded", content=save(tensors("upper")), headers=headers("upper"))
+    before = http.complete("guarded")
+    answer = http("PUT", "/v1/adapters/guarded", content=body, headers=HEADERS)
+    assert answer.status_code == (413 if kind == "too large" else 400), answer.text
+    assert problem in answer.json()["error"]["message"]
+    assert http.complete("guarded") == before
+
+
+@pytest.mark.parametrize(
+    ("path", "head", "problem"),
+    [
+        ("/v1/adapters/a", {}, "X-Adapter-Config is missing"),
+        ("/v1/adapters/a", {"X-Adapter-Config": "{"}, "X-Adapter-Config is no JSON object"),
+        ("/v1/adapters/a", {"X-Adapter-Config": "[]"}, "X-Adapter-Config is no JSON object"),
+        ("/v1/adapters/a", {"X-Adapter-Config": "{}"}, "adapter_config.json"),
+        ("/v1/adapters/demo", HEADERS, "the base model's name"),
+        ("/v1/adapters/a,b", HEADERS, "lora_name"),
+    ],
+)
+def test_a_wrong_name_or_config_is_named(http, path, head, problem):
+    answer = http("PUT", path, content=save(tensors("upper")), headers=head)
+    assert answer.status_code == 400, answer.text
+    assert problem in answer.json()["error"]["message"]
+
+
+def test_a_body_of_pickled_tensors_is_refused_by_name(http):
+    body = {"lora_name": "a", "config_dict": {}, "serialized_tensors": "gASVAAAA"}
+    answer = http("POST", "/load_lora_adapter_from_tensors", json=body)
+    assert answer.status_code == 400
+    assert "serialized_tensors is a pickle" in answer.json()["error"]["message"]
+    assert "PUT" in answer.json()["error"]["message"]
