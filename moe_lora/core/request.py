@@ -54,9 +54,10 @@ class SamplingParams:
 
     temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
     likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
-    truncation; -1: of the whole vocabulary.  logprob_token_ids: these tokens in place of the n likeliest.
-    prompt_logprobs n: the same of prompt tokens.  hidden_state: the
-    last prompt token's state after the final norm.  max_tokens None: up to the model's length limit.
+    truncation; -1: of the whole vocabulary.  processed_logprobs: also of the chosen token after edits,
+    temperature and truncation; greedy: after edits.  logprob_token_ids: these tokens in place of the n
+    likeliest.  prompt_logprobs n: the same of prompt tokens.  hidden_state: the last prompt token's state
+    after the final norm.  max_tokens None: up to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
@@ -79,6 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    processed_logprobs: bool = False
     prompt_logprobs: int | None = None
     hidden_state: bool = False
     frequency_penalty: float = 0.0
@@ -110,6 +112,8 @@ class SamplingParams:
         if listed:
             self._check("logprob_token_ids", len(listed) <= MAX_LOGPROB_IDS, f"at most {MAX_LOGPROB_IDS} ids")
             self._check("logprob_token_ids", self.logprobs is not None, "empty without logprobs")
+        has_logprobs = self.logprobs is not None or not self.processed_logprobs
+        self._check("processed_logprobs", has_logprobs, "false without logprobs")
         num = self.prompt_logprobs
         self._check("prompt_logprobs", num is None or -1 <= num <= MAX_LOGPROBS, rule)
         if self.edits_logits:
@@ -196,11 +200,15 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of the chosen token, its position in the ranking (1 = likeliest), and the likeliest."""
+    """Log probability of the chosen token, its position in the ranking (1 = likeliest), and the likeliest.
+
+    processed: see `SamplingParams`.
+    """
 
     logprob: float
     position: int
     top: tuple[tuple[int, float], ...] = ()
+    processed: float | None = None
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,6 +148,33 @@ def test_facts_have_the_types_and_values_that_trainers_compare(http, server):
     assert http.ok("GET", "/get_world_size?include_dp=false") == {"world_size": 1}
     http.ok("GET", "/liveness")
     http.ok("POST", "/abort_requests", json={"request_ids": ["none"]})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_processed_values_come_beside_raw_ones(http, stream):
+    fields = {
+        "model": "upper",
+        "prompt": [1, 40, 41],
+        "max_tokens": 5,
+        "temperature": 2.0,
+        "top_k": 3,
+        "seed": 1,
+    }
+    fields |= {"logprobs": 0, "processed_logprobs": True, "ignore_eos": True, "stream": stream}
+    answer = http("POST", "/v1/completions", json=fields)
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    else:
+        events = [answer.json()]
+    choices = [event["choices"][0] for event in events]
+    raw = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    found = [value for choice in choices for value in choice["processed_logprobs"]]
+    assert len(raw) == len(found) == 5
+    assert all(before != after <= 0 for before, after in zip(raw, found, strict=True))
+    assert choices[-1]["adapter_version"] == 1
+    wrong = http("POST", "/v1/completions", json={**fields, "logprobs": None})
+    assert wrong.status_code == 400
+    assert "processed_logprobs" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ class Drawn:
         self._num_top = num_top
         self._host_tokens = HostCopy(tokens)
         self._report: LogprobReport | None = None
+        self.processed: HostCopy | None = None
+        """[S] log probabilities of the tokens after edits, temperature and truncation."""
         if logprobs_RV is not None:
             rows = [row for row, num in enumerate(num_top) if num is not None]
             chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, sent(rows, tokens))
@@ -61,7 +63,12 @@ class Drawn:
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The tokens and the reports; waits for the device."""
         found = iter([] if self._report is None else self._report.read())
-        return self._host_tokens.tolist(), [None if num is None else next(found) for num in self._num_top]
+        reports = [None if num is None else next(found) for num in self._num_top]
+        if self.processed is not None:
+            from .processed_logprobs import with_processed
+
+            reports = with_processed(reports, self.processed.tolist())
+        return self._host_tokens.tolist(), reports
 
 
 class Sampler:
@@ -132,7 +139,12 @@ def sample(
     if any(sequence.seed is not None for sequence in sequences):
         draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
         tokens = draw(logits_SV, sequences, tokens)
-    return Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences])
+    drawn = Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences])
+    if reported and any(sequences[row].request.sampling.processed_logprobs for row in reported):
+        from .processed_logprobs import processed_logprobs
+
+        drawn.processed = HostCopy(processed_logprobs(logits_SV, sequences, tokens))
+    return drawn
 
 
 def _on_device(logits_SV: torch.Tensor) -> bool:

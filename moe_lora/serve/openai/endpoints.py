@@ -112,6 +112,10 @@ class ChoiceFormat:
             choice["stop_reason"], choice["matched_stop"] = delta.stop_reason, delta.matched_stop
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
+        if logprobs and logprobs[0].processed is not None:
+            choice["processed_logprobs"] = [
+                _finite(one.processed) for one in logprobs if one.processed is not None
+            ]
         if delta.adapter_version is not None:
             choice["adapter_version"] = delta.adapter_version
         return choice

@@ -109,6 +109,7 @@ MAX_BAD_WORDS = 1024
 SAMPLING_FIELDS = {
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "prompt_logprobs"),
+    "processed_logprobs",
 }
 PROMPT_FIELDS = frozenset({"echo", "prompt_logprobs", "truncate_prompt_tokens"})
 
@@ -181,6 +182,7 @@ class SamplingFields(StructuredFields):
     allowed_token_ids: Listed[TokenId] | None = None
     bad_words: Annotated[Listed[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
     logprob_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_LOGPROB_IDS)] | None = None
+    processed_logprobs: bool | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
