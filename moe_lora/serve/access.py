@@ -26,8 +26,8 @@ OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"
 """Paths without a key, for balancers: the answers reveal no data of clients."""
 _EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
 _CHATS = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", *MESSAGES}
-_TOKENS = "/inference/v1/generate"
-GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, _TOKENS})
+_TOKENS = {"/inference/v1/generate", "/generate"}
+GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, *_TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")

@@ -243,7 +243,14 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
         *("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
-        *("/abort_request", "/abort_requests", "/server_info", "/get_world_size", "/get_weight_version"),
+        *(
+            "/generate",
+            "/abort_request",
+            "/abort_requests",
+            "/server_info",
+            "/get_world_size",
+            "/get_weight_version",
+        ),
     }
     for path in ("/metrics", "/v1/adapters"):
         assert tenants.ask("admin", "GET", path).status_code == 200

@@ -177,6 +177,33 @@ def test_processed_values_come_beside_raw_ones(http, stream):
     assert "processed_logprobs" in wrong.json()["error"]["message"]
 
 
+def test_the_native_endpoint_answers_ids_with_values_and_version(http):
+    sampling = {"max_new_tokens": 5, "temperature": 2.0, "top_k": 3, "sampling_seed": 1, "ignore_eos": True}
+    body = {"input_ids": [1, 40, 41], "sampling_params": sampling, "return_logprob": True, "rid": "mine"}
+    found = http.ok("POST", "/generate", json={**body, "lora_path": "upper"})
+    about = found["meta_info"]
+    assert (about["id"], about["weight_version"], about["prompt_tokens"]) == ("mine", "1", 3)
+    assert about["finish_reason"] == {"type": "length", "length": 5}
+    assert [token for _, token, _ in about["output_token_logprobs"]] == found["output_ids"]
+    same = {
+        "model": "upper",
+        "prompt": [1, 40, 41],
+        "max_tokens": 5,
+        "temperature": 2.0,
+        "top_k": 3,
+        "seed": 1,
+    }
+    same |= {"ignore_eos": True, "logprobs": 0, "processed_logprobs": True, "return_token_ids": True}
+    [choice] = http.ok("POST", "/v1/completions", json=same)["choices"]
+    assert choice["token_ids"] == found["output_ids"]
+    assert choice["processed_logprobs"] == pytest.approx([one[0] for one in about["output_token_logprobs"]])
+    base = http.ok(
+        "POST", "/generate", json={"text": [prompt_for("abc")] * 2, "sampling_params": {"temperature": 0}}
+    )
+    assert [one["meta_info"]["weight_version"] for one in base] == ["default"] * 2
+    assert {one["text"] for one in base} == {"abc"}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "problem"),
     [
@@ -185,6 +212,12 @@ def test_processed_values_come_beside_raw_ones(http, stream):
         ("POST", "/pause?mode=keep&wait_for_inflight_requests=true", None, "contradicts mode=keep"),
         ("POST", "/pause_generation", {"mode": "retract"}, "mode"),
         ("POST", "/abort_request", {}, "abort_all"),
+        ("POST", "/generate", {"sampling_params": {}}, "give either text or input_ids"),
+        ("POST", "/generate", {"text": "a", "input_ids": [1]}, "give either text or input_ids"),
+        ("POST", "/generate", {"text": "a", "stream": True}, "stream"),
+        ("POST", "/generate", {"text": "a", "max_tokens": 3}, "max_tokens"),
+        ("POST", "/generate", {"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"),
+        ("POST", "/generate", {"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ("POST", "/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests"),
         ("GET", "/server_info?config_format=text", None, "config_format"),
     ],

@@ -24,6 +24,7 @@ EMBEDDING = "moe_lora.serve.openai.embedding"
 BATCHES = "moe_lora.serve.batches.endpoints"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
+NATIVE = "moe_lora.serve.openai.native"
 RENDERING = "moe_lora.serve.openai.rendering"
 CONTROLS = "moe_lora.serve.admin.controls"
 RECEIVED = "moe_lora.serve.admin.received"
@@ -59,6 +60,7 @@ LATER = (
     ("POST /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /load", INVOCATIONS, "load", "Number of running choices."),
+    ("POST /generate", NATIVE, "generate", "Answer a text or token ids (SGLang)."),
     ("POST /abort_requests", TOKEN_IDS, "abort", "As /inference/v1/abort_requests."),
     ("POST /pause", CONTROLS, "pause", "Pause the caller's requests on all instances."),
     ("POST /resume", CONTROLS, "resume", "End the caller's pause; an administrator ends all."),
