@@ -134,7 +134,8 @@ class _GateMargins:
         self.smallest = float("inf")
         config = model.config
         ffn = getattr(config, "ffn_config", None)
-        top_k = getattr(config, "num_experts_per_tok", 0) or getattr(config, "top_k_experts", 0)
+        text = config.get_text_config()
+        top_k = getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k_experts", 0)
         self._top_k = ffn.moe_top_k if ffn else top_k
         known = ("TopKRouter", "TopkRouter", "DbrxRouter", "TokenChoiceRouter", "Gemma4TextRouter")
         gates = [m for m in model.modules() if type(m).__name__.endswith(known)]

@@ -22,7 +22,7 @@ NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SEEDS = {"dbrx": 20}
 """First seed of a family's adapters, where gates are close with others."""
-BASE_SEEDS = {"glm4_moe": 1, "deepseek_v3": 1}
+BASE_SEEDS = {"glm4_moe": 1, "deepseek_v3": 1, "gemma4": 1}
 KINDS = {"head": ("lm_head",), "embedding": ("embed_tokens",), "both": ("lm_head", "embed_tokens")}
 WAYS = {
     "all_at_once": {},
@@ -37,7 +37,7 @@ WAYS = {
     "expert_parallel": {"expert_parallel": 2},
 }
 DENSE = ("llama", "qwen3")
-ON_ONE_RANK = (*RECURRENT_FAMILIES, *LATENT_FAMILIES)
+ON_ONE_RANK = (*RECURRENT_FAMILIES, *LATENT_FAMILIES, "gemma4")
 QUICK = {
     "llama": ("all_at_once", "compiled", "host_arena", "merging", "tensor_parallel"),
     "gpt_oss": ("all_at_once", "expert_parallel", "host_workers"),

@@ -92,3 +92,35 @@ def test_a_wrong_size_is_refused_by_its_key(multimodal):
         shape_of(
             {**config, "text_config": {**config["text_config"], "hidden_size": 32, "linear_num_key_heads": 4}}
         )
+
+
+def test_vision_weights_of_gemma_4_are_skipped_with_a_word(tmp_path, caplog):
+    import transformers
+
+    text = make_checkpoint("gemma4", tmp_path / "text", seed=1)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16}
+    config = transformers.Gemma4Config(
+        text_config=tiny_config("gemma4").to_dict(), vision_config={**vision, **heads}, audio_config=None
+    )
+    whole = transformers.AutoModelForImageTextToText.from_config(config)
+    inner = transformers.AutoModelForCausalLM.from_pretrained(text)
+    whole.model.language_model.load_state_dict(inner.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    assert shape_of(read_config(tmp_path / "whole")) == shape_of(read_config(text))
+    with caplog.at_level("INFO"):
+        found = load_model(tmp_path / "whole", torch.float32, torch.device("cpu"))
+    assert "are not read: multi-token prediction or vision" in caplog.text
+    expected = dict(load_model(text, torch.float32, torch.device("cpu")).named_parameters())
+    for name, weight in found.named_parameters():
+        assert torch.equal(weight, expected[name]), name
+    adapter = make_adapter(
+        "gemma4",
+        tmp_path / "whole",
+        tmp_path / "a",
+        target_modules=r".*language_model.*\.(?:[qkvo]|gate|up|down)_proj",
+        target_parameters=None,
+    )
+    with LLM(tmp_path / "whole", adapters={"a": str(adapter)}, dtype="float32", eager=True) as llm:
+        answer = llm.generate([[5, 9, 60, 4]], ["a"], GREEDY)[0].token_ids
+    assert answer == greedy_reference(tmp_path / "whole", adapter, [[5, 9, 60, 4]], 12, [answer]).tokens[0]
