@@ -135,8 +135,7 @@ def _check_place(source: PairSource, config: AdapterConfig, shape: ModelShape) -
         field = _field(config)
         raise AdapterError(
             f"{config.where}: {field}=True with {source.key_a}: served on attention (without kv_b_proj) and "
-            f"dense layers alone, and PEFT refuses it on fused experts; train with {field}=false, or without "
-            "this target"
+            f"dense layers alone; train with {field}=false, or without this target"
         )
 
 
