@@ -374,8 +374,7 @@ def prepared(
     if chat is not None and chat.thinking_token_budget is not None:
         sampling = _limited(sampling, chat.thinking_token_budget, parsers, tokenizer)
     asked = None
-    is_strict = parsers is not None and parsers.has_strict
-    if is_strict or not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
+    if (parsers and parsers.has_strict) or not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
         from .structured import body_grammar
 
         asked = body_grammar(body, tokenizer, parsers)
