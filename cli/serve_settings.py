@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moe_lora.config.settings import Setting, check_section, settings_of
-from moe_lora.core.errors import AdapterError, ConfigError, PeerUnreachableError
+from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
 from .options import sections_of
@@ -37,7 +37,13 @@ def cluster_to_serve(
     front_end: which of several front ends host, port and admin_address are of.  Raises ConfigError,
     click.UsageError and click.BadParameter.
     """
-    from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
+    from moe_lora.config.cluster import (
+        SECTIONS,
+        cluster_of,
+        read_cluster,
+        read_content,
+        with_local_adapters,
+    )
 
     options = dict(options)  # a reload reads the options again
     content: dict[str, Any] = {}
@@ -70,39 +76,27 @@ def cluster_to_serve(
     for section, given in sections.items():
         content[section] = _laid_over(SECTIONS[section], content.get(section), given)
     modules = [one for text in options["lora_modules"] for one in read_module(text, _base_names(content))]
-    modules = _fetched(modules, content, folder)
     adapters = [*modules, *find_adapters(options["lora_dir"])]
     names = [name for name, _ in adapters]
     if len(set(names)) < len(names):
         raise click.UsageError(
             f"adapter names must be unique, not {', '.join(names)}; --lora-modules gives others"
         )
-    of_file = (content.get("adapters") or {}).items()
     content["adapters"] = {
-        **dict(_fetched([one for one in of_file if "://" in str(one[1])], content, folder)),
-        **{name: path for name, path in of_file if "://" not in str(path)},
-        **{name: path_of(path) for name, path in adapters},
+        **(content.get("adapters") or {}),
+        **{name: _path_or_address(path, path_of, content) for name, path in adapters},
     }
-    return cluster_of(content, folder)
+    return with_local_adapters(cluster_of(content, folder))
 
 
-def _fetched(adapters: list[tuple[str, str]], content: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """The adapters (name, path), with local folders for addresses.  Raises ConfigError."""
-    given = content.get("sources")
-    if given is None and not any("://" in path for _, path in adapters):
-        return adapters
-    from moe_lora.adapters.sources import AdapterSources
-    from moe_lora.config.optional_parts import SourcesConfig
-    from moe_lora.config.settings import read_section
+def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str, Any]) -> str:
+    """The path by path_of; an address of an allowed source unchanged."""
+    sources = content.get("sources")
+    if "://" in path or sources is None:
+        return path if "://" in path else path_of(path)
+    from moe_lora.adapters.sources import hub_address
 
-    config = None if given is None else SourcesConfig(**read_section(SourcesConfig, "sources", given))
-    if config is not None and config.folder is not None:
-        config = replace(config, folder=str(folder / config.folder))
-    sources = AdapterSources(config)
-    try:
-        return [(name, sources.local(path)) for name, path in adapters]
-    except (AdapterError, PeerUnreachableError) as error:
-        raise ConfigError(str(error)) from error
+    return hub_address(path, sources.get("allow") or ()) or path_of(path)
 
 
 def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:

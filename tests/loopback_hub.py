@@ -29,6 +29,7 @@ class Hub:
     folders: dict[str, Path] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
+    states_sizes: bool = True
 
     def files(self, repo: str) -> dict[str, Path]:
         folder = self.folders[repo]
@@ -72,7 +73,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _info(self, repo: str, revision: str | None) -> None:
             if self._known(repo, revision):
                 files = [
-                    {"rfilename": name, "size": path.stat().st_size} for name, path in hub.files(repo).items()
+                    {"rfilename": name, "size": path.stat().st_size if hub.states_sizes else None}
+                    for name, path in hub.files(repo).items()
                 ]
                 self._send(200, json.dumps({"id": repo, "sha": hub.commit(repo), "siblings": files}).encode())
 

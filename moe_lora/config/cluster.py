@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from moe_lora.core.address import Address, needs_keys, parse_address
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import AdapterError, ConfigError, PeerUnreachableError
 from moe_lora.core.request import name_problem
 
 from .devices import LORA_SERVER, Devices, check_devices, read_devices, shares_of
@@ -282,7 +282,7 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         if name in given
     }
     adapters = {
-        _name("adapters", name): str(folder / text_of(f"adapters.{name}", place))
+        _name("adapters", name): _adapter_place(text_of(f"adapters.{name}", place), folder)
         for name, place in mapping_of("adapters", given.get("adapters")).items()
     }
     engine = {**found.pop("engine", {}), "model_dir": str(model_dir), "adapters": tuple(adapters.items())}
@@ -304,6 +304,25 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         devices=read_devices(given.get("devices")),
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
+
+
+def _adapter_place(text: str, folder: Path) -> str:
+    """A path from the folder on; an address unchanged."""
+    return text if "://" in text else str(folder / text)
+
+
+def with_local_adapters(cluster: ClusterConfig) -> ClusterConfig:
+    """The cluster, with fetched folders in place of adapters' addresses.  Raises ConfigError."""
+    if not any("://" in path for _, path in cluster.engine.adapters):
+        return cluster
+    from moe_lora.adapters.sources import AdapterSources
+
+    sources = AdapterSources(cluster.sources)
+    try:
+        adapters = tuple((name, sources.local(path)) for name, path in cluster.engine.adapters)
+    except (AdapterError, PeerUnreachableError) as error:
+        raise ConfigError(str(error)) from error
+    return replace(cluster, engine=replace(cluster.engine, adapters=adapters))
 
 
 def _read_fixed(given: Any) -> dict[str, dict[str, Any]]:
@@ -354,7 +373,7 @@ def cluster_text(cluster: ClusterConfig) -> str:
         "served_model_name": [cluster.served_model_name, *cluster.other_model_names]
         if cluster.other_model_names
         else cluster.served_model_name,
-        "adapters": {name: os.path.abspath(path) for name, path in cluster.engine.adapters},
+        "adapters": {name: _adapter_place(path, Path.cwd()) for name, path in cluster.engine.adapters},
         "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
         "devices": {role: list(numbers) for role, numbers in cluster.devices.items()},
         "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},

@@ -84,6 +84,13 @@ def test_received_files_of_former_versions_are_removed(http):
     assert sum(Path(path).exists() for path in paths) <= 2
 
 
+def test_folders_of_unloaded_adapters_leave_room(http):
+    """Each body has 0.4 MB and the limit is 8 MB: 30 names fit only after their unloads."""
+    for number in range(30):
+        http.ok("PUT", f"/v1/adapters/n{number}", content=save(tensors("upper")), headers=headers("upper"))
+        assert http.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": f"n{number}"})
+
+
 def changed(**more: torch.Tensor) -> bytes:
     return save({**tensors("upper"), **more})
 

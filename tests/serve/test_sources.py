@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.adapters.peft.files import WEIGHTS_FILE
+from moe_lora.config.cluster import read_cluster, with_local_adapters
 from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.serve.server import create_app
 from tests.adapters.peft_folders import peft_folder
@@ -112,5 +113,8 @@ def test_addresses_on_the_command_line_and_in_the_file(hub: Hub, tmp_path: Path,
         adapters = dict(found[-1].engine.adapters)
         assert set(adapters) == {"a", "b"}
         assert all(path.startswith(str(tmp_path / "cache")) for path in adapters.values())
+    role = with_local_adapters(read_cluster(tmp_path / "cluster.yaml"))  # of a host by torchrun
+    [(_, path)] = role.engine.adapters
+    assert path.startswith(str(tmp_path / "cache"))
     result = CliRunner().invoke(main, ["serve", str(model), "--lora-modules", "a=hf://acme/support"])
     assert "this server fetches no adapters" in result.output

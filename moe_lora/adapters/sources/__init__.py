@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +29,9 @@ FURTHER = (
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 _MAX_CHARS = 1024
+MAX_FETCHES = 8
+_FETCHES = threading.BoundedSemaphore(MAX_FETCHES)
+"""Bounds threads that wait for slow sources."""
 
 
 def scheme_of(path: str) -> str | None:
@@ -51,12 +55,8 @@ class AdapterSources:
         """
         scheme = scheme_of(path)
         if scheme is None:
-            address = f"hf://{path}"
-            if not (self._config and _HUB_NAME.fullmatch(path)) or os.path.exists(path):
-                return path
-            if not self._is_allowed(address):
-                return path
-            return self._fetch("hf", address)
+            address = None if self._config is None else hub_address(path, self._config.allow)
+            return path if address is None else self._fetch("hf", address)
         if scheme not in SCHEMES:
             known = ", ".join(f"{one}://" for one in SCHEMES)
             raise AdapterError(
@@ -67,27 +67,43 @@ class AdapterSources:
                 f"{path!r}: this server fetches no adapters; give a folder, or start the server with "
                 f"--set sources.allow={scheme}://ORG/*"
             )
-        if not self._is_allowed(path):
+        path = path.rstrip("/")
+        if not is_allowed(path, self._config.allow):
             allowed = ", ".join(self._config.allow)
             raise AdapterError(f"{path!r} is not allowed; sources.allow has {allowed}")
         return self._fetch(scheme, path)
-
-    def _is_allowed(self, address: str) -> bool:
-        assert self._config is not None
-        scheme, _, rest = address.partition("://")
-        parts = rest.split("/")
-        place = address if scheme != "hf" else f"hf://{'/'.join(parts[:2]).partition('@')[0]}"
-        clean = len(address) <= _MAX_CHARS and address.isprintable() and not {"", ".", ".."} & set(parts)
-        return clean and any(fnmatchcase(place, pattern) for pattern in self._config.allow)
 
     def _fetch(self, scheme: str, address: str) -> str:
         assert self._config is not None
         fetch: Callable[[str, Path, int], Path]
         fetch = import_module(SCHEMES[scheme], __name__).fetch
-        return str(fetch(address, self._config.place, int(self._config.max_gb * 1e9)))
+        if not _FETCHES.acquire(blocking=False):
+            raise PeerUnreachableError(
+                f"{address} can't be fetched now: {MAX_FETCHES} adapters are in transfer"
+            )
+        try:
+            return str(fetch(address, self._config.place, int(self._config.max_gb * 1e9)))
+        finally:
+            _FETCHES.release()
 
 
-def check_files(address: str, sizes: dict[str, int], max_bytes: int) -> list[str]:
+def is_allowed(address: str, patterns: Iterable[str]) -> bool:
+    """True if a pattern covers the address; of the hub without revision and folder."""
+    scheme, _, rest = address.partition("://")
+    parts = rest.split("/")
+    place = address if scheme != "hf" else f"hf://{'/'.join(parts[:2]).partition('@')[0]}"
+    clean = len(address) <= _MAX_CHARS and address.isprintable() and not {"", ".", ".."} & set(parts)
+    return clean and any(fnmatchcase(place, pattern) for pattern in patterns)
+
+
+def hub_address(path: str, patterns: Iterable[str]) -> str | None:
+    """The allowed address that `org/name` means; None for another path, and for a present folder."""
+    address = f"hf://{path}"
+    is_name = _HUB_NAME.fullmatch(path) and not os.path.exists(path)
+    return address if is_name and is_allowed(address, patterns) else None
+
+
+def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> list[str]:
     """The names to fetch.  sizes: bytes of a folder's files by name.  Raises AdapterError."""
     for name in NEEDED:
         if name not in sizes:
@@ -97,7 +113,12 @@ def check_files(address: str, sizes: dict[str, int], max_bytes: int) -> list[str
                 hint = "; adapter_model.bin is a pickle, which can run code, and is not read"
             raise AdapterError(f"{address} has no {name} (it has {listed}){hint}")
     names = [name for name in (*NEEDED, *FURTHER) if name in sizes]
-    total = sum(sizes[name] for name in names)
+    unknown = [name for name in names if sizes[name] is None]
+    if unknown:
+        raise AdapterError(
+            f"{address}: the source states no size of {unknown[0]}, so max_gb can't be checked"
+        )
+    total = sum(sizes[name] or 0 for name in names)
     if total > max_bytes:
         raise AdapterError(
             f"{address} has {total / 1e9:.2f} GB; the limit is sources.max_gb={max_bytes / 1e9:g}"

@@ -30,7 +30,7 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {
-            one.rfilename.removeprefix(prefix): one.size or 0
+            one.rfilename.removeprefix(prefix): one.size
             for one in info.siblings or ()
             if one.rfilename.startswith(prefix)
         }

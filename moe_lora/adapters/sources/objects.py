@@ -68,7 +68,7 @@ def _state(system: Any, root: str, address: str, max_bytes: int) -> tuple[list[s
     entries = {
         os.path.basename(one["name"]): one for one in system.ls(root, detail=True) if one["type"] == "file"
     }
-    sizes = {name: int(one["size"]) for name, one in entries.items()}
+    sizes = {name: one.get("size") for name, one in entries.items()}
     names = check_files(address, sizes, max_bytes)
     stamps = ("ETag", "etag", "generation", "LastModified", "mtime", "created")
     return names, repr(

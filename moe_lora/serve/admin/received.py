@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG_HEADER = "X-Adapter-Config"
 PREFIX = "moe_lora-received-"
+_CHUNK_BYTES = 1 << 20
 _PICKLES = (b"\x80", b"PK\x03\x04")
 """First bytes of a pickle, and of torch.save's archive of pickles."""
 _WAY_OUT = (
@@ -56,6 +57,7 @@ class Endpoints:
         name = request.path_params["name"]
         check_new_name(name, self._frontend)
         config = _config(request.headers.get(CONFIG_HEADER))
+        await self._remove_unserved()
         said = request.headers.get("content-length", "")
         self._check_room(int(said) if said.isdecimal() else 0)
         folder = self._new_folder()
@@ -94,13 +96,18 @@ class Endpoints:
     async def _receive(self, request: Request, folder: Path) -> None:
         try:
             with (folder / WEIGHTS_FILE).open("wb") as out:
+                unwritten = bytearray()
                 async for piece in request.stream():
                     if not self._num_bytes[folder] and piece.startswith(_PICKLES):
                         what = "the body is a pickle, and a pickle can run code when it is opened"
                         raise ApiError(400, f"{what}; {_WAY_OUT}", closes=True)
                     self._check_room(len(piece))
                     self._num_bytes[folder] += len(piece)
-                    out.write(piece)
+                    unwritten += piece
+                    if len(unwritten) >= _CHUNK_BYTES:
+                        await in_daemon_thread(out.write, bytes(unwritten))
+                        unwritten.clear()
+                await in_daemon_thread(out.write, bytes(unwritten))
         except ClientDisconnect:
             raise bad_request("the connection ended before the body did") from None
 

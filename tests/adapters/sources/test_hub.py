@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.core.errors import AdapterError, PeerUnreachableError
 from tests.adapters.peft_folders import peft_folder
 from tests.loopback_hub import TOKEN, Hub, reached_hub
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -85,6 +87,39 @@ def test_a_pickle_and_a_large_adapter_are_refused_before_any_transfer(hub: Hub, 
     with pytest.raises(AdapterError, match="is a pickle, which can run code"):
         sources(tmp_path, "hf://acme/*").local("hf://acme/support")
     assert hub.calls == []
+
+
+def test_an_unstated_size_is_refused_and_a_slash_at_the_end_means_nothing(
+    hub: Hub, tmp_path: Path, monkeypatch
+) -> None:
+    fetcher = sources(tmp_path, "hf://acme/support")
+    assert fetcher.local("hf://acme/support/") == fetcher.local("hf://acme/support")
+    monkeypatch.setattr(hub, "states_sizes", False)
+    with pytest.raises(AdapterError, match=r"states no size of adapter_config\.json"):
+        fetcher.local("hf://acme/support")
+
+
+def test_only_some_fetches_run_at_once(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("moe_lora.adapters.sources._FETCHES", threading.BoundedSemaphore(1))
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: object) -> Path:
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+        return tmp_path
+
+    monkeypatch.setattr("moe_lora.adapters.sources.hub.fetch", slow)
+    fetcher = sources(tmp_path, "hf://acme/*")
+    first = threading.Thread(target=fetcher.local, args=["hf://acme/support"])
+    first.start()
+    try:
+        assert started.wait(PATIENCE_S)
+        with pytest.raises(PeerUnreachableError, match="adapters are in transfer"):
+            fetcher.local("hf://acme/support")
+    finally:
+        go_on.set()
+        first.join()
+    assert fetcher.local("hf://acme/support") == str(tmp_path)
 
 
 def test_a_private_repository_needs_the_token_and_the_token_is_not_logged(
