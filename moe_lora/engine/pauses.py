@@ -97,7 +97,7 @@ class Pauses:
     def delay(self, command: Generate, arrival_s: float) -> bool:
         """Delay a covered request; False for another request, and for the arrival of a moved request."""
         request = command.request
-        if request.held or request.awaits_kv or not self._covers(request):
+        if _is_moved(request) or not self._covers(request):
             return False
         self._delayed[request.request_id] = command, arrival_s
         return True
@@ -138,6 +138,11 @@ class Pauses:
     def _delay_unstarted(self, scope: PauseScope) -> None:
         for request_id, sequence in list(self._sequences.items()):
             request = sequence.request
-            if sequence.waits.admitted_s is None and scope.covers(request) and not sequence.held:
+            is_new = sequence.waits.admitted_s is None and not _is_moved(request)
+            if is_new and scope.covers(request):
                 self._drop(request_id)
                 self.delay(Generate(request), sequence.arrival_s)
+
+
+def _is_moved(request: GenerateRequest) -> bool:
+    return request.held or request.awaits_kv

@@ -40,6 +40,7 @@ class Stream:
         tenant: str = "",
         tokens: int = LONG,
         gated: bool = False,
+        **fields: Any,
     ) -> None:
         self.request = GenerateRequest(
             request_id=name,
@@ -47,6 +48,7 @@ class Stream:
             sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
             adapter=adapter,
             tenant=tenant,
+            **fields,
         )
         self.outputs: list[TokenOutput] = []
         self._arrived: queue.SimpleQueue[TokenOutput | Exception] = queue.SimpleQueue()
@@ -158,6 +160,21 @@ def test_waiting_requests_of_a_keep_get_the_next_version(llm):
     assert queued.versions == {2}
     assert {stream.rest() for stream in running} == {"length"}
     assert all(stream.versions == {1} for stream in running)
+
+
+def test_a_moved_request_without_a_step_is_held(llm):
+    running = Stream(llm, "running", "policy", gated=True)
+    running.get()
+    moved = Stream(llm, "moved", "policy", held=True)
+    arrived = llm.client.start_call("resume_request", "moved", [], 0, 0, False)
+    paused = llm.client.start_call("pause_requests", ALL, "keep", 600.0, False)
+    running.gate.set()
+    arrived.result(timeout=PATIENCE_S)
+    paused.result(timeout=PATIENCE_S)
+    assert is_still(llm, moved)
+    call(llm, "resume_requests", None)
+    assert (running.rest(), moved.rest()) == ("length", "length")
+    assert moved.tokens == running.tokens
 
 
 def test_abort_ends_covered_answers_with_their_version(llm):
