@@ -62,8 +62,8 @@ class EngineLoop(threading.Thread):
         self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process only
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
         """Verbs in wait for a condition."""
-        self._compiling: set[str] = set()
-        """Requests in wait for a grammar."""
+        self._compiling: dict[str, tuple[Generate, float]] = {}
+        """Requests in wait for a grammar, by id, with arrivals."""
 
     def run(self) -> None:
         try:
@@ -123,9 +123,9 @@ class EngineLoop(threading.Thread):
             except Exception as error:
                 self._emit(Rejected(command.request.request_id, error))
         elif isinstance(command, Abort):
-            self._compiling.discard(command.request_id)
+            compiling = self._compiling.pop(command.request_id, None)
             last = self._core.abort(command.request_id)
-            if pauses is not None and pauses.forget(command.request_id):
+            if compiling or (pauses is not None and pauses.forget(command.request_id)):
                 last = TokenOutput(request_id=command.request_id, token_ids=(), finish_reason="abort")
             if last is not None:
                 self._emit(Outputs([last]))
@@ -142,7 +142,7 @@ class EngineLoop(threading.Thread):
     def _make_pauses(self) -> Pauses:
         from .pauses import Pauses
 
-        return Pauses(self._core.sequences, self._core.abort, self._handle, self.inbox.put)
+        return Pauses(self._core.sequences, self._compiling, self._core.abort, self._handle, self.inbox.put)
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
         """False if the request's grammar is compiled; else the request enters the engine later."""
@@ -152,11 +152,10 @@ class EngineLoop(threading.Thread):
         compiled = grammars.compile(grammar)
         if compiled.done():
             return False
-        self._compiling.add(request.request_id)
+        self._compiling[request.request_id] = command, arrival_s
 
         def enter() -> None:
-            if request.request_id in self._compiling:
-                self._compiling.remove(request.request_id)
+            if self._compiling.pop(request.request_id, None):
                 grammars.compile(grammar, compiled)
                 self._handle(command, arrival_s)
 

@@ -32,18 +32,21 @@ class Pauses:
     A delayed request enters the engine at the end of its pauses, so it gets the adapter version of that
     time.  A held request keeps pages and version.
 
-    sequences: of the engine, by request id.  drop: removes a request without an output.  handle: executes a
-    command with its time of arrival.  put: queues an entry for the engine's thread.
+    sequences: of the engine, by request id.  compiling: requests in wait for a grammar.  drop: removes a
+    request without an output.  handle: executes a command with its time of arrival.  put: queues an entry
+    for the engine's thread.
     """
 
     def __init__(
         self,
         sequences: Mapping[str, Sequence],
+        compiling: Mapping[str, tuple[Generate, float]],
         drop: Callable[[str], object],
         handle: Handle,
         put: Callable[[Entry], None],
     ) -> None:
         self._sequences = sequences
+        self._compiling = compiling
         self._drop = drop
         self._handle = handle
         self._put = put
@@ -90,7 +93,7 @@ class Pauses:
         for request_id, sequence in list(self._sequences.items()):
             if scope.covers(sequence.request):
                 self._handle(Abort(request_id), sequence.arrival_s)
-        for request_id, (command, arrival_s) in list(self._delayed.items()):
+        for request_id, (command, arrival_s) in [*self._delayed.items(), *self._compiling.items()]:
             if scope.covers(command.request):
                 self._handle(Abort(request_id), arrival_s)
 

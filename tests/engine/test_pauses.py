@@ -14,6 +14,8 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.engine.client.messages import PauseScope
+from moe_lora.engine.step.grammar_masks import Grammars
+from moe_lora.engine.text.grammars import json_grammar
 from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -42,10 +44,11 @@ class Stream:
         gated: bool = False,
         **fields: Any,
     ) -> None:
+        grammar = fields.pop("grammar", None)
         self.request = GenerateRequest(
             request_id=name,
             prompt_token_ids=(1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55),
-            sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+            sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, grammar=grammar),
             adapter=adapter,
             tenant=tenant,
             **fields,
@@ -186,6 +189,17 @@ def test_abort_ends_covered_answers_with_their_version(llm):
     assert is_still(llm, late)
     call(llm, "abort_requests", ALL)
     assert late.rest() == "abort"
+    assert call(llm, "stats").num_waiting == 0
+
+
+@pytest.mark.parametrize("verb", ["abort_requests", "pause_requests"])
+def test_abort_ends_requests_that_wait_for_a_grammar(llm, monkeypatch, verb):
+    compiled = threading.Event()
+    monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: compiled.wait(PATIENCE_S))
+    asked = Stream(llm, "asked", "policy", grammar=json_grammar({"type": "object"}))
+    call(llm, verb, *([ALL] if verb == "abort_requests" else [ALL, "abort", 600.0]))
+    assert asked.rest() == "abort"
+    compiled.set()
     assert call(llm, "stats").num_waiting == 0
 
 
