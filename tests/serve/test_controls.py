@@ -121,20 +121,21 @@ def test_any_pause_of_an_idle_server_returns_and_ends(http, path):
     assert http.ok("GET", "/is_paused") == {"is_paused": False}
 
 
+def num_cached(http: Http, model: str) -> int:
+    """Tokens of a long prompt that earlier requests computed."""
+    body = {"model": model, "prompt": [1, *range(40, 104)], "max_tokens": 1}
+    usage = http.ok("POST", "/v1/completions", json=body)["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache", "/pause?mode=keep"])
 def test_a_cleared_cache_computes_the_prompt_anew(http, path):
-    prompt = [1, *range(40, 104)]
-
-    def cached() -> int:
-        body = {"model": "upper", "prompt": prompt, "max_tokens": 1}
-        usage = http.ok("POST", "/v1/completions", json=body)["usage"]
-        return usage["prompt_tokens_details"]["cached_tokens"]
-
     # round_robin at each of two front ends: some request of five meets its own history
-    assert max(cached() for _ in range(5)) > 0
+    assert max(num_cached(http, "upper") for _ in range(5)) > 0
     http.ok("POST", path)
     http.ok("POST", "/resume")
-    assert cached() == 0
+    assert num_cached(http, "upper") == 0
 
 
 def test_facts_have_the_types_and_values_that_trainers_compare(http, server):
@@ -244,19 +245,21 @@ def test_a_key_pauses_its_own_adapters_and_an_administrator_all(tmp_path):
     admin = add_key(keys, rights("admin", admin=True))
     with demo_server(tmp_path / "log", *OPTIONS, "--api-keys", str(keys)) as server:
         trainer, other, root = (Http(server.url, key) for key in (ours, theirs, admin))
+        cached = [num_cached(other, "upper") for _ in range(2)][-1]
+        assert cached > 0
         trainer.ok("POST", "/pause?mode=keep")
         assert trainer.ok("GET", "/is_paused") == {"is_paused": True}
         assert other.ok("GET", "/is_paused") == root.ok("GET", "/is_paused") == {"is_paused": False}
         with several(trainer, "upper", 2) as answers:
             wait_until(lambda: root.num_waiting() == 2, "both requests wait")
-            assert other.complete("upper")["text"]
+            assert num_cached(other, "upper") == cached, "a tenant's pause clears no prompts"
             assert trainer.complete("demo")["text"]
             other.ok("POST", "/resume")
             assert not any(answer.done() for answer in answers)
             other.ok("POST", "/abort_request", json={"abort_all": True})
             trainer.ok("POST", "/resume")
             assert all(answer.result(PATIENCE_S)["text"] for answer in answers)
-        for path in ("/reset_prefix_cache", "/flush_cache"):
+        for path in ("/reset_prefix_cache", "/flush_cache", "/pause?clear_cache=true"):
             assert trainer("POST", path).status_code == 403
         root.ok("POST", "/pause?mode=keep")
         assert other.ok("GET", "/is_paused") == {"is_paused": True}

@@ -41,7 +41,8 @@ class Query(BaseModel):
 
 class PauseQuery(Query):
     mode: PauseMode = "abort"
-    clear_cache: bool = True
+    clear_cache: bool | None = None
+    """None: true for an administrator alone."""
     wait_for_inflight_requests: bool = False
     """vLLM's former word for mode=wait."""
 
@@ -102,7 +103,10 @@ class Endpoints:
                 what = f"wait_for_inflight_requests=true contradicts mode={mode}; leave one of them out"
                 raise bad_request(what, "wait_for_inflight_requests")
             mode = "wait"
-        await self._pause(request, mode, clears_cache=query.clear_cache)
+        clears_cache = query.clear_cache
+        if clears_cache is None:
+            clears_cache = caller_of(request.scope).is_admin
+        await self._pause(request, mode, clears_cache=clears_cache)
         return JsonResponse(self.PAUSED)
 
     async def resume(self, request: Request) -> Response:
@@ -207,6 +211,9 @@ class Endpoints:
 
     async def _pause(self, request: Request, mode: PauseMode, *, clears_cache: bool) -> None:
         scope, timeout_s = scope_of(caller_of(request.scope)), self._frontend.limits.config.pause_timeout_s
+        if clears_cache and scope.tenant is not None:
+            what = "clear_cache=true needs an administrator: other tenants' prompts would be computed anew"
+            raise ApiError(403, f"{what}; leave it out")
         try:
             await self._call("pause_requests", scope, mode, timeout_s, clears_cache)
         except TimeoutError as error:

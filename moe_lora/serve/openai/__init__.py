@@ -85,7 +85,7 @@ _FLAG = {"type": "boolean"}
 _QUERIES: dict[str, dict[str, Any]] = {
     "/pause": {
         "mode": {"enum": ["abort", "wait", "keep"], "default": "abort"},
-        "clear_cache": {**_FLAG, "default": True},
+        "clear_cache": _FLAG,
         "wait_for_inflight_requests": {**_FLAG, "default": False},
     },
     "/server_info": {"config_format": {"enum": ["json"]}},
