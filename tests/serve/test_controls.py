@@ -247,7 +247,14 @@ def test_a_key_pauses_its_own_adapters_and_an_administrator_all(tmp_path):
         trainer, other, root = (Http(server.url, key) for key in (ours, theirs, admin))
         cached = [num_cached(other, "upper") for _ in range(2)][-1]
         assert cached > 0
-        trainer.ok("POST", "/pause?mode=keep")
+        kept = (
+            trainer("POST", "/pause?mode=keep"),
+            trainer("POST", "/pause_generation", json={"mode": "in_place"}),
+        )
+        assert [one.status_code for one in kept] == [403, 403]
+        assert all("choose mode=wait or mode=abort" in one.json()["error"]["message"] for one in kept)
+        assert trainer.ok("GET", "/is_paused") == {"is_paused": False}
+        trainer.ok("POST", "/pause?mode=wait")
         assert trainer.ok("GET", "/is_paused") == {"is_paused": True}
         assert other.ok("GET", "/is_paused") == root.ok("GET", "/is_paused") == {"is_paused": False}
         with several(trainer, "upper", 2) as answers:

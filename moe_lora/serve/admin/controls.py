@@ -211,6 +211,11 @@ class Endpoints:
 
     async def _pause(self, request: Request, mode: PauseMode, *, clears_cache: bool) -> None:
         scope, timeout_s = scope_of(caller_of(request.scope)), self._frontend.limits.config.pause_timeout_s
+        if mode == "keep" and scope.tenant is not None:
+            what = (
+                "a pause that keeps running requests needs an administrator: they hold memory of all tenants"
+            )
+            raise ApiError(403, f"{what}; choose mode=wait or mode=abort")
         if clears_cache and scope.tenant is not None:
             what = "clear_cache=true needs an administrator: other tenants' prompts would be computed anew"
             raise ApiError(403, f"{what}; leave it out")
