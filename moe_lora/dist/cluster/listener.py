@@ -145,22 +145,28 @@ class CatchUp:
             registry.recover(Served.of(have))
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
+        may_differ = was_silent or bool(registry.pauses)
+        await self._pause(client, may_differ=was_silent)
         while not await registry.join(instance, client, have, missing, incarnation):
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
+        await self._pause(client, may_differ=may_differ)  # as of the join: later calls reach the instance
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
-        await self._pause(client, was_silent=was_silent)
 
-    async def _pause(self, client: DialledClient, *, was_silent: bool) -> None:
-        """Start the current pauses; a silent engine may have missed a resume."""
-        pauses = self._instance_registry.pauses
-        for owner in [one.owner for one in await client.call("paused_scopes")] if was_silent else ():
-            if owner not in pauses:
+    async def _pause(self, client: DialledClient, *, may_differ: bool) -> None:
+        """Start the current pauses.  may_differ: the engine may have missed a resume."""
+        registry = self._instance_registry
+        for owner in [one.owner for one in await client.call("paused_scopes")] if may_differ else ():
+            if owner not in registry.pauses:
                 await client.call("resume_requests", owner)
-        for scope, end_s in list(pauses.values()):
-            if (left_s := end_s - time.monotonic()) > 0:
-                await client.call("pause_requests", scope, "keep", left_s)
+        for owner in list(registry.pauses):
+            scope, end_s = registry.pauses.get(owner, (None, 0.0))
+            if scope is None or (left_s := end_s - time.monotonic()) <= 0:
+                continue
+            await client.call("pause_requests", scope, "keep", left_s)
+            if owner not in registry.pauses:  # a resume came meanwhile
+                await client.call("resume_requests", owner)
 
 
 class _Stream(AsyncIterator[TokenOutput]):

@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.instances import ServedVersion
+from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up
 from moe_lora.engine.client.client import CallableEngine
+from moe_lora.engine.client.messages import PauseScope
+from tests.patience import PATIENCE_S
+
+from .listener_parts import caught_up
 
 
 class ToldClient(CallableEngine):
@@ -62,3 +68,57 @@ def test_missing_adapter_that_is_no_longer_served_is_not_unloaded_again():
 def test_engine_that_ends_meanwhile_is_told_so():
     with pytest.raises(EngineDeadError):
         asyncio.run(catch_up(ToldClient(load_adapter=EngineDeadError("gone")), PINNED, {}, set()))
+
+
+class PausedClient(CallableEngine):
+    """Notes its pauses.  on_pause: called at each start of a pause."""
+
+    def __init__(self, on_pause: Callable[[PausedClient], None]) -> None:
+        self.paused: set[str] = set()
+        self._on_pause = on_pause
+
+    async def settled(self) -> None:
+        """All commands are done at once."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "paused_scopes":
+            return [PauseScope(owner) for owner in self.paused]
+        if method == "pause_requests":
+            self.paused.add(args[0].owner)
+            self._on_pause(self)
+        if method == "resume_requests":
+            self.paused.discard(args[0])
+        return []
+
+
+def joined(on_pause: Callable[[InstanceRegistry, PausedClient], None]) -> set[str]:
+    """Pauses of an instance that joined an administrator's and a key's pause."""
+
+    async def join() -> set[str]:
+        registry = InstanceRegistry([])
+        client = PausedClient(lambda client: on_pause(registry, client))
+        instance = registry.enter("one", client)
+        for owner in ("", "key a"):
+            registry.pauses[owner] = PauseScope(owner), time.monotonic() + PATIENCE_S
+        await caught_up(registry)(instance, client, "first")
+        assert registry.live == [instance]
+        return client.paused
+
+    return asyncio.run(join())
+
+
+def test_an_instance_is_paused_before_it_joins_routing():
+    num_live: list[int] = []
+    assert joined(lambda registry, client: num_live.append(len(registry.live))) == {"", "key a"}
+    assert num_live[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("at_live", [False, True])
+def test_a_resume_while_an_instance_joins_ends_its_pauses(at_live):
+    def resume(registry: InstanceRegistry, client: PausedClient) -> None:
+        if registry.pauses and bool(registry.live) is at_live:
+            registry.pauses = {}
+            if at_live:  # as a resume's call
+                client.paused.clear()
+
+    assert joined(resume) == set()
