@@ -62,6 +62,11 @@ class Pauses:
     def num_delayed(self) -> int:
         return len(self._delayed)
 
+    @property
+    def held(self) -> set[str]:
+        """Ids of the requests that pauses hold."""
+        return {sequence.request.request_id for sequence in self._held}
+
     def start(self, scope: PauseScope, mode: PauseMode, timeout_s: float) -> Callable[[], bool]:
         """Pause the scope for at most timeout_s; replaces the owner's earlier pause.
 

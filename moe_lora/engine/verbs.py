@@ -183,8 +183,12 @@ class EngineVerbs:
 
     @verb
     def request_loads(self) -> list[RequestLoad]:
-        """As `RequestMoves.loads`."""
-        return self._core.moves.loads()
+        """As `RequestMoves.loads`; requests of a pause count as free."""
+        loads = self._core.moves.loads()
+        if self.pauses is None:
+            return loads
+        paused = self.pauses.held
+        return [replace(load, held=False) if load.name in paused else load for load in loads]
 
     @verb
     def kv_window(self, request_id: str) -> KvWindow | None:

@@ -180,6 +180,17 @@ def test_a_moved_request_without_a_step_is_held(llm):
     assert moved.tokens == running.tokens
 
 
+def test_a_paused_request_is_not_reported_as_held_for_a_move(llm):
+    paused, moved = Stream(llm, "paused", gated=True), Stream(llm, "moved")
+    pause(llm, "keep", paused)
+    call(llm, "hold_request", "moved", 0)
+    assert {load.name: load.held for load in call(llm, "request_loads")} == {"paused": False, "moved": True}
+    call(llm, "resume_request", "moved", [], 0, 0, False)
+    assert {load.held for load in call(llm, "request_loads")} == {False}
+    call(llm, "resume_requests", None)
+    assert (paused.rest(), moved.rest()) == ("length", "length")
+
+
 def test_abort_ends_covered_answers_with_their_version(llm):
     running = Stream(llm, "running", "policy", gated=True)
     pause(llm, "abort", running)
