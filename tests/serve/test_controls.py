@@ -238,6 +238,17 @@ def test_a_dead_trainer_s_pause_ends_by_itself(tmp_path):
         assert http.ok("GET", "/is_paused") == {"is_paused": False}
 
 
+@pytest.mark.parametrize("options", [(), SEVERAL], ids=["alone", "several"])
+def test_a_shutdown_in_a_pause_finishes_answers(tmp_path, options):
+    with demo_server(tmp_path / "log", *OPTIONS, *options) as server:
+        http = Http(server.url)
+        http.ok("POST", "/pause?mode=keep")
+        with several(http, "upper") as answers:
+            wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
+            assert server.stop() == 0
+            assert all(answer.result(PATIENCE_S)["text"] for answer in answers)
+
+
 def test_a_key_pauses_its_own_adapters_and_an_administrator_all(tmp_path):
     keys = tmp_path / "keys.json"
     ours = add_key(keys, rights("ours", "up*"))
