@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from moe_lora.core.request import GenerateRequest
 
@@ -103,9 +103,13 @@ class Pauses:
                 self._handle(Abort(request_id), arrival_s)
 
     def delay(self, command: Generate, arrival_s: float) -> bool:
-        """Delay a covered request; False for another request, and for the arrival of a moved request."""
+        """Delay a covered request; False for another request, and for the arrival of a moved request.
+
+        Under wait, the rest of a begun answer is not delayed.
+        """
         request = command.request
-        if _is_moved(request) or not self._covers(request):
+        modes: tuple[PauseMode, ...] = ("abort", "keep") if request.generated else get_args(PauseMode)
+        if _is_moved(request) or not self._covers(request, *modes):
             return False
         self._delayed[request.request_id] = command, arrival_s
         return True
@@ -137,8 +141,8 @@ class Pauses:
         if self._pauses.get(pause.scope.owner) is pause:
             self.end(pause.scope.owner)
 
-    def _covers(self, request: GenerateRequest, mode: PauseMode | None = None) -> bool:
-        return any(one.scope.covers(request) and mode in (None, one.mode) for one in self._pauses.values())
+    def _covers(self, request: GenerateRequest, *modes: PauseMode) -> bool:
+        return any(one.scope.covers(request) and one.mode in modes for one in self._pauses.values())
 
     def _runs(self, scope: PauseScope) -> bool:
         return any(scope.covers(one.request) for one in self._sequences.values())

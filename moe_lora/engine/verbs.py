@@ -7,6 +7,7 @@ runs. Imports no torch: front ends read the annotations.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -89,9 +90,12 @@ class EngineVerbs:
         """
         if self.pauses is None:
             self.pauses = self._make_pauses()
+        start_s = time.monotonic()
         yield self.pauses.start(scope, mode, timeout_s)
         if scope not in self.pauses.scopes:
-            raise TimeoutError(f"the pause ended after {timeout_s:g} s, before the last running request")
+            is_over = time.monotonic() >= start_s + timeout_s
+            why = f"the pause ended after {timeout_s:g} s," if is_over else "a resume ended the pause"
+            raise TimeoutError(f"{why} before the last running request")
         if clears_cache:
             self._core.adapters.clear_history(scope.names)
 

@@ -224,6 +224,18 @@ def test_wait_returns_after_the_last_running_answer(llm):
     assert late.rest() == "length"
 
 
+def test_the_rest_of_an_answer_goes_on_under_wait(llm):
+    alone = Stream(llm, "alone", "policy")
+    alone.rest()
+    pause(llm, "wait")
+    rest = Stream(llm, "rest", "policy", generated=tuple(alone.tokens[:5]))
+    assert rest.rest() == "length"
+    assert rest.tokens == alone.tokens[5:]
+    pause(llm, "keep")
+    again = Stream(llm, "again", "policy", generated=tuple(alone.tokens[:5]))
+    assert is_still(llm, again)
+
+
 def test_a_client_leaves_a_delayed_request(llm):
     pause(llm, "keep")
     late = Stream(llm, "late", tokens=2)
@@ -263,6 +275,10 @@ def test_wait_says_that_the_pause_ended_before_the_last_answer(llm):
     pause(llm, "keep", running, scope=PauseScope("other"))
     with pytest.raises(TimeoutError, match=r"the pause ended after 0.1 s, before the last running request"):
         pause(llm, "wait", timeout_s=0.1)
+    waiting = llm.client.start_call("pause_requests", ALL, "wait", 600.0, False)
+    call(llm, "resume_requests", "")
+    with pytest.raises(TimeoutError, match="a resume ended the pause before the last running request"):
+        waiting.result(timeout=PATIENCE_S)
     call(llm, "resume_requests", None)
     assert running.rest() == "length"
 

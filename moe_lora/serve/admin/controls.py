@@ -222,7 +222,7 @@ class Endpoints:
         try:
             await self._call("pause_requests", scope, mode, timeout_s, clears_cache)
         except TimeoutError as error:
-            what = f"{error}; choose mode=keep or mode=abort, or raise front_end.pause_timeout_s"
+            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
             raise ApiError(408, what) from error
 
     async def _resume(self, request: Request) -> None:
