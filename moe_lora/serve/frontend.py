@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 CUT = "the server is shutting down and does not finish this request; send it again"
+ABORTED = "the request was aborted; send it again"
 
 
 class Ending:

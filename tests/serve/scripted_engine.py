@@ -40,7 +40,7 @@ class ScriptedEngine:
     answers: model name -> token ids (None: the base).  step_s: pause before each token.
     tokens_per_step: how many tokens an output carries.  fail_after: tokens until a request fails.
     refuse: why no request can run.  hang_after: tokens of all requests; further tokens never come.
-    hidden: of the last token of every prompt.
+    hidden: of the last token of every prompt.  cuts: tokens of the next requests before their "abort".
     """
 
     answers: Mapping[str | None, Sequence[int]]
@@ -52,6 +52,7 @@ class ScriptedEngine:
     refuse: str | None = None
     hang_after: int | None = None
     hidden: bytes | None = None
+    cuts: list[int] = field(default_factory=list)
     alive: bool = True
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -106,13 +107,13 @@ class ScriptedEngine:
         answer = self.answers.get(request.adapter) or self.answers[None]
         room = self.max_model_len - len(request.prompt_token_ids)
         limit = min(request.sampling.max_tokens or room, room)
-        done = 0
+        done, cut_at = 0, self.cuts.pop(0) if self.cuts else limit + 1
         while True:
             await asyncio.sleep(self.step_s)
             while self._hangs() and request.request_id not in self.aborted:
                 await asyncio.sleep(0.01)
             self._check_alive()
-            if request.request_id in self.aborted:
+            if request.request_id in self.aborted or done >= cut_at:
                 yield self._output(request, (), "abort")
                 return
             if self.fail_after is not None and done >= self.fail_after:
@@ -149,7 +150,7 @@ class ScriptedEngine:
             finish_reason=reason,
             num_cached_tokens=1,
             timing=TIMING if reason else None,
-            prompt=PromptReport(hidden=self.hidden) if request.sampling.hidden_state else None,
+            prompt=PromptReport(hidden=self.hidden) if request.sampling.hidden_state and token_ids else None,
         )
 
     async def abort(self, request_id: str) -> None:

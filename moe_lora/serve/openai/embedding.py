@@ -22,7 +22,7 @@ from .endpoints import CLIENT_GONE, ChoiceFormat, answer, unless_disconnected
 from .generation import Delta, Generation
 from .preparing import Prepared, Preparer, check_prompt
 from .prompt_bodies import MAX_INPUTS, EmbeddingRequest, ReadBody, read_body
-from .prompt_side import in_slices, shortened
+from .prompt_side import check_report, in_slices, shortened
 
 if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
@@ -98,6 +98,7 @@ class EmbeddingFormat(ChoiceFormat):
         return base64.b64encode(self._encoded(values)).decode()
 
     def _values(self, delta: Delta) -> np.ndarray[Any, Any]:
+        check_report(delta)
         assert delta.prompt is not None
         assert delta.prompt.hidden is not None
         values = np.frombuffer(delta.prompt.hidden, "<f4")[: self._body.dimensions]

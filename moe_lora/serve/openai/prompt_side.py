@@ -13,7 +13,8 @@ import msgspec
 from msgspec import structs
 
 from moe_lora.core.request import ModelInfo, SamplingParams, TokenLogprobs, TokenOutput
-from moe_lora.serve.http_errors import bad_request, to_json
+from moe_lora.serve.frontend import ABORTED
+from moe_lora.serve.http_errors import ApiError, bad_request, to_json
 
 from .endpoints import LEAST_LOGPROB, ChatFormat, ChoiceFormat, CompletionFormat
 from .generation import Delta, Generation
@@ -159,6 +160,8 @@ class PromptCompletion(CompletionFormat):
         prepared, index = self._prepared, delta.index
         number = index // prepared.body.num_choices
         first = prepared.echo is not None and index not in self._echoed
+        if first and prepared.sampling.prompt_logprobs is not None:
+            check_report(delta)
         self._scores = (delta.prompt and delta.prompt.logprobs) or () if first else ()
         self._echoing = prepared.prompts[number] if first else ()
         entry = super().whole(delta)
@@ -200,6 +203,12 @@ class PromptCompletion(CompletionFormat):
             yield super().logprobs(index, [all_ids[one] for one in part], cut)
 
 
+def check_report(delta: Delta) -> None:
+    """Raises ApiError for a choice that ended by "abort" before its prompt's report."""
+    if delta.prompt is None and delta.finish_reason == "abort":
+        raise ApiError(503, ABORTED)
+
+
 def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
     """The scores with the `num` likeliest tokens; -1: with all."""
     return scores if num == -1 else replace(scores, top=scores.top[:num])
@@ -219,9 +228,12 @@ async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:
 async def shown_scores(
     form: ChoiceFormat, prompt: Sequence[int], delta: Delta, num_top: int | None
 ) -> msgspec.Raw | None:
-    """prompt_logprobs of a choice; None unless asked for and reported."""
+    """prompt_logprobs of a choice; None unless asked for and reported.  Raises ApiError as `check_report`."""
+    if num_top is None:
+        return None
+    check_report(delta)
     report = delta.prompt
-    if num_top is None or report is None or report.logprobs is None:
+    if report is None or report.logprobs is None:
         return None
     return await in_slices(_score_parts(form, prompt, report.logprobs, num_top))
 
