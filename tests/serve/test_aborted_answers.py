@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -51,3 +52,36 @@ def test_an_aborted_completion_has_the_reason_and_its_text(server, engine):
     engine.cuts = [0]
     [choice] = server.post(COMPLETIONS, {**PROMPT, "echo": True}).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("hello", "abort")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_an_aborted_message_is_an_error(server, engine, num_tokens):
+    engine.cuts = [num_tokens] * 2
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
+    answer = server.post("/v1/messages", body)
+    failure = {"type": "error", "error": {"type": "overloaded_error", "message": ABORTED}}
+    assert (answer.status_code, answer.json()) == (503, failure)
+    *others, last = events(server.post("/v1/messages", {**body, "stream": True}).text)
+    assert last == failure
+    assert {"message_delta", "message_stop"}.isdisjoint(one["type"] for one in others)
+    assert [one["delta"]["text"] for one in others if "delta" in one] == [*"hello"[:num_tokens]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_an_aborted_response_is_cancelled_and_not_stored(server, engine, num_tokens, stream):
+    engine.cuts = [num_tokens]
+    answer = server.post("/v1/responses", {"input": "hello", "stream": stream})
+    assert answer.status_code == 200
+    found = answer.json() if not stream else events(answer.text)[-1]["response"]
+    assert (found["status"], found["incomplete_details"], found["store"]) == ("cancelled", None, False)
+    [item] = found["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "hello"[:num_tokens])
+    assert server.get(f"/v1/responses/{found['id']}").status_code == 404
+    if stream:
+        assert events(answer.text)[-1]["type"] == "response.incomplete"
+        assert events(answer.text)[-2]["item"] == item
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]

@@ -12,10 +12,12 @@ from starlette.types import Scope
 
 from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import caller_of
-from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.frontend import ABORTED, Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, anthropic_body
 from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat, renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
+from moe_lora.serve.openai.generation import Delta
+from moe_lora.serve.openai.parsers.answers import Pieces
 from moe_lora.serve.openai.preparing import Prepared, Preparer
 from moe_lora.serve.openai.prompt_bodies import check_model, check_total
 
@@ -61,6 +63,12 @@ class MessageFormat(BlockFormat):
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         return [anthropic_body(error)]
+
+    def _read(self, delta: Delta) -> Pieces:
+        """Raises ApiError for an aborted answer: the interface has no stop_reason for an abort."""
+        if delta.finish_reason == "abort":
+            raise ApiError(503, ABORTED)
+        return super()._read(delta)
 
     def _placed(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"type": name, "index": len(self.blocks) - 1, **fields}

@@ -368,7 +368,7 @@ class BlockFormat(ChatFormat):
         """Mark cut blocks, and drop the count of tokens without reasoning."""
         if not any(block.kind == "reasoning" for block in self.blocks):
             self.num_reasoning_tokens = 0
-        if self.blocks and self.finish_reason == "length":
+        if self.blocks and self.finish_reason in ("length", "abort"):
             self.blocks[-1].is_cut = True
         calls = [] if self._choice is None else self._choice.calls
         if self.finish_reason == "stop" and any(call.is_valid() for call in calls):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .store import ResponseStore
 
 _PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
+_STATUSES = {"length": "incomplete", "abort": "cancelled"}
 
 
 class ResponseFormat(BlockFormat):
@@ -75,7 +76,8 @@ class ResponseFormat(BlockFormat):
 
     def closed(self) -> list[dict[str, Any]]:
         found = self._finished()
-        return [self._event(f"response.{found['status']}", response=found)]
+        name = "completed" if found["status"] == "completed" else "incomplete"  # no event for "cancelled"
+        return [self._event(f"response.{name}", response=found)]
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         found = self._response("failed")
@@ -113,11 +115,13 @@ class ResponseFormat(BlockFormat):
         return {"type": "reasoning", **head, "summary": [], "content": parts, "encrypted_content": hidden}
 
     def _finished(self) -> dict[str, Any]:
-        is_whole = self.finish_reason in ("stop", "tool_calls")
-        found = self._response("completed" if is_whole else "incomplete")
-        if is_whole:
+        if self.finish_reason == "abort":
+            self._store = None
+        status = _STATUSES.get(self.finish_reason or "", "completed")
+        found = self._response(status)
+        if status == "completed":
             found["completed_at"] = int(time.time())
-        else:
+        elif status == "incomplete":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
         found["output"] = [self._item(block) for block in self.blocks]
         found["usage"] = self._usage()
