@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.types import Message
 
 from moe_lora.core.errors import StorageError
@@ -91,7 +92,7 @@ async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: 
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
     }
     try:
-        await app.router(scope, receive, send)
+        await AsyncExitStackMiddleware(app.router)(scope, receive, send)
     except Exception as error:
         failure = to_api_error(error)
         return Answer(failure.status, failure.body, failure.retry_s or 0.0)

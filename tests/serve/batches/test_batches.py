@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,9 +128,17 @@ def test_pages_of_lists(tokenizer):
         assert client.files.list(limit=2, after=made[2]).has_more is False
 
 
-def test_chats_and_embeddings_are_endpoints_too(tokenizer):
+def test_chats_embeddings_and_responses_are_endpoints_too(tokenizer):
     chat = {"messages": [{"role": "user", "content": "the"}]}
-    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+    engine = scripted(tokenizer, hidden=struct.pack("<2f", 3, 4))
+    with served(engine, tokenizer) as url, client_of(url) as client:
+        for path in ("/v1/embeddings", "/v1/responses"):
+            one = ended(client, create(client, lines_of({"input": "the"}, url=path), path).id)
+            body = content(client, one.output_file_id)["n0"]["response"]["body"]
+            if path == "/v1/embeddings":
+                assert body["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+            else:
+                assert body["output"][0]["content"][0]["text"] == "hello world"
         batch = create(client, lines_of(chat, url="/v1/chat/completions"), "/v1/chat/completions")
         results = content(client, ended(client, batch.id).output_file_id)
         message = results["n0"]["response"]["body"]["choices"][0]["message"]
