@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import httpx
 
-from moe_lora.serve.batches.lines import BatchLine, Results, body_at, result_line, run_lines
+from moe_lora.serve.batches.lines import BatchLine, Results, body_at, result_line, run_lines, was_aborted
 
 RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Waits before further attempts."""
@@ -85,20 +85,22 @@ class BatchRun:
         return f"{done} of {num_lines} done, {self.failed} failed, {rate:.1f} requests/s"
 
     async def _work(self, http: httpx.AsyncClient, line: BatchLine) -> None:
-        answer = await self._answer(line, body_at(self._source, line), http)
-        if answer is None:
+        found = await self._answer(line, body_at(self._source, line), http)
+        if found is None:
             self.left += 1
             return
-        try:
-            body = json.loads(answer.content)
-        except ValueError:
-            body = answer.text
+        answer, body = found
         status, request_id = answer.status_code, answer.headers.get("X-Request-Id", "")
         text = result_line(line.custom_id, status, request_id, body)
         self._results.add(text, line.custom_id, is_whole=status == 200)
 
-    async def _answer(self, line: BatchLine, body: bytes, http: httpx.AsyncClient) -> httpx.Response | None:
-        """None after the last attempt.  Raises ValueError if no server answers, or for a refused key."""
+    async def _answer(
+        self, line: BatchLine, body: bytes, http: httpx.AsyncClient
+    ) -> tuple[httpx.Response, Any] | None:
+        """The answer and its body; None after the last attempt.
+
+        Raises ValueError if no server answers, or for a refused key.
+        """
         for wait_s in (*RETRY_S, None):
             try:
                 answer = await http.post(line.url, content=body, headers={"Content-Type": "application/json"})
@@ -110,13 +112,24 @@ class BatchRun:
                 if answer.status_code in (401, 403):
                     what = f"the server refuses the key ({answer.status_code}); give another --api-key"
                     raise ValueError(what)
-                if answer.status_code not in TRANSIENT:
-                    return answer
                 problem, least_s = f"status {answer.status_code}", _retry_after_s(answer)
+                if answer.status_code not in TRANSIENT:
+                    answered = _body(answer)
+                    if not was_aborted(answered):
+                        return answer, answered
+                    problem = "the server aborted the request"
             if wait_s is not None:
                 await asyncio.sleep(max(wait_s, least_s))
         self._report(f"line {line.number}: {problem}; the next run sends the line again")
         return None
+
+
+def _body(answer: httpx.Response) -> Any:
+    """The body from JSON, else as text."""
+    try:
+        return json.loads(answer.content)
+    except ValueError:
+        return answer.text
 
 
 def _retry_after_s(answer: httpx.Response) -> float:

@@ -148,6 +148,20 @@ def test_a_server_s_passing_errors_are_tried_again(tmp_path, tokenizer, monkeypa
     assert set(results(file)) == {"n0"}
 
 
+def test_an_aborted_answer_is_no_result(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("moe_lora.cli.batch_run.RETRY_S", (0.01, 0.01))
+    engine = scripted(tokenizer, cuts=[0, 2, 1, 3])
+    file = write(tmp_path / "in", {"prompt": "the"})
+    with ServerThread(app_of(engine, tokenizer)) as server:
+        done = batch(file, "--server", server.url)
+        assert done.exit_code == 1
+        assert "line 1: the server aborted the request; the next run sends the line again" in done.output
+        assert (len(engine.requests), results(file)) == (3, {})
+        assert batch(file, "--server", server.url).exit_code == 0
+    assert results(file)["n0"]["response"]["body"]["choices"][0]["text"] == "hello world"
+    assert len(engine.requests) == 5
+
+
 def test_an_own_instance_answers_as_a_server(tmp_path):
     texts = {"model": "hello=", "upper": "hello=", "reverse": "abc="}
     file = write(

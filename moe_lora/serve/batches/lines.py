@@ -192,6 +192,14 @@ def result_line(custom_id: str, status: int, request_id: str, body: Any) -> byte
     return _line(custom_id, response, None)
 
 
+def was_aborted(body: Any) -> bool:
+    """True for an answer that an abort cut."""
+    if not isinstance(body, dict):
+        return False
+    choices = body.get("choices") or ()
+    return body.get("status") == "cancelled" or any(one.get("finish_reason") == "abort" for one in choices)
+
+
 def problem_line(custom_id: str | None, code: str, message: str) -> bytes:
     """The result of a request without an answer."""
     return _line(custom_id, None, {"code": code, "message": message})

@@ -18,7 +18,8 @@ from starlette.types import Message
 
 from moe_lora.core.errors import StorageError
 from moe_lora.serve.access import Allowance, Caller, allowance_of
-from moe_lora.serve.http_errors import to_api_error
+from moe_lora.serve.frontend import ABORTED
+from moe_lora.serve.http_errors import ApiError, to_api_error
 
 from .lines import (
     BatchLine,
@@ -30,6 +31,7 @@ from .lines import (
     read_lines,
     result_line,
     run_lines,
+    was_aborted,
 )
 from .store import FullError, Record, Store
 
@@ -73,7 +75,7 @@ class Answer(NamedTuple):
 
 
 async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: str) -> Answer:
-    """The application's answer to a request of this caller."""
+    """The application's answer to a request of this caller; an aborted answer is a passing error."""
     start, parts, bodies = dict[str, Any](), list[bytes](), [body]
 
     async def receive() -> Message:
@@ -96,7 +98,11 @@ async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: 
     except Exception as error:
         failure = to_api_error(error)
         return Answer(failure.status, failure.body, failure.retry_s or 0.0)
-    return Answer(start["status"], json.loads(b"".join(parts)))
+    answered = json.loads(b"".join(parts))
+    if was_aborted(answered):
+        failure = ApiError(503, ABORTED)
+        return Answer(failure.status, failure.body)
+    return Answer(start["status"], answered)
 
 
 class Batches:

@@ -29,6 +29,7 @@ from moe_lora.provision.online import DemandWindow
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
 from moe_lora.serve.batches import endpoints, running, uploads
 from moe_lora.serve.batches.store import FullError, Store
+from moe_lora.serve.frontend import ABORTED
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 from tests.serve.conftest import app_of, frontend_of, scripted
@@ -150,6 +151,35 @@ def test_chats_embeddings_and_responses_are_endpoints_too(tokenizer):
         assert "url='/v1/responses'" in wrong.errors.data[0].message
         empty = ended(client, create(client, b"\n").id)
         assert empty.errors.data[0].code == "empty_file"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"]
+)
+def test_aborted_requests_are_sent_again(tokenizer, monkeypatch, path):
+    monkeypatch.setattr(running, "RETRY_S", (0.0,) * 3)
+    engine = scripted(tokenizer, hidden=b"\0" * 16, cuts=[0, 0, 3])
+    chat = {"messages": [{"role": "user", "content": "the"}]}
+    bodies = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": chat}
+    body = bodies.get(path, {"input": "the"})
+    with served(engine, tokenizer, batch_concurrency=1) as url, client_of(url) as client:
+        found = ended(client, create(client, lines_of(body, body, url=path), path).id)
+        assert (found.request_counts.completed, found.request_counts.failed) == (2, 0)
+        assert "aborted" not in str(content(client, found.output_file_id))
+        assert len(engine.requests) == (4 if path == "/v1/embeddings" else 5)
+
+
+def test_a_request_that_is_aborted_each_time_is_a_failed_row(tokenizer, monkeypatch):
+    monkeypatch.setattr(running, "RETRY_S", (0.0, 0.0))
+    engine = scripted(tokenizer, cuts=[2, 1, 0])
+    with served(engine, tokenizer, batch_concurrency=1) as url, client_of(url) as client:
+        found = ended(client, create(client, lines_of({"prompt": "a"}, {"prompt": "b"})).id)
+        assert (found.request_counts.completed, found.request_counts.failed) == (1, 1)
+        assert set(content(client, found.output_file_id)) == {"n1"}
+        response = content(client, found.error_file_id)["n0"]["response"]
+    assert response["status_code"] == 503
+    assert response["body"]["error"]["message"] == ABORTED
+    assert len(engine.requests) == 4
 
 
 def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monkeypatch):
