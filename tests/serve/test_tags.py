@@ -18,6 +18,8 @@ from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.protocol import ChatRequest
 from moe_lora.serve.openai.structured import body_grammar, checked_grammar
+from moe_lora.serve.openai.tags.rules import TagRules
+from moe_lora.serve.openai.tags.structural import add_structural_tag
 from tests.small_tokenizers import byte_level
 
 A = {
@@ -278,3 +280,55 @@ def test_other_structural_tags_are_refused_by_name(given, words):
         grammar_of(tokenizer, response_format={"type": "structural_tag", **given})
     assert error.value.status == 400
     assert words in str(error.value)
+
+
+def test_an_equal_inner_grammar_is_found_without_comparisons():
+    class Counted(dict[str, Any]):
+        num_compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.num_compared += 1
+            return super().__eq__(other)
+
+        __hash__ = None
+
+    rules = TagRules({})
+    names = [rules.within("json", Counted(a=number % 50)) for number in range(200)]
+    assert Counted.num_compared == 0
+    assert names == 4 * [f"@inner_{number}" for number in range(50)]
+    assert len(rules.inner) == 50
+    ordered = [rules.within("json", {"properties": one}) for one in ({"a": 1, "b": 2}, {"b": 2, "a": 1})]
+    assert len(set(ordered)) == 2, "the order of properties is the order of the answer"
+
+
+def nested(num_lists: int, num_elements: int) -> dict[str, Any]:
+    """A sequence of sequences."""
+    texts = [{"type": "const_string", "value": "a"}] * num_elements
+    return {"type": "sequence", "elements": [{"type": "sequence", "elements": texts}] * num_lists}
+
+
+def chain(num_tags: int) -> dict[str, Any]:
+    """A tag within a tag, and so on."""
+    found = WORD
+    for _ in range(num_tags):
+        found = {"type": "tag", "begin": "(", "content": found, "end": [")"]}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("within", "beyond"),
+    [
+        (nested(4, 254), nested(4, 255)),
+        ({"type": "or", "elements": [chain(90)] * 11}, {"type": "or", "elements": [chain(90)] * 12}),
+        (
+            {"type": "or", "elements": [{**NOTE, "end": [")"] * 250}] * 4},
+            {"type": "or", "elements": [{**NOTE, "end": [")"] * 255}] * 4},
+        ),
+    ],
+    ids=["elements", "tags", "ends"],
+)
+def test_elements_tags_and_ends_are_bounded_in_all(within, beyond):
+    add_structural_tag({"format": within}, TagRules({}))
+    with pytest.raises(ApiError, match="more than 1024 elements, tags and ends") as error:
+        grammar_of(tokenizer_with([]), response_format={"type": "structural_tag", "format": beyond})
+    assert error.value.status == 400

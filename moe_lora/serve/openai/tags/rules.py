@@ -31,6 +31,7 @@ class TagRules:
     """Rules and their inner grammars.  marks: text -> id of the special tokens (`grammars.mark_ids`).
 
     inner: kind and value of each inner grammar, named inner_0, inner_1, …
+    num_entries: elements, tags and their ends so far.
     """
 
     def __init__(self, marks: Mapping[str, int]) -> None:
@@ -39,6 +40,8 @@ class TagRules:
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if marks else None
         self._rules: list[str] = []
         self.inner: list[tuple[str, Any]] = []
+        self.num_entries = 0
+        self._names: dict[tuple[str, str], str] = {}
 
     def lark(self, start: str) -> str:
         return "\n".join((f"start: {start}", *self._rules, _TEXT))
@@ -51,9 +54,11 @@ class TagRules:
 
     def within(self, kind: str, value: Any) -> str:
         """An inner grammar, as in `structured_outputs`."""
-        if (kind, value) not in self.inner:
+        key = kind, json.dumps(value)  # the order of an object's keys counts
+        if key not in self._names:
+            self._names[key] = f"@inner_{len(self.inner)}"
             self.inner.append((kind, value))
-        return f"@inner_{self.inner.index((kind, value))}"
+        return self._names[key]
 
     def literal(self, text: str) -> str:
         """This text, whose special tokens may be spelled."""

@@ -10,6 +10,8 @@ from typing import Any
 from .rules import Tag, TagRules
 
 MAX_ENTRIES = 256
+MAX_ALL_ENTRIES = 1024
+"""Elements, tags and their ends, nested or not."""
 TYPES = (
     *("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag"),
     *("triggered_tags", "tags_with_separator"),
@@ -63,6 +65,8 @@ def _expression(given: Any, rules: TagRules, *, is_last: bool) -> str:
         raise ValueError(
             f"format: the type {str(kind)[:64]!r} is not supported; allowed are {', '.join(TYPES)}"
         )
+    if kind != "tag":
+        _add_entries(1, rules)
     for name, value in given.items():
         if name not in _FIELDS[kind] | {"type"} and value not in (None, False, [], ""):
             raise ValueError(f"format: {name[:64]!r} of {kind} is not supported; leave it out")
@@ -105,9 +109,10 @@ def _tag(given: Any, rules: TagRules) -> list[Tag]:
     if unknown := given.keys() - _FIELDS["tag"] - {"type"}:
         raise ValueError(f"format: {min(unknown)[:64]!r} of tag is not supported; leave it out")
     begin, content, ends = _text(given, "begin"), given.get("content"), given.get("end")
+    listed = ends if isinstance(ends, list) else [ends]
+    _add_entries(len(listed), rules)
     is_free = isinstance(content, dict) and content.get("type") == "any_text"
     inner = None if is_free else rules.rule(_expression(content, rules, is_last=False))
-    listed = ends if isinstance(ends, list) else [ends]
     if not listed or (is_free and len(listed) > 1):
         raise ValueError("format: a tag with any_text needs one end; send a text")
     return [Tag(begin, inner, _text({"end": end}, "end")) for end in listed]
@@ -131,6 +136,14 @@ def _triggers(given: Mapping[str, Any]) -> list[str]:
     if not all(isinstance(one, str) for one in found):
         raise ValueError("triggers must be a list of texts")
     return list(dict.fromkeys(found))
+
+
+def _add_entries(num: int, rules: TagRules) -> None:
+    rules.num_entries += num
+    if rules.num_entries > MAX_ALL_ENTRIES:
+        raise ValueError(
+            f"structural_tag has more than {MAX_ALL_ENTRIES} elements, tags and ends in all; send fewer"
+        )
 
 
 def _list_of(given: Mapping[str, Any], name: str) -> list[Any]:
