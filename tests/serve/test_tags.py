@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from moe_lora.engine.text.grammars import grammar_tokenizer, limits
 from moe_lora.engine.text.text import REPLACEMENT, Tokenizer
 from moe_lora.serve.http_errors import ApiError
+from moe_lora.serve.openai import structured
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.protocol import ChatRequest
 from moe_lora.serve.openai.structured import body_grammar, checked_grammar
@@ -332,3 +333,22 @@ def test_elements_tags_and_ends_are_bounded_in_all(within, beyond):
     with pytest.raises(ApiError, match="more than 1024 elements, tags and ends") as error:
         grammar_of(tokenizer_with([]), response_format={"type": "structural_tag", "format": beyond})
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "structural_tag", "format": {**NOTE, "end": ""}}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": 5}, "strict": True}}]},
+    ],
+    ids=["structural", "strict"],
+)
+def test_tags_become_rules_in_the_bounded_child(fields, monkeypatch):
+    def in_child(make):
+        raise ValueError("beyond the limits")
+
+    monkeypatch.setattr(structured, "in_child", in_child)
+    monkeypatch.setattr(TagRules, "__init__", None)
+    parsers = AnswerParsers(tool_format="glm4", has_strict="tools" in fields)
+    with pytest.raises(ApiError, match="beyond the limits"):
+        grammar_of(tokenizer_with([]), parsers, **fields)

@@ -47,13 +47,14 @@ _TOO_LARGE = (
 class BodyGrammar(NamedTuple):
     """A grammar that a body asks for.  rules: Lark's, of the reasoning before it.
 
-    The kind "tags" has Lark rules and a list of their inner grammars, each with kind and value.
+    marks: special tokens of answers with tags (`TagRules`); None: without tags.
     """
 
     field: str
     kind: str
     value: Any
     rules: str = ""
+    marks: dict[str, int] | None = None
 
 
 def body_grammar(
@@ -71,43 +72,56 @@ def body_grammar(
     field = asked[0].field
     if tokenizer is None:
         raise bad_request(f"{field} needs a tokenizer, but the model's directory has none", field)
-    try:
-        found = _with_tags(asked[0], body, tokenizer, parsers)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"{field}: {error}", field) from error
+    found = _with_marks(asked[0], body, tokenizer, parsers)
     if parsers is None or not parsers.reasoning or asked[0].kind == STRICT:
         return found
     return found._replace(rules=reasoning_rules(parsers, tokenizer, is_call=asked[0].kind == "calls"))
 
 
-def _with_tags(
+def _with_marks(
     asked: BodyGrammar, body: SamplingFields, tokenizer: Tokenizer, parsers: AnswerParsers | None
 ) -> BodyGrammar:
-    """The rules of tags for this vocabulary; another grammar as given.  Raises ValueError."""
+    """The marks of this vocabulary for tags; another grammar as given."""
     is_listed = asked.kind == "calls" and (parsers is None or parsers.tool_format == FORCED)
     if is_listed or asked.kind not in (STRICT, "structural_tag", "calls"):
         return asked
     from moe_lora.engine.text.grammars import mark_ids
 
+    found = asked._replace(marks=mark_ids(tokenizer))
+    if asked.kind != STRICT:
+        return found
+    from .parsers.forced import functions_of
+
+    chat = body.as_chat
+    assert chat is not None
+    assert parsers is not None
+    names = "tool_format", "reasoning", "is_open", "is_closed"
+    fields = {name: getattr(parsers, name) for name in names}
+    return found._replace(value=[fields, functions_of(chat.tools or [])])
+
+
+def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]]:
+    """Makes the Lark rules of tags, or "", and the inner grammars: kind and value.
+
+    Imports here, before the fork.
+    """
+    kind, value, marks = asked.kind, asked.value, asked.marks
+    if marks is None:
+        return lambda: ("", [(kind, value)])
     from .tags.rules import TagRules
 
-    rules = TagRules(mark_ids(tokenizer))
-    if asked.kind == "structural_tag":
-        from .tags.structural import add_structural_tag
-
-        start = add_structural_tag(asked.value, rules)
+    if kind == "structural_tag":
+        from .tags.structural import add_structural_tag as add
+    elif kind == STRICT:
+        from .tags.calls import add_strict_calls as add
     else:
-        from .parsers.forced import functions_of
-        from .tags.calls import add_forced_call, add_strict_calls
+        from .tags.calls import add_forced_call as add
 
-        chat = body.as_chat
-        assert chat is not None
-        assert parsers is not None
-        if asked.kind == STRICT:
-            start = add_strict_calls(parsers, functions_of(chat.tools or []), rules)
-        else:
-            start = add_forced_call(asked.value[0], rules)
-    return asked._replace(kind="tags", value=[rules.lark(start), rules.inner])
+    def make() -> tuple[str, list[tuple[str, Any]]]:
+        rules = TagRules(marks)
+        return rules.lark(add(value, rules)), rules.inner
+
+    return make
 
 
 def outputs_of(body: SamplingFields) -> dict[str, Any] | None:
@@ -122,8 +136,10 @@ def checked_grammar(asked: BodyGrammar) -> str:
     """
     from moe_lora.engine.text import grammars
 
+    parts = _parts(asked)
+
     def make() -> str:
-        tags, inner = asked.value if asked.kind == "tags" else ("", [(asked.kind, asked.value)])
+        tags, inner = parts()
         made = {f"inner_{place}": _grammar(*one) for place, one in enumerate(inner)}
 
         def whole(shown: Callable[[str], str]) -> str:

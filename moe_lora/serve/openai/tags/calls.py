@@ -23,11 +23,14 @@ _ROOT = {
 }
 
 
-def add_strict_calls(parsers: AnswerParsers, functions: Iterable[Mapping[str, Any]], rules: TagRules) -> str:
+def add_strict_calls(given: Any, rules: TagRules) -> str:
     """The start of rules for any answer whose calls hold the schemas of strict functions.
 
+    given: fields of `AnswerParsers`, and the functions.
     Calls of other functions have any JSON object.  Raises ValueError for a wrong schema.
     """
+    fields, functions = given
+    parsers = AnswerParsers(**fields)
     kind = parser_class(parsers.tool_format)
     free = [{**one, **({} if one["strict"] is True else {"parameters": None})} for one in functions]
     tags = [tag for function in free for tag in _tags(kind, function, rules)]
@@ -42,10 +45,10 @@ def add_strict_calls(parsers: AnswerParsers, functions: Iterable[Mapping[str, An
     return thought if parsers.is_open else f"{rules.opened(opening)} {thought} | {answer}"
 
 
-def add_forced_call(functions: Iterable[Mapping[str, Any]], rules: TagRules) -> str:
-    """The start of rules for a call in harmony's channel of commentary."""
+def add_forced_call(given: Any, rules: TagRules) -> str:
+    """The start of rules for a call in harmony's channel of commentary.  given: of `forced_functions`."""
     kind = parser_class(HARMONY)
-    tags = [next(iter(_tags(kind, function, rules))) for function in functions]
+    tags = [next(iter(_tags(kind, function, rules))) for function in given[0]]
     channel = rules.literal("<|channel|>commentary ")
     calls = (f"{rules.literal(tag.begin)} {tag.content} ({rules.literal(tag.end)})?" for tag in tags)
     return f"{channel} ({' | '.join(calls)})"
