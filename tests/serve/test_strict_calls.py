@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moe_lora.engine.step.grammar_masks import BITS, Follower
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
 from moe_lora.serve.openai.parsers.answers import ParsedChoice
@@ -90,6 +92,48 @@ def test_strict_calls_hold_their_schema_and_other_text_is_free(name, special):
         assert not masks.accepts(before + valid[: valid.index("1") + 1])
 
 
+HIDDEN = "<|x|>"
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "qwen3_coder"])
+def test_a_hidden_special_token_opens_no_call(name, special):
+    """`MarkedText` drops the token, so the parser reads the text around as one."""
+    marks = sorted(parsed_by(name).marks()) if special else []
+    tokenizer = tokenizer_with([*marks, HIDDEN, "<|eot|>"])
+    backend = tokenizer.backend
+    backend.add_tokens(["<shown>"])
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsed_by(name), tools=TOOLS))
+    hidden = [backend.token_to_id(one) for one in (HIDDEN, "<|eot|>", "<s>")]
+    for shape in CALLS[name]:
+        valid = call_of(name, shape, "f", {"a": 1})
+        places = range(valid.index("f") + 1)
+        refused = [masks.after(valid[:at] + HIDDEN) is None for at in places]
+        assert all(refused), valid
+        assert masks.accepts(valid)
+    for text in ("", "Plain <tool_"):
+        assert set(hidden) <= set(masks.excluded(text))
+        follower = Follower(masks.after(text), hidden[1:2], hidden[2:], tokenizer.vocab_size)
+        words = follower.advance([]).words
+        allowed = [bool(words[one // BITS] >> np.uint32(one % BITS) & 1) for one in hidden]
+        assert allowed == [False, True, False], "only the answer's end"
+    assert masks.accepts("Plain <shown> more")
+
+
+def test_a_hidden_special_token_ends_neither_reasoning_nor_a_value():
+    tokenizer = tokenizer_with([HIDDEN])
+    parsers = parsed_by("hermes", reasoning="qwen3")
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS))
+    assert masks.after("<think>so</thin") is not None
+    assert masks.after(f"<think>so</thin{HIDDEN}") is None
+    tools = [tool("f", WORDS, strict=True)]
+    parsers = AnswerParsers(tool_format="glm4", tools={"f": WORDS}, has_strict=True)
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=tools))
+    before = "<tool_call>f\n<arg_key>word</arg_key>\n<arg_value>x</arg_"
+    assert masks.after(before) is not None
+    assert masks.after(before + HIDDEN) is None
+
+
 WORDS = {
     "type": "object",
     "properties": {
@@ -154,7 +198,7 @@ def test_schemas_without_an_effect_in_tags_are_refused_by_name(parameters, words
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_strict_calls_begin_after_the_reasoning(special, is_open):
-    tokenizer = tokenizer_with(["<think>", "</think>", "<tool_call>", "</tool_call>"], special=special)
+    tokenizer = tokenizer_with(["<think>", "</think>", "<tool_call>"], special=special)
     masks = Masks(
         tokenizer, grammar_of(tokenizer, parsed_by("hermes", reasoning="qwen3", is_open=is_open), tools=TOOLS)
     )

@@ -182,6 +182,7 @@ THINK = {"type": "tag", "begin": "<think>", "content": FREE, "end": "</think>"}
 NOTE = {"type": "tag", "begin": "(", "content": WORD, "end": [")", "]"]}
 FORMATS = [
     ({"type": "const_string", "value": 'a "b"\n'}, ['a "b"\n'], ["", 'a "b"', 'a "b"\n!']),
+    ({"type": "const_string", "value": "\x00\x1f\x7f\x85"}, ["\x00\x1f\x7f\x85"], ["\x00\x1f\x85", "u007f"]),
     (WORD, ["ab"], ["", "abc", "d"]),
     ({"type": "grammar", "grammar": 'root ::= "x" | "yy"'}, ["x", "yy"], ["y"]),
     ({"type": "json_schema", "json_schema": B}, ["[1]", "[]"], ["[2]", "1"]),

@@ -47,14 +47,14 @@ _TOO_LARGE = (
 class BodyGrammar(NamedTuple):
     """A grammar that a body asks for.  rules: Lark's, of the reasoning before it.
 
-    marks: special tokens of answers with tags (`TagRules`); None: without tags.
+    marks: special tokens of answers with tags, and the hidden ones (`TagRules`); None: without tags.
     """
 
     field: str
     kind: str
     value: Any
     rules: str = ""
-    marks: dict[str, int] | None = None
+    marks: tuple[dict[str, int], list[str]] | None = None
 
 
 def body_grammar(
@@ -87,9 +87,10 @@ def _with_marks(
         return asked
     from moe_lora.engine.text.grammars import mark_ids
 
-    found = asked._replace(marks=mark_ids(tokenizer))
+    marks = mark_ids(tokenizer)
     if asked.kind != STRICT:
-        return found
+        return asked._replace(marks=(marks, []))
+    from .parsers.answers import hidden_ids
     from .parsers.forced import functions_of
 
     chat = body.as_chat
@@ -97,7 +98,9 @@ def _with_marks(
     assert parsers is not None
     names = "tool_format", "reasoning", "is_open", "is_closed"
     fields = {name: getattr(parsers, name) for name in names}
-    return found._replace(value=[fields, functions_of(chat.tools or [])])
+    unread = hidden_ids(tokenizer, parsers.marks())
+    hidden = [mark for mark, token in marks.items() if token in unread]
+    return asked._replace(value=[fields, functions_of(chat.tools or [])], marks=(marks, hidden))
 
 
 def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]]:
@@ -118,7 +121,7 @@ def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]
         from .tags.calls import add_forced_call as add
 
     def make() -> tuple[str, list[tuple[str, Any]]]:
-        rules = TagRules(marks)
+        rules = TagRules(*marks)
         return rules.lark(add(value, rules)), rules.inner
 
     return make

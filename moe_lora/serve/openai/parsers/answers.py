@@ -23,14 +23,14 @@ class MarkedText:
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
         self._decode = tokenizer.decode
-        self.special_ids = _hidden_ids(tokenizer, marks)
+        self.special_ids = hidden_ids(tokenizer, marks)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids, skip_special_tokens=False)
 
 
 @lru_cache(maxsize=16)
-def _hidden_ids(tokenizer: Tokenizer, marks: frozenset[str]) -> frozenset[int]:
+def hidden_ids(tokenizer: Tokenizer, marks: frozenset[str]) -> frozenset[int]:
     """Special tokens that are not text."""
     ids = tokenizer.special_ids
     return frozenset(one for one in ids if tokenizer.decode([one], skip_special_tokens=False) not in marks)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lark rules of an answer with tags.
 
-Outside of tags the answer is any UTF-8 text with any special tokens.  A trigger starts a tag, as text or as a
-special token.
+Outside of tags the answer is any UTF-8 text with any special tokens, except hidden ones.  A trigger starts
+a tag, as text or as a special token.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Tag(NamedTuple):
 class TagRules:
     """Rules and their inner grammars.  marks: text -> id of the special tokens (`grammars.mark_ids`).
 
+    hidden: marks outside of free text.  Parsers drop these marks, even inside a trigger.
     inner: kind and value of each inner grammar, named inner_0, inner_1, …
     num_entries: elements, tags and their ends so far.
     """
 
-    def __init__(self, marks: Mapping[str, int]) -> None:
-        self._marks = marks
+    def __init__(self, marks: Mapping[str, int], hidden: Collection[str] = ()) -> None:
+        self._marks, self._hidden = marks, frozenset(hidden)
         longest_first = sorted(marks, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if marks else None
         self._rules: list[str] = []
@@ -164,7 +165,8 @@ class TagRules:
 
     def _others(self, without: Collection[str], text: str = "TEXT") -> str:
         """Any number of texts that end with a special token, without these marks."""
-        ids = sorted(token for mark, token in self._marks.items() if mark not in without)
+        excluded = self._hidden.union(without)
+        ids = sorted(token for mark, token in self._marks.items() if mark not in excluded)
         return f"({text} <[{','.join(map(str, ids))}]>)*" if ids else ""
 
 
@@ -173,4 +175,4 @@ def _options(found: Iterable[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark has no raw one
