@@ -96,13 +96,14 @@ def joined(on_pause: Callable[[InstanceRegistry, PausedClient], None]) -> set[st
 
     async def join() -> set[str]:
         registry = InstanceRegistry([])
-        client = PausedClient(lambda client: on_pause(registry, client))
+        client: Any = PausedClient(lambda client: on_pause(registry, client))
         instance = registry.enter("one", client)
         for owner in ("", "key a"):
             registry.pauses[owner] = PauseScope(owner), time.monotonic() + PATIENCE_S
         await caught_up(registry)(instance, client, "first")
         assert registry.live == [instance]
-        return client.paused
+        paused: set[str] = client.paused
+        return paused
 
     return asyncio.run(join())
 
