@@ -20,6 +20,7 @@ from .adapter_folders import (
 from .errors import user_errors
 
 if TYPE_CHECKING:
+    from moe_lora.adapters.packed import PackedAdapter
     from moe_lora.adapters.peft.origin import Origin
     from moe_lora.core.shape import ModelShape
 
@@ -65,7 +66,7 @@ def _check_folders(path: Path, model_dir: Path, shape: ModelShape) -> bool:
             click.echo(
                 f"{folder.name}: ok: rank {packed.max_lora_rank}, {packed.nbytes:,} bytes, "
                 f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}; "
-                f"{_backends(packed.max_lora_rank)}; written by {origin.tool}: {', '.join(origin.forms)}"
+                f"{_backends(packed)}; written by {origin.tool}: {', '.join(origin.forms)}"
             )
             if remark := text_remark(folder, model_dir, used=False):
                 click.echo(f"{folder.name}: note: {remark}")
@@ -81,14 +82,16 @@ def _origin(folder: Path, shape: ModelShape, model_dir: Path) -> Origin:
         return origin_of(read_json(folder), found.entries, found.match)
 
 
-def _backends(lora_rank: int) -> str:
-    """Whether each type of device computes the rank."""
+def _backends(packed: PackedAdapter) -> str:
+    """Whether each type of device computes the adapter."""
     from moe_lora.core.shape import RANK_LIMITS
 
     said = []
     for device, limit in RANK_LIMITS.items():
         limited = "any rank" if limit is None else f"ranks up to {limit}"
-        refused = limit is not None and lora_rank > limit
+        refused = limit is not None and packed.max_lora_rank > limit
+        if packed.has_columns and device != "cpu":
+            limited, refused = "no DoRA or lora_bias", True
         said.append(f"{device}: {limited}{' (refuses this adapter)' if refused else ''}")
     return ", ".join(said)
 

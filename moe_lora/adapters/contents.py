@@ -24,14 +24,15 @@ OUTER_BESIDE_LORA_SERVER = (
     "a change of lm_head or embed_tokens is computed by an instance alone, and lora_server keeps the "
     "adapters outside; serve the adapter without a LoRA Server, or train without these targets"
 )
-COLUMNS_BESIDE_LORA_SERVER = (
-    "use_dora and lora_bias change the base's outputs, at an instance alone, and lora_server keeps the "
-    "adapters outside; serve the adapter without a LoRA Server, or train a plain LoRA"
-)
-COLUMNS_ON_CUDA = (
-    "use_dora and lora_bias are served on a CPU alone; start the server with --device cpu, or train a plain "
-    "LoRA"
-)
+COLUMNS_REFUSED = {
+    "lora_server": "use_dora and lora_bias change the base's outputs, at an instance alone, and lora_server "
+    "keeps the adapters outside; serve the adapter without a LoRA Server, or train a plain LoRA",
+    "cuda": "use_dora and lora_bias are served on a CPU alone; start the server with --device cpu, or train a "
+    "plain LoRA",
+    "quantised": "use_dora and lora_bias need the base as it was trained, for DoRA's norms; start the server "
+    "without --quantize, or train a plain LoRA",
+}
+"""By `AdapterContents.computed_by`."""
 
 
 class AdapterContents:
@@ -39,8 +40,8 @@ class AdapterContents:
 
     store: of contents, or None; contents go after their last use.  root: folder that must contain every path.
     max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies and
-    replaced rows of its weights; None: both are refused.  computed_by: "cpu", "cuda", or "lora_server", which
-    owns the store; changes that are not computed there are refused.  For the engine's and the reader's
+    replaced rows of its weights; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (weights
+    quantised at the load), or "lora_server", which owns the store; changes not computed there are refused.  For the engine's and the reader's
     threads.
     """
 
@@ -178,7 +179,7 @@ class AdapterContents:
         if beside_lora_server and len(packed.layers) > self.shape.num_layers:
             problem = OUTER_BESIDE_LORA_SERVER
         elif packed.has_columns and self._computed_by != "cpu":
-            problem = COLUMNS_BESIDE_LORA_SERVER if beside_lora_server else COLUMNS_ON_CUDA
+            problem = COLUMNS_REFUSED[self._computed_by]
         if problem is not None:
             raise AdapterError(f"adapter {packed.name!r}: {problem}")
 

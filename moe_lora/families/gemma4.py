@@ -46,6 +46,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 
 def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
+    config.require({"rope_scaling": ()})  # transformers lays it over rope_parameters
     if not config.flag("enable_moe_block"):
         raise config.refusal("enable_moe_block", False, "is not supported; supported is True (Gemma 4 MoE)")
     if size := config.size("hidden_size_per_layer_input", default=256, least=0):

@@ -150,7 +150,9 @@ class OnDevice:
             announce=announce,
             graphs=graphs,
         )
-        given = packed or [SimpleNamespace(name=str(slot), layers=()) for slot in range(slots.num_slots)]
+        given = packed or [
+            SimpleNamespace(name=str(slot), layers=(), has_columns=False) for slot in range(slots.num_slots)
+        ]
         self.adapters = [
             AdapterVersion(uid=slot, version=0, packed=one, path=None, slot=slot)
             for slot, one in enumerate(given)

@@ -349,6 +349,7 @@ REFUSED = [
     ("phimoe", {"lm_head_bias": "yes"}, "lm_head_bias='yes'"),
     ("phi3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     ("phi3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling.type='yarn'"),
+    ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling="),
     ("olmoe", {"norm_topk_prob": 2}, "norm_topk_prob=2"),
     ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list=(1, 0)"),
     ("minimax_m2", {"rotary_dim": 5, "rope_parameters": PLAIN_ROPE}, "5 of 16 dims are rotated"),

@@ -46,8 +46,15 @@ def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
         root=config.adapter_root,
         max_lora_rank=rank_limit(config.max_lora_rank, [rank.device.type]),
         base_dir=None if config.load_format == "dummy" else Path(config.model_dir),
-        computed_by=rank.device.type if rank.lora_server is None else "lora_server",
+        computed_by=_computed_by(config, rank),
     )
+
+
+def _computed_by(config: EngineConfig, rank: Rank) -> str:
+    if rank.lora_server is not None:
+        return "lora_server"
+    is_quantised = rank.device.type == "cpu" and config.quantize not in ("checkpoint", "none")
+    return "quantised" if is_quantised else rank.device.type
 
 
 def make_store(

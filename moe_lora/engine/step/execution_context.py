@@ -40,9 +40,11 @@ class ExecutionContext:
     ) -> None:
         self._arena = arena
         self._layout = layout
-        self.backend = self._backend = backend
+        self.backend = backend
         self.with_columns: Callable[[], LoraBackend] | None = None
         """The backend of steps with scaled or shifted columns; called from the first such step on."""
+        self._without_columns: LoraBackend | None = None
+        """During and after such a step: the backend of others."""
         self.exchanges = exchanges
         self._step: StepTables | None = None
         self.zeros = Zeros()
@@ -60,10 +62,11 @@ class ExecutionContext:
             self._attention = cpu.StepAttention(step, self._layout, self._arena)
         else:
             self.zeros = Zeros()
-        self.backend = self._backend
+        if self._without_columns is not None:
+            self.backend, self._without_columns = self._without_columns, None
         if routing.columns is not None:
             assert self.with_columns is not None
-            self.backend = self.with_columns()
+            self.backend, self._without_columns = self.with_columns(), self.backend
         self.backend.begin_step(step, routing)
         if self._calls is not None and self._attention is not None:
             first, same = routing.groups[0], routing.groups.count(routing.groups[0]) == len(routing.groups)

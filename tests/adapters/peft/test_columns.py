@@ -226,7 +226,10 @@ def test_without_weights_of_the_base_dora_is_refused(checkpoint, shape_of, tmp_p
     assert read_adapter(bias, shape_of("llama"), torch.float32).targets == ("q", "v", "o")
 
 
-@pytest.mark.parametrize(("place", "said"), [("lora_server", "LoRA Server"), ("cuda", "--device cpu")])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("lora_server", "LoRA Server"), ("cuda", "--device cpu"), ("quantised", "without --quantize")],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_elsewhere_columns_are_refused_by_name(form, place, said, checkpoint, shape_of, tmp_path):
     adapter = column_adapter("llama", checkpoint("llama"), tmp_path / "a", **FORMS[form])
@@ -244,7 +247,7 @@ def test_the_commands_name_the_form(form, said, checkpoint, tmp_path):
     found = CliRunner().invoke(main, ["adapters", "check", adapter, "--model", base])
     assert found.exit_code == 0, found.output
     assert said in found.output
-    assert "bytes" in found.output
+    assert "cuda: no DoRA or lora_bias (refuses this adapter)" in found.output
     found = CliRunner().invoke(main, ["adapters", "convert", adapter, str(tmp_path / "b"), "--model", base])
     assert found.exit_code == 1
     assert "serve the adapter as it is" in found.output

@@ -40,7 +40,8 @@ def change(path, tensors=None, config=None):
     return path
 
 
-@pytest.mark.parametrize("family", [one for one in ALL_FAMILIES if one != "phimoe"])  # a head with a bias
+# phimoe's head has a bias; gemma4's head is the embedding, so a merge changes both at once.
+@pytest.mark.parametrize("family", [one for one in ALL_FAMILIES if one not in ("phimoe", "gemma4")])
 @pytest.mark.parametrize(
     "modules", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids="-".join
 )

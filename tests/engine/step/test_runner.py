@@ -17,7 +17,9 @@ CPU = SimpleNamespace(type="cpu")
 
 
 def adapter(uid: int, *targets: str) -> AdapterVersion:
-    packed = SimpleNamespace(name="a", content_hash=f"{uid:064}", targets=targets, layers=())
+    packed = SimpleNamespace(
+        name="a", content_hash=f"{uid:064}", targets=targets, layers=(), has_columns=False
+    )
     return AdapterVersion(uid, 1, packed, None, slot=uid, lease=Lease(uid, 7))
 
 
