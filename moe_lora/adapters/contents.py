@@ -27,8 +27,8 @@ OUTER_BESIDE_LORA_SERVER = (
 COLUMNS_REFUSED = {
     "lora_server": "use_dora and lora_bias change the base's outputs, at an instance alone, and lora_server "
     "keeps the adapters outside; serve the adapter without a LoRA Server, or train a plain LoRA",
-    "cuda": "use_dora and lora_bias are served on a CPU alone; start the server with --device cpu, or train a "
-    "plain LoRA",
+    "cuda": "use_dora and lora_bias are served on a CPU alone; start the server with --device cpu, or train "
+    "a plain LoRA",
     "quantised": "use_dora and lora_bias need the base as it was trained, for DoRA's norms; start the server "
     "without --quantize, or train a plain LoRA",
 }
@@ -41,8 +41,8 @@ class AdapterContents:
     store: of contents, or None; contents go after their last use.  root: folder that must contain every path.
     max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies and
     replaced rows of its weights; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (weights
-    quantised at the load), or "lora_server", which owns the store; changes not computed there are refused.  For the engine's and the reader's
-    threads.
+    quantised at the load), or "lora_server", which owns the store; changes not computed there are refused.
+    For the engine's and the reader's threads.
     """
 
     def __init__(
