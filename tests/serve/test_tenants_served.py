@@ -270,7 +270,7 @@ def _(tenants):
         assert cached(tenants, "acme", prompt=prompt, **{field: "globex"}) == 0, field
     for field in ("adapter", "lora_path", "request_ids"):
         answer = tenants.ask("acme", "POST", "/v1/completions", {"prompt": "hello", field: "globex"})
-        assert answer.status_code == 400, field
+        assert answer.status_code == (404 if field == "lora_path" else 400), field
 
 
 @way("another tenant's salt")
@@ -436,7 +436,7 @@ def _(tenants):
             *(("POST", "/v1/abort"), ("POST", "/abort_request"), ("DELETE", "/v1/completions")),
         ):
             answer = tenants.ask("acme", method, path, {"request_id": "known", "rid": "known"})
-            assert answer.status_code in (404, 405), path
+            assert answer.status_code in (400, 404, 405), path
 
     beside_its_stream(tenants, tried)
 
