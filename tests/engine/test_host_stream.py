@@ -76,7 +76,7 @@ def test_tokens_are_right_and_killed_workers_change_none(family, num_killed, ser
 @pytest.mark.parametrize(("loading_slot", "compiled"), [(None, True), (0, False)])
 def test_graph_of_decode_steps_never_has_rows_of_hosts(loading_slot, compiled):
     """The last token of a prompt whose adapter is loading makes a step that looks like one of decoding."""
-    packed = SimpleNamespace(name="a", content_hash="0" * 64, targets=("q",), layers=())
+    packed = SimpleNamespace(name="a", content_hash="0" * 64, targets=("q",), layers=(), has_columns=False)
     slot = 0 if loading_slot is None else None
     adapter = AdapterVersion(1, 1, packed, slot, loading_slot=loading_slot)
     runner = ModelRunner.__new__(ModelRunner)
