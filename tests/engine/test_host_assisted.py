@@ -432,7 +432,9 @@ def test_without_room_for_the_store_the_engine_does_not_start(served, monkeypatc
 
 def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():
     """Experts-only adapters beside a LoRA Server have no slot, and never will."""
-    packed = SimpleNamespace(name="a", content_hash="0" * 64, targets=("gate", "up", "down"), layers=(), has_columns=False)
+    packed = SimpleNamespace(
+        name="a", content_hash="0" * 64, targets=("gate", "up", "down"), layers=(), has_columns=False
+    )
     adapter = AdapterVersion(1, 1, packed, None, lease=Lease(3, 9))
     runner = SimpleNamespace(
         _sources=[Source.LOCAL, Source.LEASED], _groups=((0, 1),) * NUM_LAYERS, _lora_rows=Counter()
