@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from moe_lora import assemble
-from moe_lora.config.cluster import read_cluster, with_local_adapters
+from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import MoeLoraError
 from moe_lora.core.processes import set_log_level
 from moe_lora.core.teardown import quick_teardown, quiet_teardown
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    cluster = with_local_adapters(read_cluster(given.config))
+    cluster = read_cluster(given.config)
     set_log_level(cluster.front_end.log_level)
     reload = Reload(partial(read_cluster, given.config))
     end_with(given.parent, cluster.folder_of_sockets)

@@ -28,7 +28,8 @@ class ExecutionContext:
     """Implements the channel operations of one model instance (see `kernels.ops`).
 
     Layer l passes `channels[l]` to each operation.  exchanges: of this rank with other ranks of the
-    instance.
+    instance.  num_layers: of a model whose layers of KV have other numbers; the library's step calls number
+    both alike.  None: as `layout`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ExecutionContext:
         layout: KvLayout,
         backend: LoraBackend,
         exchanges: Exchanges = ALONE,
+        num_layers: int | None = None,
     ) -> None:
         self._arena = arena
         self._layout = layout
@@ -51,8 +53,9 @@ class ExecutionContext:
         self._begun: dict[tuple[int, int], AddTo] = {}
         self._linears: dict[tuple[int, int], SiteLinear] = {}
         self._attention: cpu.StepAttention | None = None
-        self._calls = StepCalls(layout.num_layers) if arena.is_cpu and site_linear.has_step_calls else None
-        self.channels = ops.open_channels(self, layout.num_layers, self._calls)
+        has_calls = num_layers is None and arena.is_cpu and site_linear.has_step_calls
+        self._calls = StepCalls(layout.num_layers) if has_calls else None
+        self.channels = ops.open_channels(self, num_layers or layout.num_layers, self._calls)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Make `step` the batch of the operations."""

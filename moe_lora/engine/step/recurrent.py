@@ -15,7 +15,6 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.engine.sequence import Sequence
-from moe_lora.kernels import ops
 from moe_lora.kernels.delta_rule import delta_rule
 from moe_lora.kernels.operands import KvLayout, StepTables
 from moe_lora.lora.backend import LoraBackend
@@ -70,12 +69,9 @@ class RecurrentContext(ExecutionContext):
         shape: ModelShape,
         exchanges: Exchanges = ALONE,
     ) -> None:
-        super().__init__(arena, layout, backend, exchanges)
+        super().__init__(arena, layout, backend, exchanges, shape.num_layers)
         assert shape.delta is not None
         page_bytes = layout.page_bytes
-        self._calls = None
-        """The library numbers layers of KV as the model's layers."""
-        self.channels = ops.open_channels(self, shape.num_layers)
         layers = range(shape.num_layers)
         self._kv_number = {n: i for i, n in enumerate(n for n in layers if not shape.is_recurrent(n))}
         self._state_number = {layer: i for i, layer in enumerate(shape.delta.layers)}

@@ -10,7 +10,6 @@ import torch
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
-from moe_lora.kernels import ops
 from moe_lora.kernels.cpu.cpu import StepAttention
 from moe_lora.kernels.operands import KvLayout, StepTables, with_full_layers
 from moe_lora.lora.backend import LoraBackend
@@ -30,11 +29,8 @@ class SizedContext(ExecutionContext):
         shape: ModelShape,
         exchanges: Exchanges = ALONE,
     ) -> None:
-        super().__init__(arena, layout, backend, exchanges)
+        super().__init__(arena, layout, backend, exchanges, shape.num_layers)
         assert shape.global_heads is not None
-        self._calls = None
-        """The library numbers layers of KV as the model's layers."""
-        self.channels = ops.open_channels(self, shape.num_layers)
         full = set(shape.global_heads.layers)
         whole = replace(layout, num_layers=shape.num_layers, least_bytes=0)
         self._full_layout = with_full_layers(whole, shape.global_heads)[1]
