@@ -37,13 +37,7 @@ def cluster_to_serve(
     front_end: which of several front ends host, port and admin_address are of.  Raises ConfigError,
     click.UsageError and click.BadParameter.
     """
-    from moe_lora.config.cluster import (
-        SECTIONS,
-        cluster_of,
-        read_cluster,
-        read_content,
-        with_local_adapters,
-    )
+    from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
 
     options = dict(options)  # a reload reads the options again
     content: dict[str, Any] = {}
@@ -86,7 +80,12 @@ def cluster_to_serve(
         **(content.get("adapters") or {}),
         **{name: _path_or_address(path, path_of, content) for name, path in adapters},
     }
-    return with_local_adapters(cluster_of(content, folder))
+    cluster = cluster_of(content, folder)
+    if not cluster.has_addresses:
+        return cluster
+    from moe_lora.adapters.sources import with_local_adapters
+
+    return with_local_adapters(cluster)
 
 
 def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from moe_lora.core.address import Address, needs_keys, parse_address
-from moe_lora.core.errors import AdapterError, ConfigError, PeerUnreachableError
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
 from .devices import LORA_SERVER, Devices, check_devices, read_devices, shares_of
@@ -143,6 +143,11 @@ class ClusterConfig:
         for place, address in {"front_end.admin_address": self.front_end.admin_address, **addresses}.items():
             if address is not None:
                 _check_free(place, address, first.get(parse_address(place, address), place))
+
+    @property
+    def has_addresses(self) -> bool:
+        """True if adapters are still to fetch (`adapters.sources.with_local_adapters`)."""
+        return any("://" in path for _, path in self.engine.adapters)
 
     @property
     def serves_whole_registry(self) -> bool:
@@ -309,20 +314,6 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
 def _adapter_place(text: str, folder: Path) -> str:
     """A path from the folder on; an address unchanged."""
     return text if "://" in text else str(folder / text)
-
-
-def with_local_adapters(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster, with fetched folders in place of adapters' addresses.  Raises ConfigError."""
-    if not any("://" in path for _, path in cluster.engine.adapters):
-        return cluster
-    from moe_lora.adapters.sources import AdapterSources
-
-    sources = AdapterSources(cluster.sources)
-    try:
-        adapters = tuple((name, sources.local(path)) for name, path in cluster.engine.adapters)
-    except (AdapterError, PeerUnreachableError) as error:
-        raise ConfigError(str(error)) from error
-    return replace(cluster, engine=replace(cluster.engine, adapters=adapters))
 
 
 def _read_fixed(given: Any) -> dict[str, dict[str, Any]]:

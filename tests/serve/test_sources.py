@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.adapters.peft.files import WEIGHTS_FILE
-from moe_lora.config.cluster import read_cluster, with_local_adapters
+from moe_lora.adapters.sources import with_local_adapters
+from moe_lora.config.cluster import read_cluster
 from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.serve.server import create_app
 from tests.adapters.peft_folders import peft_folder

@@ -7,15 +7,17 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
-from moe_lora.core.errors import AdapterError, PeerUnreachableError
+from moe_lora.core.errors import AdapterError, ConfigError, PeerUnreachableError
 
 if TYPE_CHECKING:
+    from moe_lora.config.cluster import ClusterConfig
     from moe_lora.config.optional_parts import SourcesConfig
 
 SCHEMES = {"hf": ".hub", "s3": ".objects", "gs": ".objects"}
@@ -85,6 +87,16 @@ class AdapterSources:
             return str(fetch(address, self._config.place, int(self._config.max_gb * 1e9)))
         finally:
             _FETCHES.release()
+
+
+def with_local_adapters(cluster: ClusterConfig) -> ClusterConfig:
+    """The cluster, with fetched folders in place of adapters' addresses.  Raises ConfigError."""
+    sources = AdapterSources(cluster.sources)
+    try:
+        adapters = tuple((name, sources.local(path)) for name, path in cluster.engine.adapters)
+    except (AdapterError, PeerUnreachableError) as error:
+        raise ConfigError(str(error)) from error
+    return replace(cluster, engine=replace(cluster.engine, adapters=adapters))
 
 
 def is_allowed(address: str, patterns: Iterable[str]) -> bool:

@@ -35,7 +35,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if options.name is not None and options.role != "instance":
         parser.error("--name is an instance's")
-    from moe_lora.config.cluster import read_cluster, with_local_adapters
+    from moe_lora.config.cluster import read_cluster
     from moe_lora.core.processes import set_log_level
 
     from .roles import (
@@ -50,8 +50,12 @@ def main() -> None:
     status, place = options.status_fd, JobPlace.here()
     try:
         with failure_told(status):
-            cluster = with_local_adapters(read_cluster(options.config))
+            cluster = read_cluster(options.config)
             set_log_level(cluster.front_end.log_level)
+            if cluster.has_addresses:  # a user's file, under torchrun
+                from moe_lora.adapters.sources import with_local_adapters
+
+                cluster = with_local_adapters(cluster)
             reread_on_hang_up(options.config, place)
             if options.parent is not None:
                 end_with(options.parent, cluster.folder_of_sockets)
@@ -64,7 +68,7 @@ def main() -> None:
 
                     set_environment(cluster.instance(name), starts=1)
                     starts, name = wait_for_name(status, compiles=not cluster.engine.eager)
-                    cluster = with_local_adapters(read_cluster(options.config))
+                    cluster = read_cluster(options.config)
                     set_log_level(cluster.front_end.log_level)
                 code = serve_instance(cluster, place, name, status, starts)
     except (MoeLoraError, ValueError) as error:
