@@ -107,7 +107,8 @@ def _proved(
     model: Any, prompt: tuple[int, ...], draft: Sequence[int]
 ) -> tuple[tuple[int, ...], float] | None:
     """The draft and its margin if each token is the best after those before, else None."""
-    logits = model(torch.tensor([[*prompt, *draft[:-1]]])).logits[0, len(prompt) - 1 :]
+    starts = _starts(model, prompt, len(draft) - 1)
+    logits = model(torch.tensor([[*prompt, *draft[:-1]]]), **starts).logits[0, len(prompt) - 1 :]
     best = logits.topk(2)
     tokens = tuple(best.indices[:, 0].tolist())
     return (tokens, float((best.values[:, 0] - best.values[:, 1]).min())) if tokens == tuple(draft) else None
@@ -118,13 +119,26 @@ def _decoded(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[tupl
     margin, done = float("inf"), []
     step, past = torch.tensor([prompt]), None
     while len(done) < num_tokens:
-        out = model(step, past_key_values=past, use_cache=True)
+        out = model(step, past_key_values=past, use_cache=True, **_starts(model, prompt, len(done)))
         past = out.past_key_values
         best = out.logits[0, -1].topk(2)
         margin = min(margin, float(best.values[0] - best.values[1]))
         done.append(int(best.indices[0]))
         step = torch.tensor([done[-1:]])
     return tuple(done), margin
+
+
+def _starts(model: Any, prompt: tuple[int, ...], num_more: int) -> dict[str, Any]:
+    """Argument of an activated LoRA's forward pass: its start, in tokens from the end of prompt and num_more.
+
+    The start lies in the prompt, as in peft's `generate`, also where the continuation repeats the invocation.
+    """
+    if not getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
+        return {}
+    from peft.tuners.lora.variants import calculate_alora_offsets
+
+    [start] = calculate_alora_offsets(model.peft_config, model.active_adapter, torch.tensor([prompt]))
+    return {"alora_offsets": [None if start is None else start + num_more]}
 
 
 class _GateMargins:
