@@ -9,7 +9,14 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from tests.adapters.peft.test_columns import column_adapter
-from tests.families import ALL_FAMILIES, LATENT_FAMILIES, RECURRENT_FAMILIES, make_adapter, make_checkpoint
+from tests.families import (
+    ALL_FAMILIES,
+    DENSE_FAMILIES,
+    LATENT_FAMILIES,
+    RECURRENT_FAMILIES,
+    make_adapter,
+    make_checkpoint,
+)
 from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import make_prompts
 from tests.oracle import greedy_reference
@@ -31,7 +38,6 @@ WAYS = {
 }
 BASE_SEEDS = {"deepseek_v3": 1, "gemma4": 1}
 """Seeds of families whose gates are close with others."""
-DENSE = ("llama", "qwen3")
 ON_ONE_RANK = (*RECURRENT_FAMILIES, *LATENT_FAMILIES)
 QUICK = {"llama": ("all_at_once", "compiled", "merging", "tensor_parallel"), "gpt_oss": ("expert_parallel",)}
 """Ways in the default run."""
@@ -65,7 +71,7 @@ def made(tmp_path_factory):
         pytest.param(family, way, marks=() if way in QUICK.get(family, ()) else pytest.mark.slow)
         for family in ALL_FAMILIES
         for way in WAYS
-        if not (family in DENSE and way == "expert_parallel")
+        if not (family in DENSE_FAMILIES and way == "expert_parallel")
         if not (family in ON_ONE_RANK and way in ("host_workers", "tensor_parallel"))
         if not (family == "gemma4" and way == "tensor_parallel")
     ],
