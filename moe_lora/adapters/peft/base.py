@@ -11,18 +11,19 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import pointer_problem, read_config, read_json_file
 from moe_lora.families import family_of, model_spec, shape_of
 from moe_lora.families.schema.family import Place
 
 from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
-from .files import MAX_CONFIG_BYTES, TensorEntry, confined, open_file, read_header
+from .files import MAX_CONFIG_BYTES, TensorEntry, confined, header_entries, open_file
 from .places import FLOATS, Shaped
 
 _SAME_BASE = (
@@ -128,7 +129,7 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
     """File and entry of the embedding or the head of a checkpoint: [V, H] of floats.
 
     site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: the start and the end of the
-    error.  Raises AdapterError for an absent, quantised or misshapen tensor.
+    error.  Raises AdapterError for an absent, quantised or misshapen tensor; StorageError as `base_file`.
     """
     try:
         if model_dir is None:
@@ -141,7 +142,7 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
             module = name.removesuffix("weight")
             stored = [one for one in sorted(places) if one.startswith(module)]
             raise ValueError(f"the checkpoint has no {name}{f', but {stored[0]}' if stored else ''}")
-        entry = read_header(places[name])[name]
+        entry = _header(places[name])[name]
         expected = spec.shape.vocab_size, spec.shape.hidden_size
         if entry.dtype not in FLOATS or entry.shape != expected:
             raise _unlike(name, entry, expected)
@@ -159,9 +160,9 @@ def base_modules(
     """Weight and bias, if any, of linear layers of a checkpoint.
 
     modules: layer, place, and shape of the weight.  problem, way_out: see `base_tensor`.  Raises AdapterError
-    for absent, quantised and misshapen tensors.
+    for absent, quantised and misshapen tensors; StorageError as `base_file`.
     """
-    header = cache(read_header)
+    header = cache(_header)
     try:
         if model_dir is None:
             raise ValueError("the served base model has no checkpoint")
@@ -191,13 +192,38 @@ def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError
     )
 
 
+@contextmanager
+def base_file(path: Path) -> Iterator[BinaryIO]:
+    """An open file of the base's checkpoint.  Raises StorageError if it can't be read: no adapter's fault."""
+    try:
+        with open_file(path, path.name) as file:
+            yield file
+    except (OSError, AdapterError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise broken_base(path, error.strerror if isinstance(error, OSError) else error) from error
+
+
+def broken_base(path: Path, problem: object) -> StorageError:
+    """The error for an unreadable file of the base's checkpoint."""
+    return StorageError(
+        f"the base model's {path.name} can't be read ({problem}); this is no fault of the adapter: download "
+        "the base model again"
+    )
+
+
+def _header(path: Path) -> dict[str, TensorEntry]:
+    with base_file(path) as file:
+        return header_entries(file, path.name)
+
+
 def _files_by_name(model_dir: Path) -> dict[str, Path]:
     """The file of each of the checkpoint's tensors."""
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
         return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}
     path = model_dir / "model.safetensors"
-    return dict.fromkeys(read_header(path), path)
+    return dict.fromkeys(_header(path), path)
 
 
 def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:

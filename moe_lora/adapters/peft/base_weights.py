@@ -6,6 +6,7 @@ PEFT saves a targeted module's base weights beside the LoRA pair.  A trained cop
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from moe_lora.core.errors import AdapterError
 
-from .base import base_tensor
+from .base import base_file, base_tensor
 from .files import TensorEntry, header_entries, open_file, weights_file
 from .match import Match
 from .replaced import base_rows
@@ -49,7 +50,7 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
     for key, parts in copies.items():
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
         path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)
-        with open_file(path, str(path)) as file:
+        with base_file(path) as file:
             if not _same_values(parts, parts_of(file, entry), math.prod(entry.shape)):
                 raise AdapterError(f"{where}: {key}: values other than the base model's: {_WAY_OUT}")
 
@@ -62,7 +63,7 @@ def with_changes(
     for rows in found.replaced:
         if rows.key not in changes:  # a tied head shares the rows of the embedding
             path, entry = base_rows(rows, base_dir, where)
-            with open_file(path, str(path)) as file:
+            with base_file(path) as file:
                 changes[rows.key] = _change(tensors[rows.key], parts_of(file, entry), rows.tokens, dtype)
     return {**tensors, **changes}
 
@@ -93,7 +94,10 @@ def parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
 
     def read(first: int, number: int) -> torch.Tensor:
         file.seek(entry.span[0] + first * dtype.itemsize)
-        return torch.frombuffer(bytearray(file.read(number * dtype.itemsize)), dtype=dtype)
+        found = file.read(number * dtype.itemsize)
+        if len(found) != number * dtype.itemsize:
+            raise OSError(errno.EIO, "cut while it was read")
+        return torch.frombuffer(bytearray(found), dtype=dtype)
 
     return read
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of scaled and shifted columns, computed once while an adapter is read.
 
+The values enter the adapter's content hash, so every host must compute the same bits.  Sums are of integers
+in fp64, exact below 2**53 in any order; the other operations are elementwise.
+
 Legend: O output features, I input features, R LoRA rank.
 """
 
@@ -8,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from moe_lora.core.errors import AdapterError
 
-from .base import Stored
+from .base import Stored, base_file
 from .base_weights import parts_of
 from .columns import ColumnSource
-from .files import open_file
 
 _CHUNK = 1 << 22
 """Elements of the base in memory at a time."""
+_EXACT_BITS = 53
+"""Integers of fp64 without rounding."""
 
 
 def with_columns(
@@ -36,8 +41,8 @@ def _values(column: ColumnSource, tensors: Mapping[str, torch.Tensor], where: st
     if column.weight is None:
         return torch.stack([torch.zeros_like(given_O), scale * given_O], dim=1)
     a_RI, b_OR = (tensors[key].float() for key in (column.pair.key_a, column.pair.key_b))
-    norm_O = _norms(column.weight, a_RI, scale * b_OR)
-    factor_O = given_O / norm_O
+    norm_O = norms(column.weight, a_RI, scale * b_OR)
+    factor_O = (given_O.double() / norm_O).float()
     if not bool(torch.isfinite(factor_O).all()):
         cause = (
             "NaN or infinite values"
@@ -54,22 +59,36 @@ def _values(column: ColumnSource, tensors: Mapping[str, torch.Tensor], where: st
     return torch.stack([factor_O - 1, shift_O], dim=1)
 
 
-def _norms(weight: Stored, a_RI: torch.Tensor, b_OR: torch.Tensor) -> torch.Tensor:
-    """|W + B A| of each row of W: [O] fp32."""
+def norms(weight: Stored, a_RI: torch.Tensor, b_OR: torch.Tensor) -> torch.Tensor:
+    """|W + B A| of each row of W: [O] fp64, of terms rounded to 2**-18 of their row's largest, or finer."""
     path, entry = weight
-    num_in = a_RI.shape[1]
+    lora_rank, num_in = a_RI.shape
     step = max(1, _CHUNK // num_in)
+    [whole_a_RI], [scale_a] = _integers(a_RI.view(1, -1), lora_rank)
     norms = []
-    with open_file(path, str(path)) as file:
+    with base_file(path) as file:
         read = parts_of(file, entry)
         for first in range(0, len(b_OR), step):
-            rows_R = b_OR[first : first + step]
-            w_I = read(first * num_in, len(rows_R) * num_in).view(-1, num_in).float()
-            norms.append(torch.linalg.vector_norm(torch.addmm(w_I, rows_R, a_RI), dim=1))
+            rows_R, scale_O = _integers(b_OR[first : first + step], lora_rank)
+            delta_OI = rows_R @ whole_a_RI.view(lora_rank, num_in) * scale_O[:, None] * scale_a
+            w_OI = read(first * num_in, delta_OI.numel()).view_as(delta_OI)
+            whole_OI, scale_O = _integers(delta_OI.add_(w_OI), num_in)
+            norms.append(whole_OI.square_().sum(dim=1).sqrt_() * scale_O)
     return torch.cat(norms)
+
+
+def _integers(rows: torch.Tensor, num_terms: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers in fp64 and a power of two for each row, whose product is the row, rounded.
+
+    num_terms: sums of this number of products of two such integers stay exact.
+    """
+    bits = (_EXACT_BITS - num_terms.bit_length()) // 2
+    _, exponents = np.frexp(rows.abs().amax(dim=1).double().numpy())
+    scales = torch.from_numpy(np.ldexp(1.0, exponents - bits))
+    return (rows.double() / scales[:, None]).round_(), scales
 
 
 def _read(stored: Stored) -> torch.Tensor:
     path, entry = stored
-    with open_file(path, str(path)) as file:
+    with base_file(path) as file:
         return parts_of(file, entry)(0, entry.shape[0]).float()

@@ -176,13 +176,16 @@ def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = Fal
         )
     init = fields.get("init_lora_weights")
     is_subtracted = isinstance(init, str) and _SUBTRACTED_INITS.fullmatch(init) is not None
-    if init not in _ADDITIVE_INITS and not (is_subtracted and subtracts):
-        way_out = (
-            "convert it with the adapter saved before training: moe-lora adapters convert SRC DST "
-            "--model BASE --initial INITIAL"
-            if is_subtracted
-            else "merge the adapter into its changed base, or train with init_lora_weights=true"
-        )
+    columns = next((key for key in ("use_dora", "lora_bias") if fields.get(key)), None)
+    if init not in _ADDITIVE_INITS and not (is_subtracted and subtracts and columns is None):
+        way_out = "merge the adapter into its changed base, or train with init_lora_weights=true"
+        if is_subtracted and columns is None:
+            way_out = (
+                "convert it with the adapter saved before training: moe-lora adapters convert SRC DST "
+                "--model BASE --initial INITIAL"
+            )
+        elif is_subtracted:
+            way_out = f"with {columns}=true no plain pair computes it; {way_out}"
         raise AdapterError(
             f"{where}: init_lora_weights={shown(init)} changes the base weights too; {way_out}"
         )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -12,10 +14,12 @@ from cli.main import main
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import num_table_entries, shard_layer
+from moe_lora.adapters.peft.column_values import norms
+from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.adapters.peft.file_check import bad_adapters
-from moe_lora.adapters.peft.files import WEIGHTS_FILE
+from moe_lora.adapters.peft.files import WEIGHTS_FILE, read_header
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shard import ModelShard
 from tests.adapters.peft.test_outer_sites import change
 from tests.adapters.peft.test_replaced import SHORTER, TRANSPOSED, also, only, without
@@ -251,3 +255,39 @@ def test_the_commands_name_the_form(form, said, checkpoint, tmp_path):
     found = CliRunner().invoke(main, ["adapters", "convert", adapter, str(tmp_path / "b"), "--model", base])
     assert found.exit_code == 1
     assert "serve the adapter as it is" in found.output
+
+
+@pytest.mark.parametrize("field", ["use_dora", "lora_bias"])
+@pytest.mark.parametrize("subtracts", [False, True])
+def test_pissa_with_columns_names_a_way_out_that_works(field, subtracts):
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": "pissa", field: True}
+    with pytest.raises(AdapterError, match=f"{field}=true no plain pair.*merge the adapter into") as refusal:
+        AdapterConfig.parse(fields, "a", subtracts)
+    assert "convert" not in str(refusal.value)
+
+
+def test_norms_have_the_same_bits_in_any_order_of_sums(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    w, a, b = (torch.randn(*size, generator=generator) for size in ((64, 4096), (16, 4096), (64, 16)))
+    order = torch.randperm(4096, generator=generator)
+    ranks = torch.randperm(16, generator=generator)
+    found = []
+    for name, weight, a_RI, b_OR in (("w", w, a, b), ("p", w[:, order], a[ranks][:, order], b[:, ranks])):
+        path = tmp_path / f"{name}.safetensors"
+        save_file({"w": weight.contiguous()}, path)
+        found.append(norms((path, read_header(path)["w"]), a_RI, b_OR))
+    assert torch.equal(*found)
+    exact = torch.linalg.vector_norm(w.double() + b.double() @ a.double(), dim=1)
+    torch.testing.assert_close(found[0], exact, rtol=1e-7, atol=0)
+
+
+def test_a_broken_file_of_the_base_is_no_fault_of_the_adapter(checkpoint, shape_of, tmp_path):
+    adapter = column_adapter("llama", checkpoint("llama"), tmp_path / "a", use_dora=True)
+    base = shutil.copytree(checkpoint("llama"), tmp_path / "base")
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(
+        StorageError, match=r"the base model's model.safetensors .*no fault of the"
+    ) as refusal:
+        read_adapter(adapter, shape_of("llama"), torch.float32, called="adapter 'a': ", base_dir=base)
+    assert str(tmp_path) not in str(refusal.value)
