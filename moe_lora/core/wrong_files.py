@@ -130,6 +130,11 @@ _TRAINER_STATE = (
     *("optimizer.*", "optimizer-*", "scheduler.pt", "scheduler.bin", "scaler.pt", "rng_state*.pth"),
     *("random_states_*.pkl", "trainer_state.json", "training_args.bin"),
 )
+_ESFT = "expert_cfg.json"
+WHOLE_EXPERTS = (
+    "full weights of experts, as ESFT trains, are not served beside other adapters; load them into the base "
+    "and save a model of its own with save_pretrained, or train a LoRA on these experts"
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
@@ -154,6 +159,8 @@ def other_format(folder: Path) -> str | None:
 
 
 def _findings(folder: Path) -> Iterator[str]:
+    if (folder / _ESFT).is_file():
+        yield f"its {_ESFT} is of ESFT: {WHOLE_EXPERTS}"
     if snapshots := _named(folder, ("snapshots/*",)):
         yield f"it is the top of a Hugging Face cache; give the folder of a revision: {listed(snapshots)}"
     if formats := _named(folder, _OTHER_FORMATS):

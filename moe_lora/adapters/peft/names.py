@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.wrong_files import WHOLE_EXPERTS
 
 from .config import cut
 
@@ -72,6 +73,7 @@ _STRANGERS = (
         r"(?:^|\.)(?:score|classifier|v_head|value_head|reward_head)\.",
         "the head of a classifier or a value model is not supported; train an adapter of a causal LM",
     ),
+    (r"\.experts\.(?!.*lora_)(?:.+\.weight|\w+)$", WHOLE_EXPERTS),
     (
         r"\.base_layer\.weight$|\.(?:layers|blocks)\.\d+\.(?!.*lora_).*\.weight$",
         "a weight of the base model: the file holds a whole model; save the adapter alone with "

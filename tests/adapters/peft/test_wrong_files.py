@@ -132,7 +132,19 @@ def with_checkpoints(folder: Path) -> None:
         (folder / f"checkpoint-{number}" / CONFIG).write_text("{}")
 
 
+def esft(folder: Path) -> None:
+    (folder / CONFIG).unlink()
+    (folder / "expert_cfg.json").write_text(json.dumps({"experts": {"1": [3]}}))
+
+
+def esft_with_a_config(folder: Path) -> None:
+    expert = "base_model.model.model.layers.0.mlp.experts.3.gate_proj.weight"
+    save_file({expert: torch.ones(24, 32)}, folder / WEIGHTS)
+
+
 FOLDERS = {
+    "ESFT": (esft, ("expert_cfg.json is of ESFT", "full weights of experts", "train a LoRA on these experts")),
+    "ESFT's weights": (esft_with_a_config, ("experts.3.gate_proj.weight: full weights of experts", "a LoRA")),
     "shards": (shards, ("shards", "adapter_model-00001-of-00002", "adapter_model-00002-of-00002")),
     "shards without an index": (lambda folder: shards(folder, index=False), ("shards", "00001-of-00002")),
     "shards of a model": (lambda folder: shards(folder, "model"), ("shards", "model-00001-of-00002")),
