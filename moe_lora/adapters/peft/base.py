@@ -196,12 +196,19 @@ def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError
 def base_file(path: Path) -> Iterator[BinaryIO]:
     """An open file of the base's checkpoint.  Raises StorageError if it can't be read: no adapter's fault."""
     try:
-        with open_file(path, path.name) as file:
+        with _opened(path) as file:
             yield file
-    except (OSError, AdapterError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        raise broken_base(path, error.strerror if isinstance(error, OSError) else error) from error
+        raise broken_base(path, error.strerror) from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_file(path, path.name)
+    except AdapterError as error:
+        raise broken_base(path, error) from error
 
 
 def broken_base(path: Path, problem: object) -> StorageError:
@@ -214,7 +221,10 @@ def broken_base(path: Path, problem: object) -> StorageError:
 
 def _header(path: Path) -> dict[str, TensorEntry]:
     with base_file(path) as file:
-        return header_entries(file, path.name)
+        try:
+            return header_entries(file, path.name)
+        except AdapterError as error:
+            raise broken_base(path, error) from error
 
 
 def _files_by_name(model_dir: Path) -> dict[str, Path]:
