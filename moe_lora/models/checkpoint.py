@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.wrong_files import (
     file_content,
     listed,
@@ -21,11 +22,14 @@ from moe_lora.core.wrong_files import (
     read_json_file,
 )
 
+from .mapped_file import MappedFile
 from .stored_weight import StoredWeight, scheme_of
 from .weights import Piece
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_NUM_READERS = 4
+"""Threads that wait for files."""
 
 
 class Checkpoint:
@@ -39,6 +43,9 @@ class Checkpoint:
     def __init__(self, model_dir: Path, config: Mapping[str, Any] | None = None) -> None:
         self.model_dir = model_dir
         self._files: dict[Path, Any] = {}
+        self._mappings: dict[Path, MappedFile] = {}
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
+        self._reads: list[Future[None]] = []
         index = model_dir / INDEX_NAME
         if index.exists():
             self.file_of = {key: model_dir / name for key, name in _read_index(index).items()}
@@ -107,9 +114,47 @@ class Checkpoint:
             raise ConfigError(f"the checkpoint in {self.model_dir} has no tensor {key!r}")
         path = self.file_of[key]
         try:
-            return self._open(path).get_tensor(key)
-        except SafetensorError as error:
+            return self._mapped(path).tensor(key)
+        except KeyError as error:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
+
+    def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
+        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns.
+
+        See `MappedFile.read_into`.
+        """
+        file = self._mapped(self.file_of[piece.key])
+        if piece.transform is not None or not file.fits(piece.key, out):
+            return False
+        self._reads.append(self._readers.submit(file.read_into, piece.key, out))
+        return True
+
+    def will_read(self, pieces: Iterable[Piece]) -> None:
+        """Let the kernel read the pieces' tensors ahead."""
+        for path, keys in self._by_file(pieces).items():
+            self._mapped(path).will_read(keys)
+
+    def release(self, pieces: Iterable[Piece]) -> None:
+        """Wait for all reads, and give back the mapped pages of the pieces' tensors."""
+        while self._reads:
+            self._reads.pop().result()
+        for path, keys in self._by_file(pieces).items():
+            self._mapped(path).release(keys)
+
+    def _by_file(self, pieces: Iterable[Piece]) -> dict[Path, list[str]]:
+        found: dict[Path, list[str]] = {}
+        for key in (key for piece in pieces for key in piece.keys if key in self.file_of):
+            found.setdefault(self.file_of[key], []).append(key)
+        return found
+
+    def _mapped(self, path: Path) -> MappedFile:
+        if path not in self._mappings:
+            self._open(path)  # for its error
+            try:
+                self._mappings[path] = MappedFile(path)
+            except AdapterError as error:
+                raise ConfigError(str(error)) from error
+        return self._mappings[path]
 
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""

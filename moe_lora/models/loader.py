@@ -194,9 +194,7 @@ def _as_stored(
     opened: Stored = {}
     divided = held_ranges(model)
     for _, _, name in layers:
-        own = [
-            (i, one, cuts) for i, one in enumerate(weights[name]) if (cuts := divided[name].cuts(one.index))
-        ]
+        own = _held_pieces(weights[name], divided[name])
         kept = {i: checkpoint.tensor(piece) for i, piece, _ in own if piece.extra_keys}
         parts = [_part(kept[i], cut, piece) for i, piece, cuts in own if i in kept for cut in cuts]
         stored = [part for part in parts if isinstance(part, StoredWeight)]
@@ -219,7 +217,7 @@ def _as_stored(
 def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Stored, show: Show) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Each value is copied once, from the mapped file into place; absent experts are not read.  stored: is
+    Each value is copied once, from the file into place; absent experts are not read.  stored: is
     emptied.  Raises ConfigError naming a tensor that is missing, misshapen or unexpected.
     """
     targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
@@ -229,20 +227,30 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
     missing = weights.keys() ^ targets.keys()
     assert all(name.endswith(".bias") and name in weights for name in missing), missing
     refuse_unexpected(model, checkpoint, weights)
-    divided = held_ranges(model)
+    files = checkpoint if isinstance(checkpoint, Checkpoint) else None
+    ranges = held_ranges(model)
+    held = {name: _held_pieces(weights[name], ranges[name]) for name in targets}
     sizes = {name: _num_bytes(target) for name, target in targets.items()}
-    done, total = 0, sum(sizes.values())
+    done, total, following = 0, sum(sizes.values()), iter([*held.values(), []])
+    next(following)
     for name, target in targets.items():
+        if files is not None:
+            files.will_read(piece for _, piece, _ in next(following))
         opened = stored.pop(name, {})
-        for i, piece in enumerate(weights[name]):
-            cuts = divided[name].cuts(piece.index)
-            if cuts:
-                tensor = opened.pop(i) if i in opened else checkpoint.tensor(piece)
-                _check_shape(piece, tensor, divided[name], checkpoint)
-                for cut in cuts:
-                    _fill_part(target, cut, _part(tensor, cut, piece), piece, checkpoint)
+        for i, piece, cuts in held[name]:
+            tensor = opened.pop(i) if i in opened else checkpoint.tensor(piece)
+            _check_shape(piece, tensor, ranges[name], checkpoint)
+            for cut in cuts:
+                _fill_part(target, cut, _part(tensor, cut, piece), piece, checkpoint)
+        if files is not None:
+            files.release(piece for _, piece, _ in held[name])
         done += sizes[name]
         show(f"{done / 1e9:.3g} of {total / 1e9:.3g} GB of weights loaded", done, total)
+
+
+def _held_pieces(pieces: list[Piece], ranges: HeldRanges) -> list[tuple[int, Piece, list[Cut]]]:
+    """Number, piece and cuts of the pieces that the rank holds, in part."""
+    return [(i, one, cuts) for i, one in enumerate(pieces) if (cuts := ranges.cuts(one.index))]
 
 
 def _num_bytes(target: Target) -> int:
@@ -278,7 +286,9 @@ def _fill_part(
 ) -> None:
     if isinstance(into, torch.Tensor):
         if isinstance(tensor, torch.Tensor):
-            into[cut.target].copy_(tensor)
+            is_read = isinstance(checkpoint, Checkpoint) and checkpoint.read_into(piece, into[cut.target])
+            if not is_read:
+                into[cut.target].copy_(tensor)
         else:
             _dequantise_into(into[cut.target], tensor)
         return
