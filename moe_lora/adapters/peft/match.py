@@ -102,6 +102,8 @@ def match(
         if name.expert in keys:
             raise one_place(key, keys[name.expert], where)
         keys[name.expert] = key
+    for halves in found.values():
+        _check_partner(halves, where)
     _check_tying(config, expected, places, where)
     if replaced:
         _check_no_pair(replaced, expected, places.outer, where)
@@ -340,6 +342,15 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], na
             )
 
 
+def _check_partner(parts: Mapping[str, Mapping[int | None, str]], where: str) -> None:
+    for part, other in (("A", "B"), ("B", "A")):
+        if part not in parts:
+            raise AdapterError(
+                f"{where}: {next(iter(parts[other].values()))} has no lora_{part} beside it; the file is "
+                "incomplete, save it again"
+            )
+
+
 def _of_all_experts(keys: Mapping[int | None, str], shape: ModelShape, where: str) -> tuple[str, ...]:
     """The tensor of a module, or the tensors of all experts in order."""
     if None in keys:
@@ -362,12 +373,6 @@ def _source(
     names: Names,
     where: str,
 ) -> PairSource:
-    for part, other in (("A", "B"), ("B", "A")):
-        if other in parts and part not in parts:
-            raise AdapterError(
-                f"{where}: {parts[other][0]} has no lora_{part} beside it; the file is incomplete, save it "
-                "again"
-            )
     what = path if place.form in _MODULES else f"{path}.{place.parameter}"
     if not parts:
         raise AdapterError(

@@ -143,7 +143,10 @@ def esft_with_a_config(folder: Path) -> None:
 
 
 FOLDERS = {
-    "ESFT": (esft, ("expert_cfg.json is of ESFT", "full weights of experts", "train a LoRA on these experts")),
+    "ESFT": (
+        esft,
+        ("expert_cfg.json is of ESFT", "full weights of experts", "train a LoRA on these experts"),
+    ),
     "ESFT's weights": (esft_with_a_config, ("experts.3.gate_proj.weight: full weights of experts", "a LoRA")),
     "shards": (shards, ("shards", "adapter_model-00001-of-00002", "adapter_model-00002-of-00002")),
     "shards without an index": (lambda folder: shards(folder, index=False), ("shards", "00001-of-00002")),
