@@ -250,7 +250,11 @@ def test_the_client_parses_a_schema():
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"background": True}, "background", "send null or false"),
+        ({"background": True, "store": False}, "background", "when `store` is true"),
+        ({"background": True, "stream": True}, "background", "leave stream out"),
+        ({"background": 1}, "background", "background"),
+        ({"enable_response_messages": True, "stream": True}, "enable_response_messages", "whole answer"),
+        ({"enable_response_messages": True, "background": True}, "enable_response_messages", "background"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "x"}}, "prompt", "not supported"),
@@ -340,7 +344,7 @@ def test_a_response_continues_a_stored_one():
         ):
             with pytest.raises(openai.NotFoundError, match="at most 1024 responses and 64 MiB"):
                 gone()
-        with pytest.raises(openai.BadRequestError, match="has ended"):
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
             client.responses.cancel(second.id)
 
 
@@ -423,7 +427,7 @@ def test_large_bodies_go_through_the_checking_process():
         assert engine.prompts()[-1].endswith(f"{long}[assistant]ok[user]more[assistant]")
         with pytest.raises(openai.BadRequestError, match="allowed are message"):
             respond(client, input=[{"type": long}])
-        with pytest.raises(openai.NotFoundError, match="no stored response"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
             respond(client, input=long, previous_response_id="resp_1")
 
 

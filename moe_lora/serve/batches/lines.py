@@ -137,8 +137,9 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
         raise ValueError(f"url={str(url)[:64]!r} is not allowed; allowed are {allowed}")
     if not isinstance(body, dict):
         raise ValueError("body must be an object: the request for the url")
-    if body.get("stream"):
-        raise ValueError("stream is not supported in a batch; leave stream out")
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise ValueError(f"{name} is not supported in a batch; leave {name} out")
     model = body.get("model")
     model = model[:MAX_ID_CHARS] if isinstance(model, str) else ""
     return custom_id, sys.intern(url), model, start, size

@@ -33,7 +33,7 @@ LATER = (
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
     ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),
     ("DELETE /v1/responses/{response_id}", RESPONSES, "remove", "Delete a stored response."),
-    ("POST /v1/responses/{response_id}/cancel", RESPONSES, "cancel", "Refused: it has ended."),
+    ("POST /v1/responses/{response_id}/cancel", RESPONSES, "cancel", "End a response in the background."),
     ("POST /v1/messages", MESSAGES, "create", "Answer a conversation (Anthropic's Messages)."),
     ("POST /v1/messages/count_tokens", MESSAGES, "count", "Tokens of the conversation."),
     ("POST /tokenize", TOKENIZING, "tokenize", "Token ids of a prompt, or of rendered messages."),

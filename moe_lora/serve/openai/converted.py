@@ -296,15 +296,16 @@ class BlockFormat(ChatFormat):
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         self.generation, self.head = generation, head
-        headers = {**headers, **self.headers()}
         if self.prepared.body.stream:
-            return BlockEvents(generation, self, headers)
+            return BlockEvents(generation, self, {**headers, **self.headers()})
         is_done = await unless_disconnected(request.receive, self._collect())
         if is_done is None:
             return Response(status_code=CLIENT_GONE)
-        return JsonResponse(self.whole_answer(), headers=headers)
+        answered = self.whole_answer()
+        return JsonResponse(answered, headers={**headers, **self.headers()})
 
     def headers(self) -> dict[str, str]:
+        """Further headers, read after a whole answer."""
         return {}
 
     def whole_answer(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .preparing import Prepared, Preparer
 
 _INTERNAL = ("bad_word_ids", "grammar", "hidden_state", "thinking")
+_NO_RENDERING = ("background", "enable_response_messages")
 _ECHOED = "echo is not supported for a rendered prompt; leave echo out"
 
 
@@ -98,6 +99,9 @@ class Endpoints:
         await check_model(body.model, self._frontend, caller_of(request.scope))
         if body.echo:
             raise bad_request(_ECHOED, "echo")
+        for name in _NO_RENDERING if isinstance(body, ResponsesChat) else ():
+            if body.shown[name]:
+                raise bad_request(f"{name} is not supported for a rendered prompt; leave it out", name)
         prepared: Prepared = request.state.prepared
         name, num_prompts = name_request(request, body.request_id), len(prepared.prompts)
         common = {**_common(body, prepared), "model": body.model or self._frontend.model_name}

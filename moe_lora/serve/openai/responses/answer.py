@@ -32,9 +32,9 @@ class ResponseFormat(BlockFormat):
         super().__init__(tokenizer, prepared)
         assert isinstance(prepared.body, ResponsesChat)
         self._echoed = prepared.body.shown
-        self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.response_id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._store = None if self._echoed["input"] is None else store
-        self._owner = owner
+        self.owner = owner
         self._num_events = 0
 
     def headers(self) -> dict[str, str]:
@@ -127,7 +127,7 @@ class ResponseFormat(BlockFormat):
         found |= {"usage": self._usage(), **self.version()}
         if self._store is not None:
             answered = messages_of(found["output"], {})
-            self._store.add(Stored.of(self._owner, found, self._echoed["input"], answered))
+            self._store.add(Stored.of(self.owner, found, self._echoed["input"], answered))
         return found
 
     def _usage(self) -> dict[str, Any]:
@@ -145,12 +145,12 @@ class ResponseFormat(BlockFormat):
         shown, sampling = self._echoed, self.prepared.sampling
         reasoning, text = shown["reasoning"] or {}, shown["text"] or {}
         return {
-            "id": self._id,
+            "id": self.response_id,
             "object": "response",
             "created_at": self.head["created"],
             "completed_at": None,
             "status": status,
-            "background": False,
+            "background": bool(shown["background"]),
             "error": None,
             "incomplete_details": None,
             "instructions": shown["instructions"],

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
 from moe_lora.core.request import ModelInfo
-from moe_lora.serve.access import Caller, caller_of
+from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 from moe_lora.serve.openai.converted import renaming
@@ -23,21 +25,23 @@ from .answer import ResponseFormat
 from .request import CHAT_NAMES, ContinuedChat, PreviousNeeded, ResponsesChat
 from .store import ResponseStore
 
+if TYPE_CHECKING:
+    from .background import Runs
+
 
 @dataclass
 class Continuing:
-    """Prepares responses of one owner, after a stored response too.  most_bytes: of a conversation."""
+    """Prepares responses, after others too.  messages_of: by id.  most_bytes: of a conversation."""
 
     preparer: Preparer
-    store: ResponseStore
-    owner: str
+    messages_of: Callable[[str], bytes]
     most_bytes: int
 
     async def prepare(self, kind: Any, content: bytearray, info: ModelInfo, scope: Scope) -> Prepared:
         try:
             return await self.preparer.prepare(kind, content, info, scope)
         except PreviousNeeded as needed:
-            previous = self.store.get(self.owner, needed.message).messages
+            previous = self.messages_of(needed.message)
         text = bytes(content).decode(json.detect_encoding(content), "surrogatepass")
         both = bytearray(b'{"previous":%s,"body":%s}' % (previous, text.encode("utf-8", "surrogatepass")))
         if len(both) > self.most_bytes:
@@ -47,15 +51,16 @@ class Continuing:
 
 
 class Endpoints:
-    """The endpoints of one front end, and its stored responses."""
+    """The endpoints of one front end, and its responses.  _runs: from the first in the background on."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
         self._store = ResponseStore()
+        self._runs: Runs | None = None
 
     async def create(self, request: Request) -> Response:
-        owner, most = _owner(caller_of(request.scope)), self._frontend.limits.config.max_body_bytes
-        continuing = Continuing(self._preparer, self._store, owner, most)
+        owner, most = _owner(request), self._frontend.limits.config.max_body_bytes
+        continuing = Continuing(self._preparer, partial(self._messages_of, owner), most)
         with renaming(CHAT_NAMES):
             return await prepared_answer(
                 self._frontend, continuing.prepare, ResponsesChat, self._answer, request
@@ -63,30 +68,71 @@ class Endpoints:
 
     async def _answer(self, body: ResponsesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None
-        owner = _owner(caller_of(request.scope))
-        form = ResponseFormat(self._frontend.tokenizer, request.state.prepared, self._store, owner)
+        form = self._format(body)(
+            self._frontend.tokenizer, request.state.prepared, self._store, _owner(request)
+        )
         return await answer(self._frontend, request, form)
 
+    def _format(self, body: ResponsesChat) -> Callable[..., ResponseFormat]:
+        """The kind of answer.  Imports the code of a rare kind."""
+        if body.shown["background"]:
+            from .background import BackgroundFormat, Runs
+
+            self._runs = self._runs or Runs(self._store)
+            return partial(BackgroundFormat, self._runs)
+        if body.shown["enable_response_messages"]:
+            from .raw_messages import RawFormat
+
+            return RawFormat
+        return ResponseFormat
+
+    def _messages_of(self, owner: str, response_id: str) -> bytes:
+        """Messages of a stored response.  Raises ApiError for a response without a conversation."""
+        running = self._running(owner, response_id)
+        stored = None if running else self._store.get(owner, response_id)
+        if stored is not None and stored.messages:
+            return stored.messages
+        status = (running or json.loads(stored.answer if stored else b""))["status"]
+        what = f"the response {response_id} is {status}, and only a completed response is continued"
+        raise bad_request(f"{what}; send the whole conversation as input", "previous_response_id")
+
+    def _running(self, owner: str, response_id: str) -> dict[str, Any] | None:
+        return None if self._runs is None else self._runs.get(owner, response_id)
+
     async def read(self, request: Request) -> Response:
-        """A stored response."""
+        """A running or stored response."""
         for name in ("stream", "starting_after", "include", "include_obfuscation"):
             if request.query_params.get(name) not in (None, "", "false"):
                 raise bad_request(f"{name} is not supported for a stored response; leave it out", name)
-        stored = self._store.get(_owner(caller_of(request.scope)), request.path_params["response_id"])
-        return Response(stored.answer, media_type="application/json")
+        owner, response_id = _owner(request), request.path_params["response_id"]
+        running = self._running(owner, response_id)
+        if running is not None:
+            return JsonResponse(running)
+        return Response(self._store.get(owner, response_id).answer, media_type="application/json")
 
     async def remove(self, request: Request) -> Response:
-        response_id = request.path_params["response_id"]
-        self._store.remove(_owner(caller_of(request.scope)), response_id)
+        """Deletes a response, and cancels it before."""
+        owner, response_id = _owner(request), request.path_params["response_id"]
+        if self._runs is not None:
+            await self._runs.cancel(owner, response_id)
+        self._store.remove(owner, response_id)
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Stored responses have ended: background is not supported."""
-        self._store.get(_owner(caller_of(request.scope)), request.path_params["response_id"])
-        what = "the response has ended; to end a running response, close its connection"
+        """The cancelled response; an ended response in the background is unchanged."""
+        owner, response_id = _owner(request), request.path_params["response_id"]
+        if self._runs is not None:
+            await self._runs.cancel(owner, response_id)
+        stored = self._store.get(owner, response_id)
+        if json.loads(stored.answer)["background"]:
+            return Response(stored.answer, media_type="application/json")
+        what = (
+            "Cannot cancel a synchronous response. It has ended; to end a running one, close its connection"
+        )
         raise bad_request(what, "response_id")
 
 
-def _owner(caller: Caller) -> str:
+def _owner(request: Request) -> str:
     """A key reads its own responses; without keys all responses have one owner."""
+    caller = caller_of(request.scope)
     return "" if caller.key is None else caller.key.id

@@ -37,8 +37,9 @@ CHAT_NAMES = {
     "prompt": "input",
 }
 SHOWN = (
-    *("include", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
-    *("previous_response_id", "reasoning", "store", "text", "tool_choice", "tools", "top_logprobs"),
+    *("background", "enable_response_messages", "include", "instructions", "max_output_tokens", "metadata"),
+    *("parallel_tool_calls", "previous_response_id", "reasoning", "store", "text", "tool_choice", "tools"),
+    "top_logprobs",
 )
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 MAX_ID_CHARS, ID_PREFIX = 128, "resp_"
@@ -49,7 +50,6 @@ class ResponsesBody(ConvertedBody):
 
     CHAT_NAMES = CHAT_NAMES
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "background": (None, False),
         "context_management": (None, []),
         "conversation": (None,),
         "max_tool_calls": (None,),
@@ -60,6 +60,8 @@ class ResponsesBody(ConvertedBody):
     }
 
     input: Any = None
+    background: bool | None = None
+    enable_response_messages: bool | None = None
     include: list[str] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -103,6 +105,7 @@ class ResponsesChat(ConvertedChat):
         messages = [*(previous or ()), *messages_of(body.input, unknown)]
         system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         _check_metadata(body.metadata)
+        _check_background(body)
         with Fields(body.stream_options or {}, "stream_options", unknown) as options:
             options.refuse(include_obfuscation=(False,))
         chat = {
@@ -261,6 +264,17 @@ def _response_format(given: dict[str, Any] | None, unknown: dict[str, None]) -> 
         schema = {"name": form.text("name"), "schema": expect(form.get("schema"), dict, "text.format.schema")}
         form.skip("description", "strict")
         return {"type": "json_schema", "json_schema": schema}
+
+
+def _check_background(body: ResponsesBody) -> None:
+    is_streamed = bool(body.shared().get("stream"))
+    if body.background and body.store is False:
+        raise wrong("background", "background can only be used when `store` is true; leave store out")
+    if body.background and is_streamed:
+        raise wrong("background", "a response in the background has no stream; leave stream out")
+    if body.enable_response_messages and (body.background or is_streamed):
+        what = "needs a whole answer; leave background and stream out"
+        raise wrong("enable_response_messages", what)
 
 
 def _check_metadata(given: dict[str, Any] | None) -> None:

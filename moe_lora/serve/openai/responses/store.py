@@ -24,7 +24,7 @@ OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Stored:
-    """A response.  answer: its JSON.  messages: of its chat, as JSON."""
+    """A response.  answer: its JSON.  messages: of its chat, as JSON; empty: no response continues it."""
 
     owner: str
     response_id: str
@@ -70,7 +70,7 @@ class ResponseStore:
         """Raises ApiError without such a response of this owner."""
         found = self._owners[owner].get(response_id) if owner in self._owners else None
         if found is None:
-            what = f"there is no stored response {response_id[:128]!r} of this key; responses are in {PLACE}"
+            what = f"Response with id {response_id[:128]!r} not found. Responses of a key are in {PLACE}"
             raise ApiError(404, f"{what}; send the whole conversation as input", "response_id")
         return found
 
