@@ -12,7 +12,7 @@ import pytest
 from moe_lora.engine.step.grammar_masks import BITS, Follower
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
-from moe_lora.serve.openai.parsers.answers import ParsedChoice
+from moe_lora.serve.openai.parsers.answers import ParsedChoice, hidden_ids
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 
 from .test_tags import A, B, Masks, grammar_of, tokenizer_with
@@ -118,6 +118,18 @@ def test_a_hidden_special_token_opens_no_call(name, special):
         allowed = [bool(words[one // BITS] >> np.uint32(one % BITS) & 1) for one in hidden]
         assert allowed == [False, True, False], "only the answer's end"
     assert masks.accepts("Plain <shown> more")
+
+
+def test_a_special_closing_mark_is_read_and_never_hidden():
+    """The mark ends a call, and the text around a call may have the mark."""
+    close = parser_class("hermes").CLOSE
+    tokenizer = tokenizer_with([close])
+    parsers = parsed_by("hermes")
+    assert tokenizer.backend.token_to_id(close) not in hidden_ids(tokenizer, parsers.marks())
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS))
+    call = call_of("hermes", CALLS["hermes"][0], "f", {"a": 1})
+    for text in (call, f"Plain {close} more", f"{call} {close}"):
+        assert masks.accepts(text), text
 
 
 def test_a_hidden_special_token_ends_neither_reasoning_nor_a_value():

@@ -336,6 +336,19 @@ def test_elements_tags_and_ends_are_bounded_in_all(within, beyond):
     assert error.value.status == 400
 
 
+@pytest.mark.parametrize("is_text", [False, True])
+def test_very_deep_tags_are_refused_by_name(is_text):
+    given = {"type": "any_text"}
+    for _ in range(900):
+        given = {"type": "or", "elements": [given]}
+    given = {"format": given}
+    if is_text:
+        given = '{"format": ' + '{"type": "or", "elements": [' * 60_000
+    with pytest.raises(ApiError, match="too deep in each other; nest fewer") as error:
+        grammar_of(tokenizer_with([]), structured_outputs={"structural_tag": given})
+    assert (error.value.status, "recursion" in error.value.message) == (400, False)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -38,6 +38,7 @@ _GAP = "\ngap: /\\n{1,2}/"
 MAX_CPU_S = 0.8
 MAX_BYTES = 1 << 28
 """Memory that the child may add."""
+_TOO_DEEP = "its elements, tags and schemas lie too deep in each other; nest fewer"
 _TOO_LARGE = (
     f"the grammar takes more than {MAX_CPU_S} s of processor time or {MAX_BYTES >> 20} MB to compile; "
     "use fewer alternatives and lower bounds of repetition"
@@ -188,7 +189,9 @@ def _make_and_exit(make: Callable[[], str], writer: int) -> NoReturn:
             found = make(), None
         except MemoryError:
             found = None, _TOO_LARGE
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            found = None, _TOO_DEEP
+        except ValueError as error:
             found = None, str(error)
         with os.fdopen(writer, "wb") as answer:
             answer.write(json.dumps(found).encode())

@@ -77,10 +77,10 @@ class AnswerParsers:
         found: list[str] = []
         if self.tool_format:
             kind = parser_class(self.tool_format)
-            found += (*kind.OPEN, *kind.NOISE, *kind.MARKS)
+            found += (*kind.OPEN, *kind.NOISE, *kind.MARKS, kind.CLOSE)
         if self.reasoning and self.reasoning != HARMONY:
             found += REASONING_FORMATS[self.reasoning][:2]
-        return frozenset(found)
+        return frozenset(filter(None, found))
 
 
 def parsers_for(

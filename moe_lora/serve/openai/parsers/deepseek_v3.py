@@ -12,7 +12,7 @@ class DeepSeekCalls(JsonCalls):
     OPEN = ("<｜tool▁call▁begin｜>",)
     NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     CLOSE = "<｜tool▁call▁end｜>"
-    MARKS = (CLOSE, "<｜tool▁sep｜>")
+    MARKS = ("<｜tool▁sep｜>",)
     HEADER = re.compile(
         r"\s*(?!\s)(?:function<｜tool▁sep｜>(?P<fenced>[^\n`<{]+)\n```json\s*|(?P<plain>[^\n`<{]+)<｜tool▁sep｜>\s*)(?=\{)"
     )

@@ -13,7 +13,7 @@ class KimiCalls(JsonCalls):
     NOISE = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     GAP = ""
     CLOSE = "<|tool_call_end|>"
-    MARKS = (CLOSE, "<|tool_call_argument_begin|>")
+    MARKS = ("<|tool_call_argument_begin|>",)
     SHAPES = (
         (
             "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
