@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Usage of reasoning, usage in every stream, and the null keys of whole answers."""
+"""Usage of reasoning, reasoning in the content, usage in every stream, and null keys of whole answers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,64 @@ from tests.small_tokenizers import byte_level
 from .conftest import app_of, as_served, scripted
 from .live_server import ServerThread
 from .test_completions import CHAT, events
-from .test_tools import CALL, TOOL, saying
+from .test_tools import CALL, QWEN, TOOL, ask, saying
 
 BEFORE, AFTER = "<think>because</think>", "forty two"
 PARSER = {"reasoning_parser": "qwen3"}
 
 
-def usages(client, **body):
-    """Usage of a whole answer and of a stream."""
+def counted(client, **body):
+    """Tokens of reasoning in OpenAI's and SGLang's place, of a whole answer and of a stream."""
     common = {"model": "base", "messages": CHAT, **body}
     whole = client.chat.completions.create(**common).usage
     *_, last = client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True})
     assert last.usage.completion_tokens == whole.completion_tokens
-    return whole, last.usage
+    found = set()
+    for usage in (whole, last.usage):
+        num = usage.completion_tokens_details and usage.completion_tokens_details.reasoning_tokens
+        assert num == getattr(usage, "reasoning_tokens", None)
+        found.add(num)
+    [num] = found
+    return num
 
 
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("num", [1, 2])
-def test_usage_counts_tokens_of_reasoning(shown, num):
+@pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}])
+def test_usage_counts_tokens_of_reasoning_as_responses_do(tools, num, shown):
     num_before = len(byte_level().encode(BEFORE).ids)
     with saying(BEFORE + AFTER, **PARSER) as (client, _):
-        for usage in usages(client, n=num, extra_body={"include_reasoning": shown}):
-            assert usage.completion_tokens_details.reasoning_tokens == num * num_before
+        response = client.responses.create(model="base", input="hello")
+        assert response.usage.output_tokens_details.reasoning_tokens == num_before
+        assert counted(client, n=num, extra_body={"include_reasoning": shown}, **tools) == num * num_before
+
+
+def test_usage_of_reasoning_stands_beside_numbers_of_the_prompt():
+    with saying(BEFORE + AFTER, **PARSER) as (client, _):
+        asked = {"model": "base", "messages": CHAT, "extra_body": {"prompt_logprobs": 1}}
+        usage = client.chat.completions.create(**asked).usage
+        assert usage.completion_tokens_details.reasoning_tokens == len(byte_level().encode(BEFORE).ids)
 
 
 def test_usage_of_an_answer_without_reasoning():
     for text, body in ((AFTER, {}), (CALL, {"tools": [TOOL]})):
         with saying(text, **PARSER) as (client, _):
-            for usage in usages(client, **body):
-                assert usage.completion_tokens_details.reasoning_tokens == 0
+            assert counted(client, **body) == 0
     with saying(BEFORE + AFTER) as (client, _):
-        assert [usage.completion_tokens_details for usage in usages(client)] == [None, None]
+        assert counted(client) is None
+
+
+def test_reasoning_may_stay_in_the_content():
+    with saying(BEFORE + AFTER, QWEN + "{# </think> #}", reasoning_parser="auto") as (client, _):
+        joined = {"extra_body": {"separate_reasoning": False}}
+        for tools in ([], [TOOL]):
+            message = ask(client, tools=tools, **joined).choices[0].message
+            assert message.content == BEFORE + AFTER
+            assert getattr(message, "reasoning_content", None) is None
+            chunks = ask(client, tools=tools, stream=True, **joined)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == BEFORE + AFTER
+        message = ask(client, extra_body={"separate_reasoning": True}).choices[0].message
+        assert (message.content, message.reasoning_content) == (AFTER, "because")
 
 
 COMPLETION = ("/v1/completions", {"prompt": "hello", "max_tokens": 3})
