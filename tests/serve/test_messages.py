@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from http.client import HTTPConnection
 
 import httpx
 import pytest
 
 from moe_lora.serve.api_keys import add_key
+from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 
-from .conftest import app_of, scripted, serving
+from .conftest import app_of, as_served, frontend_of, scripted, serving
 from .live_server import ServerThread, wait_until
 from .test_access import rights
 from .test_responses import asked
@@ -185,9 +187,32 @@ def test_the_engine_gets_the_request_of_the_equal_chat(body, chat):
         counted = send(client, "messages/count_tokens", **body).json()
     message, usage = answer.json(), answer.json()["usage"]
     assert message["content"] == [{"type": "text", "text": "ok", "citations": None}]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == whole["usage"]["prompt_tokens"]
+    assert usage["cache_read_input_tokens"] == whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    parts = [usage[f"{name}input_tokens"] for name in ("", "cache_creation_", "cache_read_")]
+    assert sum(parts) == whole["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == whole["usage"]["completion_tokens"]
     assert counted == {"input_tokens": whole["usage"]["prompt_tokens"]}
+
+
+def test_a_message_counts_the_whole_pages_that_its_prompt_adds_to_the_cache(tokenizer):
+    engine = scripted(tokenizer)
+    for is_on in (True, False):
+        frontend = frontend_of(engine, tokenizer)
+        config = replace(frontend.cluster.engine, prefix_caching=is_on)
+        frontend.cluster = replace(frontend.cluster, engine=config)
+        with ServerThread(create_app(frontend)) as thread, as_served(thread.url, engine) as served:
+            body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 50}]}
+            whole = served.post("/v1/messages", body).json()["usage"]
+            lines = served.post("/v1/messages", {**body, "stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        [start] = [one["message"]["usage"] for one in events if one["type"] == "message_start"]
+        num, pages = start["input_tokens"], start["input_tokens"] // 16
+        assert pages >= 3
+        assert "cache_read_input_tokens" not in start, "the prompt is not computed yet"
+        assert whole["cache_read_input_tokens"] == 1  # this engine finds one token
+        assert whole["cache_creation_input_tokens"] == (16 * pages - 1 if is_on else 0)
+        assert whole["input_tokens"] == num - 1 - whole["cache_creation_input_tokens"]
+        assert [one["usage"] for one in events if one["type"] == "message_delta"] == [whole]
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 5])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -23,6 +23,9 @@ from moe_lora.serve.openai.prompt_bodies import check_model, check_total
 
 from .request import CHAT_NAMES, CountedChat, MessagesChat
 
+if TYPE_CHECKING:
+    from moe_lora.engine.text.text import Tokenizer
+
 MAX_COUNTED_TOKENS = 1 << 40
 """Replaces the context's length for counts."""
 
@@ -35,16 +38,24 @@ _DELTAS = {
 
 
 class MessageFormat(BlockFormat):
-    """One message."""
+    """One message.  page_tokens: of a page of the prefix cache; 0: without such a cache."""
 
     id_prefix = "msg_"
+
+    def __init__(self, tokenizer: Tokenizer, prepared: Prepared, page_tokens: int) -> None:
+        super().__init__(tokenizer, prepared)
+        self._page_tokens = page_tokens
 
     def whole_answer(self) -> dict[str, Any]:
         return self._message([_block(block) for block in self.blocks], **self._end()) | self.version()
 
     def opened(self) -> list[dict[str, Any]]:
         message = self._message([], stop_reason=None, stop_sequence=None)
-        message["usage"].update(output_tokens=0, output_tokens_details={"thinking_tokens": 0})
+        message["usage"] = {
+            "input_tokens": len(self.prepared.prompts[0]),
+            "output_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": 0},
+        }
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def block_opened(self, block: AnswerBlock) -> list[dict[str, Any]]:
@@ -84,10 +95,11 @@ class MessageFormat(BlockFormat):
 
     def _usage(self) -> dict[str, Any]:
         usage = self.generation.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cached, num = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+        created = max(0, num - num % self._page_tokens - cached) if self._page_tokens else 0
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": num - cached - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
@@ -122,7 +134,12 @@ class Endpoints:
 
     async def _answer(self, body: MessagesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None
-        form = MessageFormat(self._frontend.tokenizer, request.state.prepared)
+        has_cache, info = (
+            self._frontend.cluster.engine.prefix_caching,
+            await self._frontend.client.model_info(),
+        )
+        page_tokens = info.block_size if has_cache else 0
+        form = MessageFormat(self._frontend.tokenizer, request.state.prepared, page_tokens)
         return await answer(self._frontend, request, form)
 
     async def _prepare(self, kind: Any, content: bytearray, info: ModelInfo, scope: Scope) -> Prepared:
