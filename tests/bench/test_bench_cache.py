@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from bench.cache.bench_cache import cells, main
 from bench.cache.cache_plan import OURS, POLICIES, config_of, settings_of
+from bench.cache.cache_rates import chosen
 from bench.cache.cache_report import ratio
 from bench.cache.cache_simulated import simulated
 from moe_lora.report.results import read_results
@@ -57,6 +58,20 @@ def test_ratios_are_geometric_means_over_cells_that_both_have():
     records = [record("a", 20, 1.0), record("b", 20, 4.0), record("a", 50, 3.0), record("b", 50, 3.0)]
     records.append(record("a", 100, 7.0))
     assert ratio(records, "a", "b", "ttft_ms") == pytest.approx(0.5)
+
+
+def test_ten_rates_go_by_the_peak_and_the_settings_of_the_same_cell():
+    def record(num_adapters, application, policy, setting, top):
+        config = {"model": "7B", "num_adapters": num_adapters, "application": application}
+        return {"config": config | {"policy": policy, "setting": setting, "rates_per_s": [top / 2, top]}}
+
+    found = [
+        record(100, "agents", "static", "0.05", 10.0),
+        record(100, "agents", "fastlibra", "5", 10.0),
+        record(50, "agents", "fastlibra", "60", 11.0),
+        record(100, "chatbots", "fastlibra", "600", 4.0),
+    ]
+    assert chosen(found, "agents") == (10.0, {"static": "0.05", "fastlibra": "5"})
 
 
 def test_cells_cover_the_papers_models_and_adapter_counts():
