@@ -34,7 +34,7 @@ class PublishEachEpoch(TrainerCallback):
         self._publisher.close()
 
     def _publish(self, state: TrainerState, model: Any) -> None:
-        """Publish a step once.  Every rank gathers its shards, and the first rank sends."""
+        """Publish a step once: ranks gather shards, and the first rank sends."""
         if state.global_step == self._published_step:
             return
         self._published_step = state.global_step

@@ -160,7 +160,7 @@ class CatchUp:
     async def _pause(
         self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool
     ) -> dict[str, PauseOrder]:
-        """Start the current pauses without the known ones; returns all.
+        """Start pauses unknown to the engine; returns the current pauses.
 
         may_differ: the engine may have missed a resume.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters by their tensors in bodies, each served as the next version of its name."""
+"""Tensors of adapters in bodies, served as the next version of a name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WAY_OUT = (
 
 
 class TensorsBody(Query):
-    """serialized_tensors: one for all ranks: the server divides the tensors."""
+    """serialized_tensors: a single file: the server divides tensors among ranks."""
 
     lora_name: str
     config_dict: dict[str, Any]

@@ -100,7 +100,7 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
 class NativeFormat(CompletionFormat):
     """Answers of /generate: a list for several prompts or choices.
 
-    running: gets the generation by its key and the answer's id.
+    running: gets the generation by key and id of the answer.
     """
 
     id_prefix = ""
@@ -122,7 +122,7 @@ class NativeFormat(CompletionFormat):
         return JsonResponse(found if len(found) > 1 else found[0], headers=headers)
 
     def item(self, delta: Delta, generation: Generation, request_id: str) -> dict[str, Any]:
-        """A choice up to the delta's end; delta: of all steps so far."""
+        """A choice up to the delta's end.  delta: joined over the steps so far."""
         usage, version = generation.usage_of(delta.index), delta.adapter_version
         reason: dict[str, Any] | None = None
         if delta.finish_reason is not None:
@@ -144,7 +144,7 @@ class NativeFormat(CompletionFormat):
 
 
 class NativeStream(EventStream):
-    """Events of /generate: each has the whole choice so far, and `index` with several choices."""
+    """Events of /generate with the whole choice so far, and with `index` for several choices."""
 
     def __init__(
         self,
@@ -198,10 +198,7 @@ class Endpoints:
             return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
 
     async def abort(self, request: Request) -> Response:
-        """End the caller's requests by their ids at this front end, or all of its scope anywhere.
-
-        Unknown ids may have ended before.
-        """
+        """End requests by id at this front end, or all requests of the caller's scope."""
         body, caller = await read_json(request, AbortBody, self._frontend), caller_of(request.scope)
         if body.abort_all:
             await self._frontend.client.call("abort_requests", scope_of(caller))

@@ -128,7 +128,7 @@ class ControllerLink:
             ) from error
 
     async def leave(self) -> None:
-        """Pauses end once all front ends leave."""
+        """Pauses end with the last front end."""
         if self._peer is not None:
             self._peer.send(Leaving())
 
