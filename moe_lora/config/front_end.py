@@ -354,6 +354,8 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     """Serve the pages / and /docs, and /openapi.json."""
     force_include_usage: bool = setting(False)
     """Send the usage in every chunk of every stream, and at its end."""
+    per_request_metrics: bool = setting(False)
+    """Add vLLM's `metrics` to completions and chats: times of the request, and tokens per second."""
     return_tokens_as_token_ids: bool = setting(False)
     """Name tokens of log probabilities by id, as in "token_id:7", unless a request says otherwise."""
     metrics_by_name: int = setting(64, least=0)

@@ -339,7 +339,7 @@ HTTP = (
     unused("--enable-request-id-headers", "every answer has X-Request-Id", "flag"),
     unused("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", "flag"),
     flag("--enable-force-include-usage", "--set front_end.force_include_usage=true", ""),
-    off("--enable-per-request-metrics", "usage.timing has the times of a request"),
+    flag("--enable-per-request-metrics", "--set front_end.per_request_metrics=true", ""),
     flag("--return-tokens-as-token-ids", "--set front_end.return_tokens_as_token_ids=true", ""),
     off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
     off("--grpc", "omit the option; the server speaks HTTP"),

@@ -113,3 +113,33 @@ def test_whole_answers_have_null_for_token_ids_unless_asked(server):
         place = choice if path == COMPLETION[0] else answer
         assert len(choice["token_ids"]) == 3
         assert place["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(("path", "body"), [COMPLETION, MESSAGES])
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_server_may_add_the_metrics_of_each_request(tokenizer, path, body, max_tokens):
+    engine = scripted(tokenizer)
+    body = {**body, "max_tokens": max_tokens, "stream_options": {"include_usage": True}}
+    for is_on in (True, False):
+        app = app_of(engine, tokenizer, per_request_metrics=is_on)
+        with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+            whole = served.post(path, {**body, "stream_options": None}).json()
+            *chunks, last = events(served, path, body)
+            none = served.post("/v1/completions", {"prompt": "hello", "echo": True, "max_tokens": 0}).json()
+        assert not any("metrics" in chunk for chunk in chunks)
+        assert "metrics" not in none
+        for found in (whole, last):
+            if not is_on:
+                assert "metrics" not in found
+                continue
+            metrics, timing = found["metrics"], found["usage"]["timing"]
+            assert metrics["queue_time_ms"] == timing["queue_ms"]
+            parts = ("adapter_load_ms", "kv_load_ms", "prefill_ms")
+            assert metrics["time_to_first_token_ms"] == pytest.approx(sum(timing[one] for one in parts))
+            total = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
+            assert metrics["tokens_per_second"] == pytest.approx(1e3 * max_tokens / total, rel=0.01)
+            itl = metrics.get("mean_itl_ms")
+            if max_tokens == 1:
+                assert itl is None
+            else:
+                assert itl == pytest.approx(metrics["generation_time_ms"] / 2, abs=0.002)

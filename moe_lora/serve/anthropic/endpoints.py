@@ -38,7 +38,7 @@ _DELTAS = {
 
 
 class MessageFormat(BlockFormat):
-    """One message.  page_tokens: of a page of the prefix cache; 0: without such a cache."""
+    """A message.  page_tokens: of a page of the prefix cache; 0: no prefix cache."""
 
     id_prefix = "msg_"
 

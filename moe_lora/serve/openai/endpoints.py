@@ -256,7 +256,10 @@ class EventStream(Response):
                     body = self._events(delta)
                     await send_body({"type": "http.response.body", "body": body, "more_body": True})
             if self._usage_at_end:
-                last = b'%s], "usage": %s}\n\n%s' % (self._opening, to_json(self._generation.usage()), last)
+                ended = {"usage": self._generation.usage()}
+                if self._generation.beside_usage is not None:
+                    ended |= self._generation.beside_usage()
+                last = b"%s], %s\n\n%s" % (self._opening, to_json(ended)[1:], last)
         except Exception as error:
             if not started:
                 raise
@@ -347,7 +350,8 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     adapter = None if model in frontend.model_names else model
     if adapter is not None and ":" in adapter:
         adapter = await frontend.adapter_of(adapter)
-    make = Generation if body.max_tokens != 0 else _prompt_only()
+    is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics
+    make = _rare_generation(body) if is_rare else Generation
     generation = make(
         frontend=frontend,
         client=client_of(request.scope),
@@ -383,6 +387,8 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         return Response(status_code=CLIENT_GONE)
     choices = [{**form.in_choice, **form.whole(delta)} for delta in whole]
     answered = {**head, "object": form.object_name, "choices": choices, "usage": generation.usage()}
+    if generation.beside_usage is not None:
+        answered |= generation.beside_usage()
     answered.update(form.beside_choices)
     if body.return_token_ids:
         answered.update(form.beside(0))
@@ -421,10 +427,12 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     return router
 
 
-def _prompt_only() -> type[Generation]:
+def _rare_generation(body: SamplingFields) -> type[Generation]:
+    """An answer without tokens, or with metrics of the request."""
     from .prompt_side import PromptOnly
+    from .request_metrics import MeasuredGeneration
 
-    return PromptOnly
+    return PromptOnly if body.max_tokens == 0 else MeasuredGeneration
 
 
 def chat_format(body: ChatRequest, frontend: Frontend, parsers: AnswerParsers | None) -> ChatFormat:

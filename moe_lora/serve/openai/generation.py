@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -172,6 +172,8 @@ class Generation:
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
+    beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
+    """Makes further fields beside the usage."""
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
     _cached_tokens: Counter[int] = field(default_factory=Counter)

@@ -290,6 +290,10 @@ def asked_of(
             raise _too_many_choices(len(chats), body.num_choices, most)
         if tokenizer is None:
             raise no_tokenizer("/v1/chat/completions")
+        if body.kv_transfer_params:
+            from .forwarded_prompt import forwarded_prompt
+
+            return sampling, [forwarded_prompt(body, bounds.info.vocab_size)]
         return sampling, [rendered(chat, tokenizer) for chat in chats]
     assert isinstance(body, CompletionRequest)
     limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens

@@ -346,6 +346,7 @@ class ChatRequest(SamplingFields):
     separate_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def as_chat(self) -> ChatRequest | None:
@@ -378,7 +379,8 @@ class ChatRequest(SamplingFields):
         return self
 
     def without_prompt(self) -> Self:
-        return self.model_copy(update={"messages": [], "documents": None, "tools": None})
+        empty = dict.fromkeys(("documents", "tools", "kv_transfer_params"))
+        return self.model_copy(update={"messages": [], **empty})
 
 
 class LoadAdapterRequest(PeerModel):

@@ -99,8 +99,9 @@ class Endpoints:
         await check_model(body.model, self._frontend, caller_of(request.scope))
         if body.echo:
             raise bad_request(_ECHOED, "echo")
-        for name in _NO_RENDERING if isinstance(body, ResponsesChat) else ():
-            if body.shown[name]:
+        given = body.shown if isinstance(body, ResponsesChat) else {}
+        for name in _NO_RENDERING:
+            if given.get(name):
                 raise bad_request(f"{name} is not supported for a rendered prompt; leave it out", name)
         prepared: Prepared = request.state.prepared
         name, num_prompts = name_request(request, body.request_id), len(prepared.prompts)

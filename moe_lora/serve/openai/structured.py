@@ -38,7 +38,7 @@ _GAP = "\ngap: /\\n{1,2}/"
 MAX_CPU_S = 0.8
 MAX_BYTES = 1 << 28
 """Memory that the child may add."""
-_TOO_DEEP = "its elements, tags and schemas lie too deep in each other; nest fewer"
+_TOO_DEEP = "elements, tags and schemas lie too deep in each other; nest fewer"
 _TOO_LARGE = (
     f"the grammar takes more than {MAX_CPU_S} s of processor time or {MAX_BYTES >> 20} MB to compile; "
     "use fewer alternatives and lower bounds of repetition"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses in the background: each runs without its client's connection, and is stored at its end."""
+"""Responses in the background: computed without a client's connection, and stored at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_RUNNING, MAX_RUNNING_PER_CLIENT = 256, 64
 
 
 class BackgroundFormat(ResponseFormat):
-    """One response.  Its status is queued before the first token, then in_progress."""
+    """A response.  The status is queued before the first token, then in_progress."""
 
     _status = "queued"
 
@@ -43,7 +43,7 @@ class BackgroundFormat(ResponseFormat):
         return JsonResponse(self.snapshot(), headers={**headers, **self.headers()})
 
     def snapshot(self) -> dict[str, Any]:
-        """The response before its end."""
+        """The running response."""
         return self._response(self._status)
 
     async def run(self) -> None:
@@ -86,7 +86,9 @@ class Runs:
         if whose is not None:
             status = 429 if whose == "client" else 503
             most = MAX_RUNNING_PER_CLIENT if whose == "client" else MAX_RUNNING
-            what = f"{most} responses run in the background, which is the most; send it when one has ended"
+            what = (
+                f"{most} responses run in the background, and no more may run; send the request again later"
+            )
             raise ApiError(status, what, "background", retry_s=RETRY_S)
         self._quota.take(client, 1)
         task = asyncio.create_task(form.run())
@@ -99,7 +101,7 @@ class Runs:
         return None if found is None else found[0].snapshot()
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Cancels a running response, and waits for its end."""
+        """Cancels a running response, and waits for the end."""
         found = self._running.get((owner, response_id))
         if found is not None:
             found[1].cancel()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Continuing:
-    """Prepares responses, after others too.  messages_of: by id.  most_bytes: of a conversation."""
+    """Prepares responses, also continued ones.  messages_of: by id.  most_bytes: of a conversation."""
 
     preparer: Preparer
     messages_of: Callable[[str], bytes]
@@ -111,7 +111,7 @@ class Endpoints:
         return Response(self._store.get(owner, response_id).answer, media_type="application/json")
 
     async def remove(self, request: Request) -> Response:
-        """Deletes a response, and cancels it before."""
+        """Cancels and deletes a response."""
         owner, response_id = _owner(request), request.path_params["response_id"]
         if self._runs is not None:
             await self._runs.cancel(owner, response_id)
@@ -126,10 +126,8 @@ class Endpoints:
         stored = self._store.get(owner, response_id)
         if json.loads(stored.answer)["background"]:
             return Response(stored.answer, media_type="application/json")
-        what = (
-            "Cannot cancel a synchronous response. It has ended; to end a running one, close its connection"
-        )
-        raise bad_request(what, "response_id")
+        what = "Cannot cancel a synchronous response. The response has ended"
+        raise bad_request(f"{what}; a closed connection ends a running response", "response_id")
 
 
 def _owner(request: Request) -> str:

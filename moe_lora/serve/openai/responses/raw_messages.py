@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses with their prompt and answer as text and token ids (vLLM's enable_response_messages)."""
+"""Responses with prompt and answer as text and token ids (vLLM's enable_response_messages)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RawFormat(ResponseFormat):
-    """One response, with `input_messages` and `output_messages`."""
+    """A response with `input_messages` and `output_messages`."""
 
     _token_ids: tuple[int, ...] = ()
 
