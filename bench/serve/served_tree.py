@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -39,6 +40,11 @@ class ServedTree:
             else:
                 return self
         raise RuntimeError(f"the server ended: {os.pread(self._log, 1 << 20, 0).decode()[-2000:]}")
+
+    def logged(self, pattern: str) -> set[str]:
+        """The different matches of a pattern in the log."""
+        log = os.pread(self._log, os.fstat(self._log).st_size, 0).decode()
+        return set(re.findall(pattern, log))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.process.terminate()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -92,6 +93,29 @@ class ClusterConfig:
             self._check_in_root("registry.folder", self.registry.folder)
         if self.sources is not None:
             self._check_in_root("sources.folder", str(self.sources.place))
+            if self.sources.resolver is not None:
+                self._check_resolver(self.sources.resolver)
+
+    def _check_resolver(self, place: str) -> None:
+        """Raises ConfigError for a resolver that other settings exclude."""
+        if self.front_end.adapter_chat_template:
+            raise ConfigError(
+                f"sources.resolver={place} and front_end.adapter_chat_template do not go together: a prompt "
+                "becomes tokens before its adapter is found; leave one of them out"
+            )
+        if place == "registry":
+            if self.registry is None:
+                raise ConfigError("sources.resolver=registry needs --registry FOLDER; add it")
+        elif place.startswith("hf:"):
+            if not re.fullmatch(r"hf:[\w-][\w.-]*", place):
+                raise ConfigError(
+                    f"sources.resolver={place} is no hf:ORG; give an organisation, as hf:my-org"
+                )
+            if self.sources is not None and not self.sources.allow:
+                allow = f"sources.allow=hf://{place[3:]}/*"
+                raise ConfigError(f"sources.resolver={place} may fetch nothing; add --set {allow}")
+        else:
+            self._check_in_root("sources.resolver", place)
 
     def _check_in_root(self, place: str, folder: str) -> None:
         """Raises ConfigError for a folder outside adapter_root."""
@@ -150,9 +174,16 @@ class ClusterConfig:
         return any("://" in path for _, path in self.engine.adapters)
 
     @property
+    def has_resolver(self) -> bool:
+        """True if unknown adapters are found at their first request."""
+        return self.sources is not None and self.sources.resolver is not None
+
+    @property
     def serves_whole_registry(self) -> bool:
-        """True if the registry's adapters are served without a list of names."""
-        return self.registry is not None and self.registry.adapters is None
+        """True if the registry's adapters are served from the start without a list of names."""
+        if self.registry is None or self.registry.adapters is not None:
+            return False
+        return self.sources is None or self.sources.resolver != "registry"
 
     @property
     def provisioning(self) -> ProvisionConfig | None:

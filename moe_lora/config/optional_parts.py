@@ -107,6 +107,13 @@ class SourcesConfig(Settings):
     """Fetched files.  Hosts that share a folder fetch once."""
     max_gb: float = setting(16.0, above=0)
     """Size limit of one adapter in 10^9 bytes, checked before the transfer."""
+    resolver: str | None = setting(None, unset="none")
+    """Find an unknown adapter at its first request: a folder (paths below the folder are names), registry, or
+    hf:ORG.  The server lists no names at the start."""
+    max_resolved: int = setting(1000, least=1)
+    """Number of resolved adapters, near which the resolver unloads idle adapters."""
+    missing_s: float = setting(30.0, least=0)
+    """Time that the resolver keeps the error of a name without a loadable adapter."""
 
     @property
     def place(self) -> Path:

@@ -158,6 +158,9 @@ class ScriptedEngine:
         if request_id in self.running:
             self.aborted.append(request_id)
 
+    async def is_served(self, name: str) -> bool:
+        return name in self.adapters
+
     def is_refused(self, name: str) -> bool:
         return False
 

@@ -231,6 +231,7 @@ class FleetAdapters:
         registry.having(None)
         was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
         registry.forget(name)
+        self.ranks.pop(name, None)
         # Read again: an instance that joined before `forget` has the adapter.
         instances = registry.having(None)
         if self.pool is not None:

@@ -29,6 +29,8 @@ DIAL_IN_S = 20.0
 """All running instances dial in within this time; a controller may spend half of the time on absent front
 ends.
 """
+MAX_UNLOADED = 10_000
+"""Names of unloaded adapters with a known version; a forgotten name's versions count from the highest."""
 _LOOK_S = 0.1
 ABSENCE = "none has dialled in, or all have left; send the request again in a while"
 """Text for tenants; the log has the instances' dial-in address."""
@@ -186,6 +188,8 @@ class InstanceRegistry:
         self.pool = pool
         self._adapters = {name: ServedVersion(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
+        self._least_version = 0
+        """The highest version of an unloaded name that is no longer known."""
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
         self._holdings: Mapping[str, Holding] = {}
@@ -443,12 +447,13 @@ class InstanceRegistry:
 
     def next_version(self, name: str) -> int:
         """The number for a new version of the name."""
-        return self._versions.get(name, 0) + 1
+        return self._versions.get(name, self._least_version) + 1
 
     def serve(self, info: AdapterInfo, path: str) -> ServedVersion:
         """Serve this version on all instances.  Versions of a name count up over restarts."""
         version = max(info.version, self.next_version(info.name))
-        self._versions[info.name] = version
+        self._versions.pop(info.name, None)
+        self._versions[info.name] = version  # the latest loaded is last
         before = self._adapters.get(info.name)
         pinned = before is not None and before.pinned
         self._adapters[info.name] = ServedVersion(path, version, pinned, info.content_hash or None)
@@ -465,6 +470,9 @@ class InstanceRegistry:
     def forget(self, name: str) -> None:
         """Serve this name on no instance."""
         self._adapters.pop(name, None)
+        if len(self._versions) - len(self._adapters) > MAX_UNLOADED:
+            oldest = next(one for one in self._versions if one not in self._adapters)
+            self._least_version = max(self._least_version, self._versions.pop(oldest))
         self.on_forget(name)
         self.suspects.forget(name)
         for instance in self.instances:

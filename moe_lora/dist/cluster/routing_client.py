@@ -30,6 +30,8 @@ from .reports import merge_adapters, merge_stats
 from .suspects import Trial
 
 if TYPE_CHECKING:
+    from moe_lora.config.cluster import ClusterConfig
+
     from .controller.routes import Routes
     from .migration import MoveKind, RequestMover
 
@@ -294,6 +296,9 @@ class FleetClient:
             self._info = info
         return self._info
 
+    async def is_served(self, name: str) -> bool:
+        return self._instance_registry.served_version(name) is not None
+
     def is_refused(self, name: str) -> bool:
         """True after instances died with the adapter; a load replaces the adapter."""
         suspects = self._instance_registry.suspects
@@ -334,6 +339,15 @@ class FleetClient:
     async def close(self) -> None:
         """Close all instances, including restarting ones."""
         await asyncio.gather(*(client.close() for client in self._instance_registry.close()))
+
+
+def client_type(cluster: ClusterConfig) -> type[FleetClient]:
+    """The class of a front end's client."""
+    if not cluster.has_resolver:
+        return FleetClient
+    from .resolving import ResolvingClient
+
+    return ResolvingClient
 
 
 def _unavailable(name: str, served: ServedVersion) -> AdapterInfo:

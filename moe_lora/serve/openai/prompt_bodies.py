@@ -224,6 +224,6 @@ async def check_model(model: str | None, frontend: Frontend, caller: Caller) -> 
         model = adapter_in(model, frontend.model_names, names)
         if not model:
             return
-        if model not in names or not caller.may_use(model):
+        if not caller.may_use(model) or not (model in names or await frontend.client.is_served(model)):
             what = f"the model {model!r} does not exist; GET /v1/models lists what does"
             raise ApiError(404, what, "model")

@@ -17,7 +17,7 @@ from moe_lora.core.errors import AdapterError, ConfigError, MoeLoraError
 from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
-from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.routing_client import FleetClient, client_type
 from moe_lora.dist.net.codec import verbs_of
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import Heartbeat
@@ -199,7 +199,8 @@ async def controlled_fleet(
     heartbeat = Heartbeat.of(cluster.front_end)
     instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
     adapters = FleetAdapters(instance_registry, routes.ranks)
-    fleet = FleetClient(instance_registry, routes, WallClock(), adapters.call, seed=config.seed)
+    client = client_type(cluster)
+    fleet = client(instance_registry, routes, WallClock(), adapters.call, seed=config.seed)
     controller = ClusterController(
         adapters,
         _capacity_controller(cluster, fleet),
@@ -208,6 +209,10 @@ async def controlled_fleet(
         _migration_controller(cluster, routes, instance_registry),
         InstanceControl(instance_registry, cluster.front_end.drain_s),
     )
+    if cluster.has_resolver:
+        from moe_lora.dist.cluster.resolving import attach_resolver
+
+        attach_resolver(fleet, cluster, controller.call)
     catch_up = CatchUp(instance_registry, recovery_s)
     listener = InstanceListener(instance_registry, catch_up, on_give_up, cluster.front_end.max_unread_steps)
     keys = None

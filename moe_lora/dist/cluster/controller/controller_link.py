@@ -17,7 +17,7 @@ from moe_lora.core.errors import ControllerAwayError
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import InstanceListener
-from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.routing_client import client_type
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, keys_of
@@ -210,7 +210,12 @@ async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[Ser
     routes = make_routes(cluster)
     watched = cluster.provisioning is not None
     link = ControllerLink(address, keys, name, registry, routes, watched=watched)
-    fleet = FleetClient(registry, routes, WallClock(), link.call, seed=f"{name} {cluster.engine.seed}")
+    client = client_type(cluster)
+    fleet = client(registry, routes, WallClock(), link.call, seed=f"{name} {cluster.engine.seed}")
+    if cluster.has_resolver:
+        from moe_lora.dist.cluster.resolving import attach_resolver
+
+        attach_resolver(fleet, cluster, link.call)
     listener = InstanceListener(registry, max_unread=cluster.front_end.max_unread_steps)
     async with listener.open(f"front_ends.{name}.engines_address", place, keys):
         try:

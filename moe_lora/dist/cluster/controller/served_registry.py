@@ -46,6 +46,7 @@ def opened_registry(
     """Settings with the registry's start adapters, and the registry, closed with the context.
 
     An adapter with lost or altered files is left out and logged, unless the settings name the adapter.
+    sources.resolver=registry starts without adapters, except named ones.
     Raises AdapterError or AdapterNotFoundError for a named adapter, also for a rank above the limit. Raises
     RegistryError or ConfigError for an unreadable registry or base model, and for name collisions.
     """
@@ -64,7 +65,9 @@ def opened_registry(
             *(name for name, _ in config.adapters),
         }
         found = []
-        chosen, limit = settings.adapters, rank_limit(config.max_lora_rank, [config.device])
+        found_later = settings.adapters is None and not cluster.serves_whole_registry
+        chosen = () if found_later else settings.adapters
+        limit = rank_limit(config.max_lora_rank, [config.device])
         for name in (
             [one.name for one in registry.adapters(base_hash=base_hash)] if chosen is None else chosen
         ):
