@@ -148,14 +148,16 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", help="write the names here, if absent, and keep them")
     parser.add_argument("--out", help="append a record here")
     options = parser.parse_args()
     record = Recorder(options.out)
     weights = np.arange(1, options.names + 1) ** -options.zipf
     drawn = np.random.default_rng(0).choice(options.names, options.requests, p=weights / weights.sum())
     with tempfile.TemporaryDirectory() as folder:
-        names = Path(folder) / "names"
-        write_names(names, options.names)
+        names = Path(options.folder or Path(folder) / "names")
+        if not names.exists():
+            write_names(names, options.names)
         settings = (f"sources.resolver={names}", f"sources.max_resolved={options.resolved}")
         words = [word for one in settings for word in ("--set", one)]
         model = str(ROOT / "demo" / "model")
@@ -179,7 +181,7 @@ def main() -> None:
                 "num_served_at_end": len(client.loaded()),
                 "load_average": os.getloadavg()[0],
             }
-    record({key: value for key, value in vars(options).items() if key != "out"}, result)
+    record({key: value for key, value in vars(options).items() if key not in ("out", "folder")}, result)
     print(result)
 
 
