@@ -141,6 +141,7 @@ class ResolvingClient(FleetClient):
     async def _serve(self, name: str) -> None:
         if await super().is_served(name):
             return
+        self._resolver.missing.check(name)
         num_resolved = len(self._resolved())
         if num_resolved >= self._most * 9 // 10 and self._unloading is None:
             self._unloading = asyncio.create_task(self._unload_idle())
