@@ -9,6 +9,7 @@ python -m bench.pages.blocks --write   # write the blocks anew
 TABLES = {
     "adapters-on-a-gpu": "gpu:adapters",
     "adapters-on-cpu": "engine:adapters",
+    "cache-rates": "cache:rates",
     "decode": "engine:decode",
     "decode-readme": "engine:readme",
     "dlora-batching": "dlora:batching",
@@ -26,6 +27,7 @@ TABLES = {
     "plans": "plans:plans",
     "plans-qwen": "plans:qwen",
     "server-overlap": "server:overlap",
+    "server-rates": "server:rates",
     "simulator": "simulated:nearness",
     "support": "support:matrix",
 }
