@@ -88,9 +88,8 @@ def match(
 
         replaced = replaced_rows(tensors, config, shape, places, base_dir, where)
     own = {row.key for row in replaced}
-    rest = {key: tensor for key, tensor in tensors.items() if key not in own}
-    copies = base_copies(rest, shape, where)
-    names = read_names(rest.keys() - {*copies}, places.layer_prefix, places.outer, where)
+    copies = base_copies({key: one for key, one in tensors.items() if key not in own}, shape, where)
+    names = read_names(tensors.keys() - own - {*copies}, places.layer_prefix, places.outer, where)
     if places.older and any(f".{places.older}" in name.path for name in names.by_key.values()):
         places = place_map(shape, older_names=True)
     names = names.with_stacked(places.by_path, places.stacked)
@@ -102,11 +101,8 @@ def match(
         if name.expert in keys:
             raise one_place(key, keys[name.expert], where)
         keys[name.expert] = key
-    for halves in found.values():
-        _check_partner(halves, where)
-    _check_tying(config, expected, places, where)
-    if replaced:
-        _check_no_pair(replaced, expected, places.outer, where)
+    if alone := next((halves for halves in found.values() if len(halves) == 1), None):
+        raise _no_partner(alone, where)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers + 1)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
@@ -116,8 +112,8 @@ def match(
     for layer in layers:
         _check_one_form(layer, where)
     sources = [source for layer in layers for source in layer]
-    if config.alora_invocation_tokens:
-        _check_activated(config, sources, replaced, shape)
+    if replaced or config.ensure_weight_tying or config.alora_invocation_tokens:
+        _check_rare(config, sources, replaced, expected, places, shape, where)
     swapped = is_swapped(sources, tensors, shape)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
@@ -166,6 +162,23 @@ def _check_activated(
             "is served on attention (without kv_b_proj) and dense MLPs alone; train without this target, or "
             "a plain LoRA"
         )
+
+
+def _check_rare(
+    config: AdapterConfig,
+    sources: Sequence[PairSource],
+    replaced: tuple[ReplacedRows, ...],
+    expected: Mapping[str, Sequence[Place]],
+    places: PlaceMap,
+    shape: ModelShape,
+    where: str,
+) -> None:
+    """Refuses what replaced rows, tied pairs and activated LoRAs exclude."""
+    _check_tying(config, expected, places, where)
+    if replaced:
+        _check_no_pair(replaced, expected, places.outer, where)
+    if config.alora_invocation_tokens:
+        _check_activated(config, sources, replaced, shape)
 
 
 def _check_no_pair(
@@ -342,13 +355,14 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], na
             )
 
 
-def _check_partner(parts: Mapping[str, Mapping[int | None, str]], where: str) -> None:
-    for part, other in (("A", "B"), ("B", "A")):
-        if part not in parts:
-            raise AdapterError(
-                f"{where}: {next(iter(parts[other].values()))} has no lora_{part} beside it; the file is "
-                "incomplete, save it again"
-            )
+def _no_partner(parts: Mapping[str, Mapping[int | None, str]], where: str) -> AdapterError:
+    """The error for a pair with one half."""
+    [(part, keys)] = parts.items()
+    other = "B" if part == "A" else "A"
+    return AdapterError(
+        f"{where}: {next(iter(keys.values()))} has no lora_{other} beside it; the file is incomplete, save "
+        "it again"
+    )
 
 
 def _of_all_experts(keys: Mapping[int | None, str], shape: ModelShape, where: str) -> tuple[str, ...]:
