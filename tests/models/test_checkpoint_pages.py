@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lora.core.host import resident_bytes
-from moe_lora.models.mapped_file import MappedFile
+from moe_lora.models.checkpoint import MappedFile
 
 SIZE = 1 << 24
 
