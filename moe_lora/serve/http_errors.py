@@ -28,6 +28,7 @@ from moe_lora.core.errors import (
     EngineDeadError,
     LoraServerError,
     MoeLoraError,
+    PeerUnreachableError,
     RegistryError,
     StorageError,
     UnreadError,
@@ -58,6 +59,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (AdapterVersionError, 503),
     (EngineDeadError, 503),
     (LoraServerError, 503),
+    (PeerUnreachableError, 503),
     (RegistryError, 503),
     (ValueError, 400),
 )
