@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from moe_lora.serve.http_errors import bad_request
 
+from .preparing import out_of_vocabulary
 from .protocol import ChatRequest
 
 PLACE, FIELD = "kv_transfer_params", "prompt_token_ids"
@@ -25,6 +26,5 @@ def forwarded_prompt(body: ChatRequest, vocab_size: int) -> list[int]:
         raise bad_request(f"{PLACE}.{FIELD} must be a list of token ids with at least one", PLACE)
     wrong = next((one for one in ids if not 0 <= one < vocab_size), None)
     if wrong is not None:
-        what = f"{PLACE}.{FIELD} has {str(wrong)[:32]}, which is out of vocabulary"
-        raise bad_request(f"{what}; ids are between 0 and {vocab_size - 1}", PLACE)
+        raise out_of_vocabulary(PLACE, wrong, vocab_size)
     return ids

@@ -29,7 +29,7 @@ from .endpoints import (
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .protocol import CompletionRequest, StreamOptions
-from .token_ids import Running, running_id
+from .token_ids import Running, abort_running, running_id
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -202,10 +202,8 @@ class Endpoints:
         body, caller = await read_json(request, AbortBody, self._frontend), caller_of(request.scope)
         if body.abort_all:
             await self._frontend.client.call("abort_requests", scope_of(caller))
-        for rid in [body.rid] if isinstance(body.rid, str) else body.rid or ():
-            generation = self._running.get(running_id(caller, rid))
-            if generation is not None:
-                await generation.abort()
+        rids = [body.rid] if isinstance(body.rid, str) else body.rid or ()
+        await abort_running(self._running, caller, rids)
         return Response()
 
     async def _answer(self, body: NativeRequest, request: Request) -> Response:

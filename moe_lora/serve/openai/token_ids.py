@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
@@ -179,6 +179,14 @@ def running_id(caller: Caller, request_id: str) -> RunningId:
     return None if caller.key is None else caller.key.id, request_id
 
 
+async def abort_running(running: Running, caller: Caller, request_ids: Iterable[str]) -> None:
+    """End the caller's generations of these ids.  Unknown ids may have ended before."""
+    for request_id in request_ids:
+        generation = running.get(running_id(caller, request_id))
+        if generation is not None:
+            await generation.abort()
+
+
 class TokensFormat(ChatFormat):
     """Choices of token ids, with their text or message by output_mode.
 
@@ -288,8 +296,5 @@ class Endpoints:
         """End running requests of this front end and key.  Unknown ids may have ended before."""
         found = await read_body(request, AbortRequest, self._frontend, self._preparer)
         caller = caller_of(request.scope)
-        for request_id in found.body.request_ids:
-            generation = self._running.get(running_id(caller, request_id))
-            if generation is not None:
-                await generation.abort()
+        await abort_running(self._running, caller, found.body.request_ids)
         return Response()
