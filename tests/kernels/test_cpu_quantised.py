@@ -37,6 +37,7 @@ PACKED = [
     *((Format("fp8"), *size, False) for size in [(70, 13), (33, 1), (7, 5), (256, 70)]),
     *((Format("fp8", 128, 128), *size, False) for size in [(300, 150), (128, 64)]),
     (Format("fp8", 16, 16), 70, 37, False),  # groups that no vector fits
+    *((Format("int8", *group), 512, 70, False) for group in [(), (64,)]),  # -128 too
     *((Format("int8", *group), 96, 37, zeros) for group in [(), (16,), (32,)] for zeros in (False, True)),
     *((Format("int4", group), 192, 37, zeros) for group in (8, 32, 64) for zeros in (False, True)),
     *((Format("int4", width), width, 13, zeros) for width in (40, 48, 100) for zeros in (False, True)),
@@ -165,14 +166,14 @@ def test_experts_have_the_bits_of_the_dequantised_weights(isa, dtype, generator,
         assert (found[ids.flatten() == -1] == 0).all()
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], DYNAMIC[0], DYNAMIC[2]], ids=ident)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], format_of("fp8"), DYNAMIC[0], DYNAMIC[2]], ids=ident)
 def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa, dtype, generator, form):
     """Wide enough that weights are unpacked in blocks and shared out to threads."""
-    x, weight = random(generator, 64, 1024, dtype=dtype), random(generator, 515, 1024, dtype=dtype)
+    x, weight = random(generator, 130, 1024, dtype=dtype), random(generator, 515, 1024, dtype=dtype)
     operand = held(form, weight)
     together = cpu.quantised_linear(x, operand, None, None, 515)
     torch.set_num_threads(2)
-    for rows in (1, 2, 5, 16, 40):
+    for rows in (1, 2, 5, 16, 40, 70):
         assert torch.equal(cpu.quantised_linear(x[:rows], operand, None, None, 515), together[:rows])
 
 

@@ -4,21 +4,20 @@
 // (isa_amx_emulated.cpp).
 //
 // Weights are the unit's left operand, read in place. x is the right operand, with two elements of k per 32-bit
-// word and one row of words per pair: panels of 32 rows are packed and padded with
-// zeros. An element's sum runs over k in steps of 32, in the unit's own order within a step: by width alone.
+// word and one row of words per pair: panels of up to 32 rows are packed and padded with zeros. An element's sum runs over k in steps of 32, in the unit's own order within a step: by width alone.
 //
-// Quantised weights are unpacked 32 rows at a time, into the cache. Beside one panel of x the first-level cache
-// holds a few hundred inputs at a time; beside more panels, the second-level cache holds them, for its number of
-// panels.
+// Quantised weights are unpacked 32 rows at a time, in chunks of a few hundred inputs, between the products of
+// the chunk before: memory loads meanwhile.
 
 constexpr int64_t kTileRows = 16, kTileDepth = 32, kTileWords = 256;
 
 // Rows of a panel, and weights of a block.
 constexpr int64_t kPanelRows = 2 * kTileRows, kBlockColumns = 2 * kTileRows;
 
-// Quantised weights. Bytes of the rows of x per unpacked block, and most rows. Weights per call.
-// Inputs per chunk beside one panel.
-constexpr int64_t kSharedBytes = 1 << 19, kMostSharedRows = 4 * kPanelRows, kTiledColumns = 512, kUnpackedInputs = 256;
+// Quantised weights. Bytes of the panels that share an unpacked chunk, and their most. Weights per call.
+// Inputs per chunk; its rows are unpacked a few at a time.
+constexpr int64_t kSharedBytes = 1 << 20, kMostPanels = 4, kTiledColumns = 512, kUnpackedInputs = 256,
+                  kPieceRows = 8, kNumPieces = kBlockColumns / kPieceRows;
 
 // Growing memory of one thread.
 template <class T>
@@ -40,17 +39,28 @@ struct Buffer {
 
 static inline int64_t num_steps(const DotTile& t) { return (t.width + kTileDepth - 1) / kTileDepth; }
 
+// Rows of x side by side in a panel: 16, or fewer for a panel that the first-level cache holds. An emulated unit reads
+// words of the next pairs too, and nothing reads their sums.
+static inline int64_t rows_apart(const DotTile& t) {
+    int64_t rows = 1;
+    while (rows < t.rows && rows < kTileRows) rows *= 2;
+    return rows;
+}
+
 // Group g holds rows [16 g, 16 g + 16) of the panel: word [g][step][pair of k][row].
+template <class Tiles>
 static inline void pack_panel(const DotTile& t, int64_t row, uint32_t* words) {
-    const int64_t rows = t.rows - row < kPanelRows ? t.rows - row : kPanelRows, steps = num_steps(t);
-    const int64_t groups = (rows + kTileRows - 1) / kTileRows;
-    memset(words, 0, groups * steps * kTileWords * sizeof(uint32_t));
-    for (int64_t i = 0; i < rows; i++) {
-        const bf16* x = static_cast<const bf16*>(t.x[row + i]);
-        uint32_t* to = words + i / kTileRows * steps * kTileWords + i % kTileRows;
-        int64_t k = 0;
-        for (; k + 2 <= t.width; k += 2) memcpy(to + k / 2 * kTileRows, x + k, sizeof(uint32_t));
-        if (k < t.width) memcpy(to + k / 2 * kTileRows, x + k, sizeof(bf16));
+    const int64_t rows = t.rows - row < kPanelRows ? t.rows - row : kPanelRows, apart = rows_apart(t);
+    for (int64_t i = 0; i < rows; i += kTileRows, words += num_steps(t) * kTileWords) {
+        const int64_t count = rows - i < kTileRows ? rows - i : kTileRows;
+        if (apart == 1 && t.width > 0) {
+            memset(words + (num_steps(t) - 1) * kTileRows, 0, 2 * kTileRows * sizeof(uint32_t));
+            memcpy(words, t.x[row], t.width * sizeof(bf16));
+        } else {
+            for (int64_t k = 0; k < t.width; k += kTileDepth)
+                Tiles::pack(t.x + row + i, count, k, t.width - k < kTileDepth ? t.width - k : kTileDepth,
+                            words + k / 2 * apart, apart);
+        }
     }
 }
 
@@ -94,20 +104,22 @@ static inline void zero_sums() {
 }
 
 // Adds the products of 32 weights from n on, over their whole width, with `Groups` times 16 rows of x, `group` words
-// apart.
-template <class Tiles, int Groups>
-static inline void add_products(const DotTile& t, int64_t n, const uint32_t* x, int64_t group) {
-    for (int64_t k = 0; k < t.width; k += kTileDepth, x += kTileWords) {
+// apart. between(): work beside each step.
+template <class Tiles, int Groups, class Between>
+static inline void add_products(const DotTile& t, int64_t n, const uint32_t* x, int64_t group, const Between& between) {
+    const int64_t apart = rows_apart(t);
+    for (int64_t k = 0; k < t.width; k += kTileDepth, x += kTileRows * apart) {
         load_weights<Tiles, 4>(t, n, k);
         load_weights<Tiles, 5>(t, n + kTileRows, k);
-        Tiles::template load<6>(x, kTileRows * int64_t(sizeof(uint32_t)));
+        Tiles::template load<6>(x, apart * int64_t(sizeof(uint32_t)));
         Tiles::template dot<0, 4, 6>();
         Tiles::template dot<1, 5, 6>();
         if constexpr (Groups == 2) {
-            Tiles::template load<7>(x + group, kTileRows * int64_t(sizeof(uint32_t)));
+            Tiles::template load<7>(x + group, apart * int64_t(sizeof(uint32_t)));
             Tiles::template dot<2, 4, 7>();
             Tiles::template dot<3, 5, 7>();
         }
+        between();
     }
 }
 
@@ -121,48 +133,29 @@ static inline void store_block(const DotTile& t, int64_t row, int64_t n) {
     }
 }
 
-// Sums of one panel and 32 weights: products(groups) adds them.
-template <class Tiles, class Out, class Products>
-static inline void tile_block(const DotTile& t, int64_t row, int64_t n, const Products& products) {
-    zero_sums<Tiles>();
-    if (t.rows - row > kTileRows) {
-        products(Constant<2>());
-        store_block<Tiles, Out, 2>(t, row, n);
-    } else {
-        products(Constant<1>());
-        store_block<Tiles, Out, 1>(t, row, n);
-    }
+// body(Constant<number of groups of 16 rows>) for a panel of the next rows.
+template <class Body>
+static inline void for_groups(int64_t rows, const Body& body) {
+    rows > kTileRows ? body(Constant<2>()) : body(Constant<1>());
 }
 
 template <class Tiles, class Out>
 static void tile_dot(const DotTile& t) {
     static thread_local Buffer<uint32_t> panel;
     const int64_t group = num_steps(t) * kTileWords;
-    uint32_t* const x = panel.of(2 * group);
-    Tiles::begin();
+    uint32_t* const x = panel.of(2 * group + kTileRows);
+    Tiles::begin(rows_apart(t));
     for (int64_t row = 0; row < t.rows; row += kPanelRows) {
-        pack_panel(t, row, x);
+        pack_panel<Tiles>(t, row, x);
         for (int64_t n = 0; n < t.num_w; n += kBlockColumns)
-            tile_block<Tiles, Out>(t, row, n, [&](auto groups) {
-                add_products<Tiles, decltype(groups)::value>(t, n, x, group);
+            for_groups(t.rows - row, [&](auto groups) {
+                constexpr int kGroups = decltype(groups)::value;
+                zero_sums<Tiles>();
+                add_products<Tiles, kGroups>(t, n, x, group, [] {});
+                store_block<Tiles, Out, kGroups>(t, row, n);
             });
     }
     Tiles::end();
-}
-
-// Up to 32 rows of weights from n on, inputs [k, k + width), unpacked.
-template <class Tiles, Codes kCodes>
-static inline DotTile unpack_block(const PackedTile& t, int64_t n, int64_t k, int64_t width) {
-    static thread_local Buffer<bf16> unpacked;
-    PackedTile part = t;
-    part.num_w = t.num_w - n < kBlockColumns ? t.num_w - n : kBlockColumns;
-    part.width = t.width - k < width ? t.width - k : width;
-    part.w = static_cast<const char*>(t.w) + n * t.row_bytes + (kCodes == kNibbles ? k / 2 : k);
-    part.scale = t.scale + n * t.groups + (t.groups == 1 ? 0 : k / t.group);
-    bf16* const to = unpacked.of(part.num_w * part.width);
-    Tiles::base().unpack[kCodes][kBf16](part, to);
-    part.w = to;
-    return part;
 }
 
 // Inputs of a chunk: whole groups and whole 64 codes of 4 bits, or a part of one group.
@@ -173,46 +166,130 @@ static inline int64_t unpacked_inputs(const PackedTile& t) {
     return (kUnpackedInputs + unit - 1) / unit * unit;
 }
 
-// One panel: each weight is unpacked once, where its products are added.
+// Unpacked chunks: number `block * per_block + part` has 32 weights and up to `inputs` inputs. The products of a
+// chunk's panels are added while the next chunk is unpacked.
 template <class Tiles, Codes kCodes>
-static inline void packed_panel(const PackedTile& t, int64_t row, const uint32_t* x) {
-    const int64_t inputs = unpacked_inputs(t);
-    for (int64_t n = 0; n < t.num_w; n += kBlockColumns)
-        tile_block<Tiles, bf16>(t, row, n, [&](auto groups) {
-            for (int64_t k = 0; k < t.width; k += inputs)
-                add_products<Tiles, decltype(groups)::value>(unpack_block<Tiles, kCodes>(t, n, k, inputs), 0,
-                                                             x + k / kTileDepth * kTileWords,
-                                                             num_steps(t) * kTileWords);
+class Chunks {
+   public:
+    const int64_t per_block, inputs;
+
+    Chunks(const PackedTile& t, int64_t num_panels)
+        : per_block((t.width + unpacked_inputs(t) - 1) / unpacked_inputs(t)),
+          inputs(unpacked_inputs(t)),
+          t_(t),
+          num_panels_(num_panels),
+          fetch_(static_cast<const char*>(t.w) + kBlockColumns * t.row_bytes) {
+        static thread_local Buffer<bf16> unpacked;
+        unpacked_ = unpacked.of(2 * kBlockColumns * inputs);
+        open(0);
+        while (left_ > 0) unpack();
+    }
+    // The chunk, unpacked. From here on `add` unpacks the following one.
+    DotTile begin(int64_t number) {
+        open(number + 1);
+        credit_ = 0;
+        DotTile found = part(number);
+        found.w = place(number);
+        return found;
+    }
+    // Adds the products of a chunk with a panel.
+    template <int Groups>
+    void add(const DotTile& chunk, const uint32_t* x, int64_t group) {
+        const int64_t turns = num_panels_ * num_steps(chunk);
+        add_products<Tiles, Groups>(chunk, 0, x, group, [&] {
+            for (credit_ += kNumPieces; credit_ >= turns; credit_ -= turns) unpack();
         });
+    }
+
+   private:
+    bf16* place(int64_t number) const { return unpacked_ + number % 2 * kBlockColumns * inputs; }
+    PackedTile part(int64_t number) const {
+        const int64_t n = number / per_block * kBlockColumns, k = number % per_block * inputs;
+        PackedTile found = t_;
+        found.num_w = t_.num_w - n < kBlockColumns ? t_.num_w - n : kBlockColumns;
+        found.width = t_.width - k < inputs ? t_.width - k : inputs;
+        found.w = static_cast<const char*>(t_.w) + n * t_.row_bytes + (kCodes == kNibbles ? k / 2 : k);
+        found.scale = t_.scale + n * t_.groups + (t_.groups == 1 ? 0 : k / t_.group);
+        return found;
+    }
+    // Has `unpack` begin a chunk.
+    void open(int64_t number) {
+        next_ = part(number);
+        left_ = next_.num_w, to_ = place(number);
+    }
+    void unpack() {
+        if (left_ <= 0) return;
+        next_.num_w = left_ < kPieceRows ? left_ : kPieceRows;
+        next_.next = fetch_;
+        fetch_ += next_.num_w * next_.width / (kCodes == kNibbles ? 2 : 1);
+        Tiles::template unpack<kCodes>(next_, to_);
+        to_ += kPieceRows * next_.width;
+        next_.w = static_cast<const char*>(next_.w) + kPieceRows * t_.row_bytes;
+        next_.scale += kPieceRows * t_.groups, left_ -= kPieceRows;
+    }
+
+    const PackedTile& t_;
+    const int64_t num_panels_;
+    const char* fetch_;
+    bf16 *unpacked_, *to_;
+    PackedTile next_;
+    int64_t left_, credit_;
+};
+
+// Sums of a panel between two of its chunks.
+template <class Tiles>
+static inline void save_sums(float* to) {
+    Tiles::template store<0>(to, 64);
+    Tiles::template store<1>(to + kTileWords, 64);
+    Tiles::template store<2>(to + 2 * kTileWords, 64);
+    Tiles::template store<3>(to + 3 * kTileWords, 64);
+}
+template <class Tiles>
+static inline void load_sums(const float* from) {
+    Tiles::template load<0>(from, 64);
+    Tiles::template load<1>(from + kTileWords, 64);
+    Tiles::template load<2>(from + 2 * kTileWords, 64);
+    Tiles::template load<3>(from + 3 * kTileWords, 64);
 }
 
-// Rows of x per unpacked block, whole panels.
+// Rows of x per unpacked chunk, whole panels.
 static inline int64_t shared_rows(const DotTile& t) {
-    const int64_t rows = kSharedBytes / (num_steps(t) * kTileDepth * int64_t(sizeof(bf16)) + 1) / kPanelRows * kPanelRows;
-    return rows < kPanelRows ? kPanelRows : rows > kMostSharedRows ? kMostSharedRows : rows;
+    const int64_t panel_bytes = kPanelRows * num_steps(t) * kTileDepth * int64_t(sizeof(bf16));
+    const int64_t panels = kSharedBytes / (panel_bytes ? panel_bytes : 1);
+    return (panels < 1 ? 1 : panels < kMostPanels ? panels : kMostPanels) * kPanelRows;
 }
 
 template <class Tiles, Codes kCodes>
 static void packed_tile_dot(const PackedTile& t) {
     static thread_local Buffer<uint32_t> panels;
     const int64_t group = num_steps(t) * kTileWords, panel = 2 * group, shared = shared_rows(t);
-    uint32_t* const x = panels.of(shared / kPanelRows * panel);
-    Tiles::begin();
+    uint32_t* const x = panels.of(shared / kPanelRows * panel + kTileRows);
+    alignas(64) float sums[kMostPanels][4 * kTileWords];
+    Tiles::begin(rows_apart(t));
     for (int64_t first = 0; first < t.rows; first += shared) {
-        const int64_t end = t.rows - first < shared ? t.rows : first + shared;
-        for (int64_t row = first; row < end; row += kPanelRows)
-            pack_panel(t, row, x + (row - first) / kPanelRows * panel);
-        if (end - first <= kPanelRows) {
-            packed_panel<Tiles, kCodes>(t, first, x);
-            continue;
-        }
-        for (int64_t n = 0; n < t.num_w; n += kBlockColumns) {
-            const DotTile w = unpack_block<Tiles, kCodes>(t, n, 0, t.width);
-            for (int64_t row = first; row < end; row += kPanelRows)
-                tile_block<Tiles, bf16>(t, row, n, [&](auto groups) {
-                    add_products<Tiles, decltype(groups)::value>(w, 0, x + (row - first) / kPanelRows * panel, group);
-                });
-        }
+        const int64_t rows = t.rows - first < shared ? t.rows - first : shared;
+        const int64_t num_panels = (rows + kPanelRows - 1) / kPanelRows;
+        for (int64_t p = 0; p < num_panels; p++) pack_panel<Tiles>(t, first + p * kPanelRows, x + p * panel);
+        Chunks<Tiles, kCodes> chunks(t, num_panels);
+        for (int64_t n = 0, number = 0; n < t.num_w; n += kBlockColumns)
+            for (int64_t part = 0; part < chunks.per_block; part++) {
+                const DotTile chunk = chunks.begin(number++);
+                const bool last = part + 1 == chunks.per_block;
+                for (int64_t p = 0; p < num_panels; p++)
+                    for_groups(t.rows - first - p * kPanelRows, [&](auto groups) {
+                        constexpr int kGroups = decltype(groups)::value;
+                        if (part == 0)
+                            zero_sums<Tiles>();
+                        else if (num_panels > 1)
+                            load_sums<Tiles>(sums[p]);
+                        const uint32_t* const from = x + p * panel + part * chunks.inputs / 2 * rows_apart(t);
+                        chunks.template add<kGroups>(chunk, from, group);
+                        if (last)
+                            store_block<Tiles, bf16, kGroups>(t, first + p * kPanelRows, n);
+                        else if (num_panels > 1)
+                            save_sums<Tiles>(sums[p]);
+                    });
+            }
     }
     Tiles::end();
 }

@@ -104,8 +104,8 @@ bool tiles_pass_self_test(const IsaTable& table) {
 bool find_amx() {
     unsigned a, b, c, d;
     const bool in_processor =
-        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) /* amx-bf16 */ && (d >> 24 & 1) /* amx-tile */;
-    if (!in_processor || !has_avx512() || !has_avx512_dots()) return false;
+        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) /* amx-bf16 */ && (d >> 24 & 3) == 3 /* amx-tile, amx-int8 */;
+    if (!in_processor || !has_avx512() || !has_avx512_dots() || !__builtin_cpu_supports("avx512vbmi")) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
     return tiles_pass_self_test(*amx_bf16_table());

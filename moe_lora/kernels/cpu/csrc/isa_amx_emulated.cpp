@@ -6,10 +6,25 @@
 
 namespace {
 #include "tiles.inl"
+#include "vec_portable.h"
 #include "amx.inl"
+#include "amx_dynamic.inl"
 
 struct EmulatedTiles {
+    using Vectors = Portable;
     static inline const IsaTable& base() { return *portable_table(); }
+    template <Codes kCodes>
+    static inline void unpack(const PackedTile& t, bf16* to) {
+        base().unpack[kCodes][kBf16](t, to);
+    }
+    static inline void pack(const void* const* rows, int64_t count, int64_t k, int64_t depth, uint32_t* to,
+                            int64_t apart) {
+        memset(to, 0, 16 * apart * sizeof(uint32_t));
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < depth; d++)
+                memcpy(reinterpret_cast<bf16*>(to + d / 2 * apart + i) + d % 2,
+                       static_cast<const bf16*>(rows[i]) + k + d, sizeof(bf16));
+    }
     static inline char* reg(int number) {
         alignas(64) static thread_local char all[8][1024];
         return all[number];
@@ -20,7 +35,7 @@ struct EmulatedTiles {
         return widen(value);
     }
 
-    static inline void begin() {}
+    static inline void begin(int64_t) {}
     static inline void end() {}
     template <int R>
     static inline void zero() {
@@ -46,10 +61,20 @@ struct EmulatedTiles {
             }
         memcpy(reg(C), c, sizeof(c));
     }
+    template <int C, int A, int B>
+    static inline void dot_bytes() {
+        int32_t c[16][16];
+        memcpy(c, reg(C), sizeof(c));
+        const int8_t *const a = reinterpret_cast<int8_t*>(reg(A)), *const b = reinterpret_cast<int8_t*>(reg(B));
+        for (int m = 0; m < 16; m++)
+            for (int k = 0; k < 64; k++)
+                for (int n = 0; n < 16; n++) c[m][n] += a[m * 64 + k] * b[k / 4 * 64 + n * 4 + k % 4];
+        memcpy(reg(C), c, sizeof(c));
+    }
 };
 }  // namespace
 
 const IsaTable* amx_emulated_table() {
-    static const IsaTable table = with_tile_dots<EmulatedTiles>("amx_emulated");
+    static const IsaTable table = with_dynamic_tiles<EmulatedTiles>(with_tile_dots<EmulatedTiles>("amx_emulated"));
     return &table;
 }

@@ -80,8 +80,8 @@ class PackedReader {
         const int8_t* const zero = static_cast<const int8_t*>(weights_.zero) + row * groups_;
         for (int64_t i = 0; zeros && i < count; i++) zeros[i] = zero[i];
         const float* const values = weights_.format == kFormatInt4 ? kInt4Values : kMxfp4Values;
-        const DotTile tile{nullptr, static_cast<const char*>(weights_.data) + row * bytes_, nullptr, nullptr, 0, num,
-                           width_,  0, nullptr};
+        const char* const w = static_cast<const char*>(weights_.data) + row * bytes_;
+        const DotTile tile{nullptr, w, nullptr, nullptr, 0, num, width_, 0, w + num * bytes_};
         return {tile, scales, zeros ? count : 0, values, group_, groups_, bytes_};
     }
 
@@ -170,7 +170,7 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
                     unpack(tile, unpacked);
                 else
                     unpack_by_group(tile, codes, dtype, unpacked);
-                tile.w = unpacked;
+                tile.w = unpacked, tile.next = nullptr;
             }
             tile.x = &x_list[t.row], tile.out = &grouped.out[t.row], tile.rows = t.rows, tile.column = n;
             if (bias) tile.bias = static_cast<const char*>(bias) + (t.segment->expert * num_out + n) * size;
@@ -210,9 +210,10 @@ int32_t moe_lora_dynamic_linear(int32_t bits, int32_t dtype, int32_t threads, co
         const int64_t first = t.segment->expert * held_out + t.n;
         const char* task_bias =
             bias ? static_cast<const char*>(bias) + (t.segment->expert * num_out + t.n) * size : nullptr;
-        uint8_t* const rows = reinterpret_cast<uint8_t*>(thread_buffer(t.rows * padded));
-        interleave(u.get(), padded, &grouped.x[t.row], t.rows, rows);
-        dynamic({&grouped.x[t.row], rows, x_scale.data(), zero.data(),
+        const bool few = t.rows < (bits == 8 ? isa().tiled_rows_int8 : isa().tiled_rows_int4);
+        uint8_t* const rows = few ? reinterpret_cast<uint8_t*>(thread_buffer(t.rows * padded)) : nullptr;
+        if (few) interleave(u.get(), padded, &grouped.x[t.row], t.rows, rows);
+        dynamic({&grouped.x[t.row], u.get(), rows, x_scale.data(), zero.data(),
                  static_cast<const char*>(data) + first * row_bytes,
                  static_cast<const char*>(scale) + first * scale_bytes, task_bias, &grouped.out[t.row], t.rows, t.num,
                  width, padded, group, t.n});

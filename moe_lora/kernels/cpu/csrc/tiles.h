@@ -63,7 +63,8 @@ enum Codes : int32_t { kInt8, kInt8Zero, kFp8, kNibbles, kNumCodes };
 // Rows of x in bytes against weight blocks [0, num_w / 16); see dynamic.inl.
 struct DynamicTile {
     const int64_t* x;      // number of the quantised row at each place
-    const uint8_t* u;      // of the rows at all places; see dynamic.inl
+    const uint8_t* plain;  // rows by number, `padded` bytes apart
+    const uint8_t* u;      // of the rows at all places, if they are few; see dynamic.inl
     const float* x_scale;  // by number
     const int32_t* zero;   // by number
     const void* data;
@@ -102,6 +103,7 @@ struct IsaTable {
     void (*quantise_f32)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     void (*quantise_bf16)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     int64_t dynamic_rows;  // that are computed together
+    int64_t tiled_rows_int8, tiled_rows_int4;  // from that many on, rows are read from `plain`
     void (*dynamic_int8_f32)(const DynamicTile&);
     void (*dynamic_int8_bf16)(const DynamicTile&);
     void (*dynamic_int4_f32)(const DynamicTile&);

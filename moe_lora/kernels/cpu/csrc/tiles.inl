@@ -276,6 +276,8 @@ static IsaTable make_table(const char* name) {
                     quantise_row<I, float>,
                     quantise_row<I, bf16>,
                     I::kDynamicRows,
+                    INT64_MAX,
+                    INT64_MAX,
                     dynamic_tile<I, float, false>,
                     dynamic_tile<I, bf16, false>,
                     dynamic_tile<I, float, true>,

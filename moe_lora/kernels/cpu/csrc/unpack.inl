@@ -143,10 +143,10 @@ static void unpack_rows(const PackedTile& t, void* to) {
     for (int64_t n = 0; n < t.num_w; n++) {
         T* const out = static_cast<T*>(to) + n * t.width;
         typename W::template Rows<1> w(t, n);
-        const char* const ahead = static_cast<const char*>(t.w) + (t.num_w + n) * t.row_bytes;
+        const char* const ahead = static_cast<const char*>(t.next) + n * t.width * W::kBits / 8;
         const auto step = [&](int64_t k, auto number) __attribute__((always_inline)) {
             w.open(k);
-            if (k % 64 == 0) __builtin_prefetch(ahead + k * W::kBits / 8, 0, 2);
+            if (t.next && k % 64 == 0) __builtin_prefetch(ahead + k * W::kBits / 8, 0, 2);
             W::D::store(out + k, w.template load<decltype(number)::value>(0, k));
         };
         const int64_t k = for_each_step<W>(t.width, step);
