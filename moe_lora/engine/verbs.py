@@ -149,10 +149,13 @@ class EngineVerbs:
         return self._core.add_adapter(packed, path, replace=replace, version=version)
 
     @verb
-    def unload_adapter(self, name: str) -> Steps[None]:
-        """Refuse new requests for the adapter, wait for its last running one, and free its memory."""
+    def unload_adapter(self, name: str, waits: bool = True) -> Steps[None]:
+        """Refuse new requests for the adapter, wait for its last running one, and free its memory.
+
+        waits: False: return at once; the last request frees the memory.
+        """
         uids = self._core.remove_adapter(name)
-        yield lambda: not self._core.adapters_in_use(uids)
+        yield lambda: not (waits and self._core.adapters_in_use(uids))
 
     @of_adapter
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:

@@ -194,7 +194,7 @@ class ScriptedEngine:
         self.adapters[name] = adapter_info(name, path, version)
         return self.adapters[name]
 
-    def _unload_adapter(self, name: str) -> None:
+    def _unload_adapter(self, name: str, waits: bool = True) -> None:
         if name not in self.adapters:
             raise AdapterNotFoundError(f"no adapter is named {name!r}")
         del self.adapters[name]

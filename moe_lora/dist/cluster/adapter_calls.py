@@ -222,13 +222,16 @@ class FleetAdapters:
         return any(info.name == name and info.residency == "unavailable" for info in infos)
 
     @verb
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, only: ServedVersion | None = None) -> None:
         """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
-        Raises AdapterNotFoundError for an unserved name.
+        only: unload this version alone, without a wait for its last request.  Raises AdapterNotFoundError
+        for an unserved name or version.
         """
         registry = self._instance_registry
         registry.having(None)
+        if only not in (None, registry.served_version(name)):
+            raise AdapterNotFoundError(f"adapter {name!r} was loaded again, pinned or unloaded meanwhile")
         was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
         registry.forget(name)
         self.ranks.pop(name, None)
@@ -236,7 +239,7 @@ class FleetAdapters:
         instances = registry.having(None)
         if self.pool is not None:
             self.pool.forget(name)
-        calls = [one.client.call("unload_adapter", name) for one in instances]
+        calls = [one.client.call("unload_adapter", name, waits=only is None) for one in instances]
         answers, errors = await ask(registry, instances, calls)
         if self.pool is not None:
             await self.pool.sweep()

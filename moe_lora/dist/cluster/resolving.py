@@ -24,6 +24,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.net.thread import in_daemon_thread
 
+from .instances import ServedVersion
 from .routing_client import FleetClient
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,12 @@ MAX_LOADS = 4
 """Names that a front end finds and loads at once."""
 MAX_MISSING = 10_000
 """Missing names that a front end remembers."""
+MARK = "/."
+"""Ends the path of an adapter that a resolver loaded; other loads have plain paths.
+
+Instances and controller keep an adapter's path, so all front ends know the resolvers' adapters, also after a
+restart.
+"""
 _TRIES = 3
 """A second front end may unload an adapter between load and request."""
 
@@ -110,11 +117,9 @@ class Resolver:
 class ResolvingClient(FleetClient):
     """A `FleetClient` that loads unknown adapters.  `attach` comes before the first request."""
 
-    def attach(self, resolver: Resolver, root: str, cluster: ClusterConfig) -> None:
-        """root: folder of the resolved adapters."""
-        self._resolver, self._root = resolver, os.path.join(root, "")
-        self._kept = frozenset(dict(cluster.engine.adapters))
-        self._most = cast(SourcesConfig, cluster.sources).max_resolved
+    def attach(self, resolver: Resolver, most: int) -> None:
+        """most: see `SourcesConfig.max_resolved`."""
+        self._resolver, self._most = resolver, most
         self._unloading: asyncio.Task[None] | None = None
 
     async def is_served(self, name: str) -> bool:
@@ -149,35 +154,35 @@ class ResolvingClient(FleetClient):
             await asyncio.shield(self._unloading)
         await self._resolver.load(name)
 
-    def _resolved(self) -> set[str]:
+    def _resolved(self) -> dict[str, ServedVersion]:
+        """Adapters that the resolvers of all front ends loaded, except pinned adapters."""
         served = self._instance_registry.adapters.items()
-        return {
-            name
-            for name, one in served
-            if one.path.startswith(self._root) and not one.pinned and name not in self._kept
-        }
+        return {name: one for name, one in served if one.path.endswith(MARK) and not one.pinned}
 
     async def _unload_idle(self) -> None:
         """Unload the adapters with the longest idle time, to four fifths of the number."""
         try:
-            infos = {one.name: one for one in await self.list_adapters()}
-            names = self._resolved()
-            wanted = len(names) - self._most * 4 // 5
-            used = {one.request.adapter for one in self._running.values()} | self._resolver.running.keys()
+            infos = await self.list_adapters()
+            resolved, used = self._resolved(), self._used()
             idle = [
                 one
-                for name, one in infos.items()
-                if name in names and name not in used and not one.num_running and not one.num_waiting
+                for one in infos
+                if one.name in resolved and one.name not in used and not one.num_running + one.num_waiting
             ]
             # An adapter without a use may have a request under way.
             idle.sort(key=lambda one: (one.idle_s is None, -(one.idle_s or 0.0)))
-            for one in idle[: max(0, wanted)]:
-                with suppress(AdapterNotFoundError):  # of another front end
-                    await self.call("unload_adapter", one.name)
+            for one in idle[: max(0, len(resolved) - self._most * 4 // 5)]:
+                if one.name not in self._used():
+                    with suppress(AdapterNotFoundError):  # another front end unloaded or replaced the version
+                        await self.call("unload_adapter", one.name, resolved[one.name])
         except MoeLoraError as error:
             logger.warning("idle adapters stay: %s", error)
         finally:
             self._unloading = None
+
+    def _used(self) -> set[str | None]:
+        """Names of the requests and loads of this front end."""
+        return {one.request.adapter for one in self._running.values()} | self._resolver.running.keys()
 
 
 def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]) -> None:
@@ -189,21 +194,25 @@ def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[.
     config = cluster.sources
     assert config is not None
     assert config.resolver is not None
-    find, root = _finder(config, config.resolver, cluster, call)
+    find = _finder(config, config.resolver, cluster, call)
 
     def load(name: str, folder: str) -> Awaitable[object]:
-        return call("load_adapter", name, folder)
+        return call("load_adapter", name, folder + MARK)
 
-    fleet.attach(Resolver(find, load, MissingNames(config.missing_s)), root, cluster)
+    fleet.attach(Resolver(find, load, MissingNames(config.missing_s)), config.max_resolved)
 
 
 def _finder(
     config: SourcesConfig, place: str, cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]
-) -> tuple[Find, str]:
-    """The search, and the folder of found adapters.  Raises ConfigError for an absent folder."""
+) -> Find:
+    """Raises ConfigError for an absent folder."""
     from moe_lora.adapters.sources.names import find_folder, find_on_hub
 
-    taken = {cluster.served_model_name, *cluster.other_model_names}
+    taken, root = {cluster.served_model_name, *cluster.other_model_names}, os.path.abspath(place)
+    if place != "registry" and not place.startswith("hf:") and not os.path.isdir(root):
+        raise ConfigError(
+            f"sources.resolver={place} is not a folder; give a folder of adapters, registry, or hf:ORG"
+        )
 
     async def find(name: str) -> str:
         if name in taken:
@@ -214,15 +223,4 @@ def _finder(
             return await in_daemon_thread(find_on_hub, name, place[3:], config)
         return await in_daemon_thread(find_folder, name, root, cluster.engine.adapter_root)
 
-    if place == "registry":
-        assert cluster.registry is not None
-        root = os.path.realpath(os.path.join(cluster.registry.folder, "store"))
-    elif place.startswith("hf:"):
-        root = os.path.abspath(config.place)
-    else:
-        root = os.path.abspath(place)
-        if not os.path.isdir(root):
-            raise ConfigError(
-                f"sources.resolver={place} is not a folder; give a folder of adapters, registry, or hf:ORG"
-            )
-    return find, root
+    return find

@@ -104,7 +104,7 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
     if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
         problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
         raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
-    return found
+    return str(Path(found))  # a path that ends in "/." is a resolver's
 
 
 def _fetched(path: str, frontend: Frontend) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -75,8 +76,9 @@ def registry_router(frontend: Frontend) -> APIRouter:
         from moe_lora.core.records import REMOVED
 
         versions = [one for one in await ask("versions", name) if version in (None, one.version)]
-        doomed = [one.path for one in versions if one.state != REMOVED]
-        if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):
+        doomed = [Path(one.path) for one in versions if one.state != REMOVED]
+        served = [one.path for one in await frontend.client.list_adapters() if one.name == name]
+        if any(path is not None and Path(path) in doomed for path in served):
             raise bad_request(
                 f"adapter {name!r} is being served, and an instance that starts again needs its files; "
                 "unload it first (/v1/unload_lora_adapter)",

@@ -132,7 +132,7 @@ class CountingEngine:
         self.versions[name] = version or 1
         return self._info(name)
 
-    async def _unload_adapter(self, name: str) -> None:
+    async def _unload_adapter(self, name: str, waits: bool = True) -> None:
         await asyncio.sleep(0)
         self.check()
         self.calls.append(("unload", name))

@@ -135,7 +135,7 @@ class ScriptedLoop(threading.Thread):
         self.adapters[name] = (path, version)
         return self._info(name)
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, waits: bool) -> None:
         del self.adapters[name]
 
     def _info(self, name: str) -> AdapterInfo:

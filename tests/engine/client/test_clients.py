@@ -216,6 +216,31 @@ def test_unload_waits_for_requests_of_replaced_versions_too(client):
     assert asyncio.run(replace_and_unload()).finish_reason == "length"
 
 
+def test_an_unload_without_a_wait_lets_the_request_end_and_the_name_load_again(client):
+    async def answer(request_id: str, name: str) -> list[int]:
+        return (await collect(client, ask(request_id, name, max_tokens=100)))[0]
+
+    async def run() -> tuple[list[list[int]], list[list[int]]]:
+        expected = []
+        for name in ("upper", "reverse"):
+            await client.call("load_adapter", "alone", str(DEMO / "adapters" / name))
+            expected.append(await answer("alone", "alone"))
+            await client.call("unload_adapter", "alone")
+        await client.call("load_adapter", "again", str(DEMO / "adapters" / "upper"))
+        stream = client.generate(ask("running", "again", max_tokens=100))
+        tokens = [*(await anext(stream)).token_ids]
+        await client.call("unload_adapter", "again", waits=False)
+        await client.call("load_adapter", "again", str(DEMO / "adapters" / "reverse"))
+        later = await answer("later", "again")
+        tokens += [token async for output in stream for token in output.token_ids]
+        await client.call("unload_adapter", "again")
+        return [tokens, later], expected
+
+    found, expected = asyncio.run(run())
+    assert found == expected
+    assert expected[0] != expected[1]
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

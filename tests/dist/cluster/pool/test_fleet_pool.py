@@ -55,10 +55,10 @@ class Engine(CallableEngine):
         self.used: set[str] = set()
         self.sources: dict[str, Sequence[bytes]] = {}
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **words: Any) -> Any:
         if self.ended.is_set():
             raise EngineDeadError("it has ended")
-        return getattr(self, f"_{method}")(*args)
+        return getattr(self, f"_{method}")(*args, **words)
 
     async def settled(self) -> None:
         """It does at once what it is told."""
@@ -138,7 +138,7 @@ class Engine(CallableEngine):
     def _list_adapters(self) -> list[AdapterInfo]:
         return [self._entry(name).info for name in self.known]
 
-    def _unload_adapter(self, name: str) -> None:
+    def _unload_adapter(self, name: str, waits: bool = True) -> None:
         if name not in self.known:
             raise AdapterNotFoundError(name)
         self._forget(name)

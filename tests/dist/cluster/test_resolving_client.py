@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A front end that loads unknown adapters: unloads, and requests that wait for a load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moe_lora.config import FrontEndConfig
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.routes import Routes
+from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
+from moe_lora.dist.cluster.resolving import MARK, MissingNames, Resolver, ResolvingClient
+from moe_lora.policies.routing.routing import RoundRobin
+
+from .fleet_parts import CountingEngine
+
+MOST = 5
+
+
+class FrontEnd:
+    """A resolving front end of one engine, with the controller in its process.
+
+    Finds every name in /names.  found: the searches so far.  may_find: a search ends once set.
+    """
+
+    def __init__(self, engine: CountingEngine, served: Served | None = None) -> None:
+        self.found: list[str] = []
+        self.may_find = asyncio.Event()
+        self.may_find.set()
+        self.registry = InstanceRegistry([engine])
+        self.registry.recover(served or Served())
+        adapters = FleetAdapters(self.registry)
+        routes = Routes(config=FrontEndConfig(), router=RoundRobin(), meter=None, ranks={})
+        self.client = ResolvingClient(self.registry, routes, VirtualClock(), adapters.call)
+
+        def load(name: str, folder: str) -> Any:
+            return adapters.call("load_adapter", name, folder + MARK)
+
+        self.client.attach(Resolver(self._find, load, MissingNames(60.0)), MOST)
+
+    async def _find(self, name: str) -> str:
+        self.found.append(name)
+        await self.may_find.wait()
+        return f"/names/{name}"
+
+    async def ask(self, name: str, max_tokens: int = 1) -> list[TokenOutput]:
+        """The outputs of a request, whose id is the name."""
+        return [output async for output in self.client.generate(request(name, max_tokens))]
+
+    def names(self) -> set[str]:
+        return set(self.registry.adapters)
+
+
+def request(name: str, max_tokens: int = 1) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, adapter=name)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_only_adapters_of_a_resolver_are_unloaded_also_after_a_restart() -> None:
+    own = {"other": "/names/x", "team/a": "/names/team/a", "put": "/tmp/received/1", "hub": "/names/hub"}
+
+    async def run() -> None:
+        engine = CountingEngine()
+        first = FrontEnd(engine)
+        for name, path in own.items():
+            await first.client.call("load_adapter", name, path)
+        for number in range(20):
+            assert len(await first.ask(f"a{number}")) == 1
+            assert first.names() >= own.keys()
+            assert len(first.names() - own.keys()) <= MOST
+        infos = await engine.list_adapters()
+        have = {one.name: ServedVersion(str(one.path), one.version) for one in infos}
+        again = FrontEnd(engine, Served.of(have))
+        for number in range(20, 40):
+            await again.ask(f"a{number}")
+            assert again.names() >= own.keys()
+            assert len(again.names() - own.keys()) <= MOST
+        assert again.names() == set(engine.adapters)
+
+    asyncio.run(run())
+
+
+def test_a_load_in_place_and_a_pin_keep_a_resolved_adapter() -> None:
+    async def run() -> None:
+        front_end = FrontEnd(CountingEngine())
+        for name in ("published", "pinned"):
+            await front_end.ask(name)
+        await front_end.client.call("load_adapter", "published", "/store/2", replace=True)
+        await front_end.client.call("pin_adapter", "pinned", True)
+        for number in range(20):
+            await front_end.ask(f"a{number}")
+        assert front_end.names() >= {"published", "pinned"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("verb", "args"), [("load_adapter", ("a", "/store/2", True)), ("pin_adapter", ("a", True))]
+)
+def test_an_unload_of_a_version_spares_what_came_after(verb: str, args: tuple[Any, ...]) -> None:
+    async def run() -> None:
+        front_end = FrontEnd(CountingEngine())
+        await front_end.ask("a")
+        seen = front_end.registry.served_version("a")
+        await front_end.client.call(verb, *args)
+        with pytest.raises(AdapterNotFoundError, match="meanwhile"):
+            await front_end.client.call("unload_adapter", "a", seen)
+        assert front_end.names() == {"a"}
+        await front_end.client.call("unload_adapter", "a", front_end.registry.served_version("a"))
+        assert front_end.names() == set()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_comes_during_a_sweep_keeps_its_adapter() -> None:
+    async def run() -> None:
+        engine = CountingEngine()
+        front_end = FrontEnd(engine)
+        for number in range(MOST - 1):
+            await front_end.ask(f"a{number}")
+        unload, going, go_on = engine._unload_adapter, asyncio.Event(), asyncio.Event()
+
+        async def slow(name: str, waits: bool = True) -> None:
+            assert not waits
+            going.set()
+            await go_on.wait()
+            await unload(name, waits)
+
+        engine._unload_adapter = slow  # type: ignore[method-assign]
+        front_end.client._most = 2  # a sweep has three adapters to unload
+        cold = asyncio.create_task(front_end.ask("cold"))
+        await going.wait()
+        first = next(name for name in engine.adapters if name not in front_end.names())
+        second = next(name for name in engine.adapters if name in front_end.names())
+        answer = front_end.client.generate(request(second, 40))
+        await anext(answer)
+        go_on.set()
+        await cold
+        await until(lambda: front_end.client._unloading is None)
+        assert second in front_end.names()
+        assert first not in front_end.names()
+        assert len([output async for output in answer]) == 39
+
+    asyncio.run(run())
