@@ -29,7 +29,7 @@ from .routing_client import FleetClient
 
 logger = logging.getLogger(__name__)
 Find = Callable[[str], Awaitable[str]]
-"""A name's folder.  Raises AdapterNotFoundError or AdapterError; other errors may pass."""
+"""A name's folder.  Raises AdapterNotFoundError, AdapterError or OSError; other errors may pass."""
 MAX_LOADS = 4
 """Names that a front end finds and loads at once."""
 MAX_MISSING = 10_000
@@ -104,14 +104,24 @@ class Resolver:
     async def _resolve(self, name: str) -> None:
         async with self._turns:
             try:
-                folder = await self._find(name)
+                folder = await self._folder(name)
                 with suppress(AdapterExistsError):  # of another front end
                     await self._load(name, folder)
             except (AdapterError, AdapterNotFoundError) as error:
                 self.missing.add(name, error)
                 raise
-            except FileNotFoundError as error:
-                raise AdapterNotFoundError(f"the files of adapter {name!r} are gone") from error
+            except OSError as error:  # remembered too: each try reads a broken disk on all instances
+                what = f"adapter {name!r} can't be read ({error.strerror or error}); mend its files"
+                self.missing.add(name, AdapterError(what))
+                raise AdapterError(what) from error
+
+    async def _folder(self, name: str) -> str:
+        """Logs the cause of a failed search: addresses and settings are for administrators alone."""
+        try:
+            return await self._find(name)
+        except AdapterError as error:
+            logger.warning("adapter %s is not found: %s", name, error)
+            raise AdapterNotFoundError(f"no adapter {name!r} is found") from error
 
 
 class ResolvingClient(FleetClient):
@@ -191,10 +201,8 @@ def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[.
     Raises ConfigError for a resolver that is no folder.
     """
     assert isinstance(fleet, ResolvingClient)
-    config = cluster.sources
-    assert config is not None
-    assert config.resolver is not None
-    find = _finder(config, config.resolver, cluster, call)
+    config = cast(SourcesConfig, cluster.sources)
+    find = _finder(cluster, call)
 
     def load(name: str, folder: str) -> Awaitable[object]:
         return call("load_adapter", name, folder + MARK)
@@ -202,12 +210,12 @@ def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[.
     fleet.attach(Resolver(find, load, MissingNames(config.missing_s)), config.max_resolved)
 
 
-def _finder(
-    config: SourcesConfig, place: str, cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]
-) -> Find:
+def _finder(cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]) -> Find:
     """Raises ConfigError for an absent folder."""
     from moe_lora.adapters.sources.names import find_folder, find_on_hub
 
+    config = cast(SourcesConfig, cluster.sources)
+    place = cast(str, config.resolver)
     taken, root = {cluster.served_model_name, *cluster.other_model_names}, os.path.abspath(place)
     if place != "registry" and not place.startswith("hf:") and not os.path.isdir(root):
         raise ConfigError(

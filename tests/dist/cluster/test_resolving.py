@@ -4,22 +4,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_lora.adapters.sources.names import find_folder, is_below
+from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, PeerUnreachableError
-from moe_lora.dist.cluster.resolving import MAX_LOADS, MissingNames, Resolver
+from moe_lora.dist.cluster.resolving import MAX_LOADS, MissingNames, Resolver, _finder
 from tests.adapters.peft_folders import peft_folder
+from tests.loopback_hub import reached_hub
+
+from .fleet_parts import cluster_config
 
 
 class Found:
-    """Finds every name but `error`'s; a search ends once `go` is set."""
+    """Finds every name but `error`'s; a search ends once `go` is set.  refused: errors of loads by name."""
 
-    def __init__(self, errors: dict[str, Exception] | None = None) -> None:
-        self.errors = errors or {}
+    def __init__(
+        self, errors: dict[str, Exception] | None = None, refused: dict[str, Exception] | None = None
+    ) -> None:
+        self.errors, self.refused = errors or {}, refused or {}
         self.searches: list[str] = []
         self.loads: list[tuple[str, str]] = []
         self.running = self.most = 0
@@ -37,6 +45,8 @@ class Found:
 
     async def load(self, name: str, folder: str) -> None:
         self.loads.append((name, folder))
+        if name in self.refused:
+            raise self.refused[name]
 
     def resolver(self, kept_s: float = 60.0) -> Resolver:
         return Resolver(self.find, self.load, MissingNames(kept_s))
@@ -85,7 +95,7 @@ def test_few_names_are_searched_at_once() -> None:
 )
 def test_a_lasting_error_is_remembered(error: Exception, searches: int) -> None:
     async def run() -> None:
-        found = Found({"a": error})
+        found = Found(refused={"a": error})
         found.go.set()
         resolver = found.resolver()
         for _ in range(2):
@@ -94,6 +104,36 @@ def test_a_lasting_error_is_remembered(error: Exception, searches: int) -> None:
         assert len(found.searches) == searches
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("at_load", [False, True])
+def test_an_unreadable_file_is_an_error_of_the_adapter(at_load: bool) -> None:
+    async def run() -> None:
+        errors: dict[str, Exception] = {"a": OSError(errno.EIO, os.strerror(errno.EIO), "/a/config")}
+        found = Found(refused=errors) if at_load else Found(errors)
+        found.go.set()
+        resolver = found.resolver()
+        for _ in range(2):
+            with pytest.raises(AdapterError, match=r"adapter 'a' can't be read \(Input/output error\)"):
+                await resolver.load("a")
+        assert len(found.searches) == 1
+
+    asyncio.run(run())
+
+
+def test_a_refused_search_tells_callers_only_that_nothing_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        found = Found({"a": AdapterError("sources.allow has hf://acme/*")})
+        found.go.set()
+        resolver = found.resolver()
+        for _ in range(2):
+            with pytest.raises(AdapterNotFoundError, match=r"^no adapter 'a' is found$"):
+                await resolver.load("a")
+
+    asyncio.run(run())
+    assert [one.message for one in caplog.records] == [
+        "adapter a is not found: sources.allow has hf://acme/*"
+    ]
 
 
 def test_a_remembered_error_expires() -> None:
@@ -118,6 +158,28 @@ def test_remembered_errors_are_bounded() -> None:
     missing.check("a")
     with pytest.raises(AdapterNotFoundError, match="d"):
         missing.check("d")
+
+
+@pytest.mark.parametrize(("name", "cause"), [("nobody", "set HF_TOKEN"), ("secret", "sources.allow has")])
+def test_a_name_that_the_hub_refuses_is_not_found(
+    name: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SourcesConfig(resolver="hf:acme", allow=("hf://acme/[!s]*",), folder=str(tmp_path / "cache"))
+    cluster = replace(cluster_config(), sources=config)
+
+    async def run() -> None:
+        found = Found()
+        resolver = Resolver(_finder(cluster, found.find), found.load, MissingNames(60.0))
+        await resolver.load("good")
+        assert [one for one, _ in found.loads] == ["good"]
+        with pytest.raises(AdapterNotFoundError, match=f"^no adapter '{name}' is found$"):
+            await resolver.load(name)
+
+    with reached_hub(monkeypatch) as hub:
+        for one in ("good", "secret"):
+            hub.folders[f"acme/{one}"] = peft_folder(tmp_path / one, 1)
+        asyncio.run(run())
+    assert cause in caplog.text
 
 
 @pytest.mark.parametrize(
