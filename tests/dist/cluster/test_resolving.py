@@ -1,205 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names found at their first request: one search a name, missing names remembered, idle adapters unloaded."""
+"""A front end that loads unknown adapters: unloads, and requests that wait for a load."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from moe_lora.adapters.sources.names import find_folder, is_below
-from moe_lora.config.optional_parts import SourcesConfig
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, PeerUnreachableError
-from moe_lora.dist.cluster.resolving import MAX_LOADS, MissingNames, Resolver, _finder
-from tests.adapters.peft_folders import peft_folder
-from tests.loopback_hub import reached_hub
+from moe_lora.config import FrontEndConfig
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.routes import Routes
+from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
+from moe_lora.dist.cluster.resolver import MissingNames, Resolver
+from moe_lora.dist.cluster.resolving import MARK, ResolvingClient
+from moe_lora.policies.routing.routing import RoundRobin
 
-from .fleet_parts import cluster_config
+from .fleet_parts import CountingEngine
 
-
-class Found:
-    """Finds every name but `error`'s; a search ends once `go` is set.  refused: errors of loads by name."""
-
-    def __init__(
-        self, errors: dict[str, Exception] | None = None, refused: dict[str, Exception] | None = None
-    ) -> None:
-        self.errors, self.refused = errors or {}, refused or {}
-        self.searches: list[str] = []
-        self.loads: list[tuple[str, str]] = []
-        self.running = self.most = 0
-        self.go = asyncio.Event()
-
-    async def find(self, name: str) -> str:
-        self.searches.append(name)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await self.go.wait()
-        self.running -= 1
-        if name in self.errors:
-            raise self.errors[name]
-        return f"/{name}"
-
-    async def load(self, name: str, folder: str) -> None:
-        self.loads.append((name, folder))
-        if name in self.refused:
-            raise self.refused[name]
-
-    def resolver(self, kept_s: float = 60.0) -> Resolver:
-        return Resolver(self.find, self.load, MissingNames(kept_s))
+MOST = 5
 
 
-def test_callers_of_one_name_share_a_load() -> None:
-    async def run() -> None:
-        found = Found()
-        resolver = found.resolver()
-        callers = [asyncio.create_task(resolver.load("a")) for _ in range(50)]
+class FrontEnd:
+    """A resolving front end of one engine, with the controller in its process.
+
+    Finds every name in /names.  found: the searches so far.  may_find: a search ends once set.
+    """
+
+    def __init__(self, engine: CountingEngine, served: Served | None = None) -> None:
+        self.found: list[str] = []
+        self.may_find = asyncio.Event()
+        self.may_find.set()
+        self.registry = InstanceRegistry([engine])
+        self.registry.recover(served or Served())
+        adapters = FleetAdapters(self.registry)
+        routes = Routes(config=FrontEndConfig(), router=RoundRobin(), meter=None, ranks={})
+        self.client = ResolvingClient(self.registry, routes, VirtualClock(), adapters.call)
+
+        def load(name: str, folder: str) -> Any:
+            return adapters.call("load_adapter", name, folder + MARK)
+
+        self.client.attach(Resolver(self._find, load, MissingNames(60.0)), MOST)
+
+    async def _find(self, name: str) -> str:
+        self.found.append(name)
+        await self.may_find.wait()
+        return f"/names/{name}"
+
+    async def ask(self, name: str, max_tokens: int = 1) -> list[TokenOutput]:
+        """The outputs of a request, whose id is the name."""
+        return [output async for output in self.client.generate(request(name, max_tokens))]
+
+    def names(self) -> set[str]:
+        return set(self.registry.adapters)
+
+
+def request(name: str, max_tokens: int = 1) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, adapter=name)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
         await asyncio.sleep(0)
-        callers[0].cancel()
-        found.go.set()
-        results = await asyncio.gather(*callers, return_exceptions=True)
-        assert [type(one) for one in results] == [asyncio.CancelledError, *[type(None)] * 49]
-        assert found.searches == ["a"]
-        assert found.loads == [("a", "/a")]
-        assert not resolver.running
+
+
+def test_only_adapters_of_a_resolver_are_unloaded_also_after_a_restart() -> None:
+    own = {"other": "/names/x", "team/a": "/names/team/a", "put": "/tmp/received/1", "hub": "/names/hub"}
+
+    async def run() -> None:
+        engine = CountingEngine()
+        first = FrontEnd(engine)
+        for name, path in own.items():
+            await first.client.call("load_adapter", name, path)
+        for number in range(20):
+            assert len(await first.ask(f"a{number}")) == 1
+            assert first.names() >= own.keys()
+            assert len(first.names() - own.keys()) <= MOST
+        infos = await engine.list_adapters()
+        have = {one.name: ServedVersion(str(one.path), one.version) for one in infos}
+        again = FrontEnd(engine, Served.of(have))
+        for number in range(20, 40):
+            await again.ask(f"a{number}")
+            assert again.names() >= own.keys()
+            assert len(again.names() - own.keys()) <= MOST
+        assert again.names() == set(engine.adapters)
 
     asyncio.run(run())
 
 
-def test_few_names_are_searched_at_once() -> None:
+def test_a_load_in_place_and_a_pin_keep_a_resolved_adapter() -> None:
     async def run() -> None:
-        found = Found()
-        resolver = found.resolver()
-        callers = [asyncio.create_task(resolver.load(f"a{number}")) for number in range(40)]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert found.running == MAX_LOADS
-        found.go.set()
-        await asyncio.gather(*callers)
-        assert found.most == MAX_LOADS
-        assert len(found.loads) == 40
+        front_end = FrontEnd(CountingEngine())
+        for name in ("published", "pinned"):
+            await front_end.ask(name)
+        await front_end.client.call("load_adapter", "published", "/store/2", replace=True)
+        await front_end.client.call("pin_adapter", "pinned", True)
+        for number in range(20):
+            await front_end.ask(f"a{number}")
+        assert front_end.names() >= {"published", "pinned"}
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("error", "searches"),
-    [
-        (AdapterNotFoundError("gone"), 1),
-        (AdapterError("rank 512"), 1),
-        (PeerUnreachableError("away"), 2),
-    ],
+    ("verb", "args"), [("load_adapter", ("a", "/store/2", True)), ("pin_adapter", ("a", True))]
 )
-def test_a_lasting_error_is_remembered(error: Exception, searches: int) -> None:
+def test_an_unload_of_a_version_spares_what_came_after(verb: str, args: tuple[Any, ...]) -> None:
     async def run() -> None:
-        found = Found(refused={"a": error})
-        found.go.set()
-        resolver = found.resolver()
-        for _ in range(2):
-            with pytest.raises(type(error), match=str(error)):
-                await resolver.load("a")
-        assert len(found.searches) == searches
+        front_end = FrontEnd(CountingEngine())
+        await front_end.ask("a")
+        seen = front_end.registry.served_version("a")
+        await front_end.client.call(verb, *args)
+        with pytest.raises(AdapterNotFoundError, match="meanwhile"):
+            await front_end.client.call("unload_adapter", "a", seen)
+        assert front_end.names() == {"a"}
+        await front_end.client.call("unload_adapter", "a", front_end.registry.served_version("a"))
+        assert front_end.names() == set()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("at_load", [False, True])
-def test_an_unreadable_file_is_an_error_of_the_adapter(at_load: bool) -> None:
+def test_a_request_that_comes_during_a_sweep_keeps_its_adapter() -> None:
     async def run() -> None:
-        errors: dict[str, Exception] = {"a": OSError(errno.EIO, os.strerror(errno.EIO), "/a/config")}
-        found = Found(refused=errors) if at_load else Found(errors)
-        found.go.set()
-        resolver = found.resolver()
-        for _ in range(2):
-            with pytest.raises(AdapterError, match=r"adapter 'a' can't be read \(Input/output error\)"):
-                await resolver.load("a")
-        assert len(found.searches) == 1
+        engine = CountingEngine()
+        front_end = FrontEnd(engine)
+        for number in range(MOST - 1):
+            await front_end.ask(f"a{number}")
+        unload, going, go_on = engine._unload_adapter, asyncio.Event(), asyncio.Event()
+
+        async def slow(name: str, waits: bool = True) -> None:
+            assert not waits
+            going.set()
+            await go_on.wait()
+            await unload(name, waits)
+
+        engine._unload_adapter = slow  # type: ignore[method-assign]
+        front_end.client._most = 2  # a sweep has three adapters to unload
+        cold = asyncio.create_task(front_end.ask("cold"))
+        await going.wait()
+        first = next(name for name in engine.adapters if name not in front_end.names())
+        second = next(name for name in engine.adapters if name in front_end.names())
+        answer = front_end.client.generate(request(second, 40))
+        await anext(answer)
+        go_on.set()
+        await cold
+        await until(lambda: front_end.client._unloading is None)
+        assert second in front_end.names()
+        assert first not in front_end.names()
+        assert len([output async for output in answer]) == 39
 
     asyncio.run(run())
-
-
-def test_a_refused_search_tells_callers_only_that_nothing_is_found(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        found = Found({"a": AdapterError("sources.allow has hf://acme/*")})
-        found.go.set()
-        resolver = found.resolver()
-        for _ in range(2):
-            with pytest.raises(AdapterNotFoundError, match=r"^no adapter 'a' is found$"):
-                await resolver.load("a")
-
-    asyncio.run(run())
-    assert [one.message for one in caplog.records] == [
-        "adapter a is not found: sources.allow has hf://acme/*"
-    ]
-
-
-def test_a_remembered_error_expires() -> None:
-    async def run() -> None:
-        found = Found({"a": AdapterNotFoundError("gone")})
-        found.go.set()
-        resolver = found.resolver(kept_s=0.0)
-        with pytest.raises(AdapterNotFoundError):
-            await resolver.load("a")
-        del found.errors["a"]
-        await resolver.load("a")
-        assert found.loads == [("a", "/a")]
-
-    asyncio.run(run())
-
-
-def test_remembered_errors_are_bounded() -> None:
-    missing = MissingNames(60.0, most=3)
-    for name in "abcd":
-        missing.add(name, AdapterNotFoundError(name))
-    assert len(missing) == 3
-    missing.check("a")
-    with pytest.raises(AdapterNotFoundError, match="d"):
-        missing.check("d")
-
-
-@pytest.mark.parametrize(("name", "cause"), [("nobody", "set HF_TOKEN"), ("secret", "sources.allow has")])
-def test_a_name_that_the_hub_refuses_is_not_found(
-    name: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = SourcesConfig(resolver="hf:acme", allow=("hf://acme/[!s]*",), folder=str(tmp_path / "cache"))
-    cluster = replace(cluster_config(), sources=config)
-
-    async def run() -> None:
-        found = Found()
-        resolver = Resolver(_finder(cluster, found.find), found.load, MissingNames(60.0))
-        await resolver.load("good")
-        assert [one for one, _ in found.loads] == ["good"]
-        with pytest.raises(AdapterNotFoundError, match=f"^no adapter '{name}' is found$"):
-            await resolver.load(name)
-
-    with reached_hub(monkeypatch) as hub:
-        for one in ("good", "secret"):
-            hub.folders[f"acme/{one}"] = peft_folder(tmp_path / one, 1)
-        asyncio.run(run())
-    assert cause in caplog.text
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "/etc", "a/", "a//b", "../a", "a/../b", "a/./b", ".hidden", "a\0b", "a,b", "a" * 2000],
-)
-def test_names_stay_below_the_folder(name: str, tmp_path: Path) -> None:
-    assert not is_below(name)
-    with pytest.raises(AdapterNotFoundError):
-        find_folder(name, str(tmp_path), None)
-
-
-def test_a_folder_below_is_found_and_links_stay_in_the_root(tmp_path: Path) -> None:
-    folder = tmp_path / "names"
-    (folder / "team").mkdir(parents=True)
-    peft_folder(folder / "team" / "a", 1)
-    peft_folder(tmp_path / "outside", 1)
-    os.symlink(tmp_path / "outside", folder / "b")
-    assert find_folder("team/a", str(folder), str(folder)) == str(folder / "team" / "a")
-    assert find_folder("b", str(folder), None) == str(folder / "b")
-    for name in ("b", "team", "c"):
-        with pytest.raises(AdapterNotFoundError):
-            find_folder(name, str(folder), str(folder))
