@@ -36,6 +36,8 @@ class ResolvingClient(FleetClient):
         """most: see `SourcesConfig.max_resolved`."""
         self._resolver, self._most = resolver, most
         self._unloading: asyncio.Task[None] | None = None
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        """By id of the request that waits."""
 
     async def is_served(self, name: str) -> bool:
         """Loads an unknown adapter.  Raises the load's error, except for an unknown name."""
@@ -45,8 +47,9 @@ class ResolvingClient(FleetClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         for last in (False,) * (_TRIES - 1) + (True,):
-            if request.adapter is not None:
-                await self._serve(request.adapter)
+            if not await self._is_ready(request):
+                yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
+                return
             begun = False
             try:
                 async with aclosing(cast(Any, super().generate(request))) as outputs:
@@ -57,6 +60,23 @@ class ResolvingClient(FleetClient):
             except AdapterNotFoundError:
                 if begun or last or request.adapter is None:
                     raise
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._loads:
+            self._loads[request_id].cancel()
+        await super().abort(request_id)
+
+    async def _is_ready(self, request: GenerateRequest) -> bool:
+        """True once the request's adapter is served; False after an abort.  Raises as `_serve`."""
+        if request.adapter is None or await super().is_served(request.adapter):
+            return True
+        load = self._loads[request.request_id] = asyncio.create_task(self._serve(request.adapter))
+        try:
+            await asyncio.wait({load})
+        finally:
+            load.cancel()
+            del self._loads[request.request_id]
+        return not load.cancelled() and load.result() is None
 
     async def _serve(self, name: str) -> None:
         if await super().is_served(name):

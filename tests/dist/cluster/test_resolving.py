@@ -51,17 +51,19 @@ class FrontEnd:
         await self.may_find.wait()
         return f"/names/{name}"
 
-    async def ask(self, name: str, max_tokens: int = 1) -> list[TokenOutput]:
-        """The outputs of a request, whose id is the name."""
-        return [output async for output in self.client.generate(request(name, max_tokens))]
+    async def ask(self, name: str, request_id: str | None = None) -> list[TokenOutput]:
+        """The outputs of a request.  request_id: None: the name."""
+        return [output async for output in self.client.generate(request(name, 1, request_id))]
 
     def names(self) -> set[str]:
         return set(self.registry.adapters)
 
 
-def request(name: str, max_tokens: int = 1) -> GenerateRequest:
+def request(name: str, max_tokens: int, request_id: str | None = None) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return GenerateRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, adapter=name)
+    return GenerateRequest(
+        request_id=request_id or name, prompt_token_ids=(1,), sampling=sampling, adapter=name
+    )
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -153,5 +155,42 @@ def test_a_request_that_comes_during_a_sweep_keeps_its_adapter() -> None:
         assert second in front_end.names()
         assert first not in front_end.names()
         assert len([output async for output in answer]) == 39
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_an_aborted_request_ends_during_its_load_and_reaches_no_instance(is_gone: bool) -> None:
+    async def run() -> None:
+        engine = CountingEngine()
+        front_end = FrontEnd(engine)
+        front_end.may_find.clear()
+        waiting = asyncio.create_task(front_end.ask("a"))
+        other = asyncio.create_task(front_end.ask("a", "other"))
+        await until(lambda: front_end.found)
+        if is_gone:
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        else:
+            await front_end.client.abort("a")
+            [output] = await waiting
+            assert (output.request_id, output.finish_reason, output.token_ids) == ("a", "abort", ())
+        assert not other.done()
+        front_end.may_find.set()
+        assert len(await other) == 1
+        assert [one.request_id for one in engine.requests] == ["other"]
+        assert front_end.found == ["a"]
+
+    asyncio.run(run())
+
+
+def test_an_abort_during_an_answer_ends_it() -> None:
+    async def run() -> None:
+        front_end = FrontEnd(CountingEngine())
+        answer = front_end.client.generate(request("a", 40))
+        await anext(answer)
+        await front_end.client.abort("a")
+        assert [output.finish_reason for output in [one async for one in answer]][-1] == "abort"
 
     asyncio.run(run())
