@@ -182,6 +182,7 @@ class FrontEndListener:
             for visit in session.visits.values():
                 visit.end(None)
             self._changed.set()
+            self._leave_with_all()
 
     def _join(self, session: Session, before: ClusterState | None) -> None:
         logger.info("front end %s dialled in", session.name)
@@ -214,8 +215,7 @@ class FrontEndListener:
             self._changed.set()
         elif isinstance(message, Leaving):
             session.is_leaving = True
-            if all(one.is_leaving for one in self.sessions):
-                self._spawn(self._controller.leave())
+            self._leave_with_all()
         elif isinstance(message, FrontEndReport):
             session.instances = message.instances
             if self._controlled.routes.meter is not None:
@@ -224,6 +224,11 @@ class FrontEndListener:
             if window is not None:
                 for event in message.visits:
                     session.see(window, event)
+
+    def _leave_with_all(self) -> None:
+        """End pauses once all connected front ends leave."""
+        if self.sessions and all(one.is_leaving for one in self.sessions):
+            self._spawn(self._controller.leave())
 
     async def _answer(self, call: Asked) -> None:
         await self._ready.wait()

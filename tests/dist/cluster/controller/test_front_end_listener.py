@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,8 @@ from moe_lora.dist.cluster.controller.protocol import HANDSHAKE
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.session import RefusedError
-from moe_lora.engine.client.messages import Beat
+from moe_lora.engine.client.messages import Beat, PauseOrder, PauseScope
+from tests.patience import PATIENCE_S
 
 from .parts import ControllerSide, FrontEndSide, until
 
@@ -88,6 +90,24 @@ def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, 
             for one in dialling:
                 await one.stop()
             await until(lambda: inside(controller) == [])
+
+    asyncio.run(run())
+
+
+def test_pauses_end_once_a_lost_front_end_leaves_only_leaving_ones(address):
+    async def run() -> None:
+        async with listening(address) as (controller, _):
+            leaving, staying = [FrontEndSide(name, address, []) for name in ("leaving", "staying")]
+            await until(lambda: len(inside(controller)) == 2)
+            registry = controller.instance_registry
+            registry.pauses[""] = PauseOrder(PauseScope(), "keep", time.monotonic() + PATIENCE_S)
+            await leaving.link.leave()
+            await until(lambda: [one.is_leaving for one in controller.listener.sessions].count(True) == 1)
+            assert registry.pauses
+            await staying.stop()
+            await until(lambda: not registry.pauses)
+            assert inside(controller) == ["leaving"]
+            await leaving.stop()
 
     asyncio.run(run())
 
