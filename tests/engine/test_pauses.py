@@ -203,6 +203,15 @@ def test_abort_ends_covered_answers_with_their_version(llm):
     assert call(llm, "stats").num_waiting == 0
 
 
+def test_a_keep_after_an_abort_pause_goes_on_with_the_delayed_requests(llm):
+    pause(llm, "abort")
+    late = Stream(llm, "late", tokens=2)
+    pause(llm, "keep")
+    assert is_still(llm, late)
+    call(llm, "resume_requests", None)
+    assert late.rest() == "length"
+
+
 @pytest.mark.parametrize("verb", ["abort_requests", "pause_requests"])
 def test_abort_ends_requests_that_wait_for_a_grammar(llm, monkeypatch, verb):
     compiled = threading.Event()

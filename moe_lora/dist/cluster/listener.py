@@ -139,20 +139,18 @@ class CatchUp:
 
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put an engine into routing.  Raises EngineDeadError after the engine's end, or after `close`."""
-        registry, was_silent = self._instance_registry, instance.silent
+        registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
-        may_differ = was_silent or bool(registry.pauses)
-        known = await self._pause(client, {}, may_differ=was_silent)
+        may_differ = instance.silent or bool(registry.pauses)
+        known = await self._pause(client, {}, may_differ=may_differ)
         while not await registry.join(instance, client, have, missing, incarnation):
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
-        await self._pause(
-            client, known, may_differ=may_differ
-        )  # as of the join: later calls reach the instance
+        await self._pause(client, known, may_differ=may_differ)  # later calls reach the instance
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
@@ -165,15 +163,18 @@ class CatchUp:
         may_differ: the engine may have missed a resume.
         """
         registry = self._instance_registry
-        for owner in [one.owner for one in await client.call("paused_scopes")] if may_differ else ():
-            if owner not in registry.pauses:
-                await client.call("resume_requests", owner)
+        scopes = await client.call("paused_scopes") if may_differ else ()
+        for scope in scopes:
+            if scope.owner not in registry.pauses:
+                await client.call("resume_requests", scope.owner)
         current = dict(registry.pauses)
         for owner, pause in current.items():
             left_s = pause.end_s - time.monotonic()
             if pause is known.get(owner) or pause is not registry.pauses.get(owner) or left_s <= 0:
                 continue
-            await client.call("pause_requests", pause.scope, pause.mode, left_s, waits=False)
+            # A second "abort" would end the requests that the first delays.
+            mode = "keep" if pause.mode == "abort" and pause.scope in scopes else pause.mode
+            await client.call("pause_requests", pause.scope, mode, left_s, waits=False)
             if owner not in registry.pauses:  # a resume came meanwhile
                 await client.call("resume_requests", owner)
         return current

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -93,19 +93,28 @@ class PausedClient(CallableEngine):
         return []
 
 
-def joined(on_pause: Callable[[InstanceRegistry, PausedClient], None]) -> set[str]:
-    """Pauses of an instance that joined an administrator's and a key's pause."""
+def joined(
+    on_pause: Callable[[InstanceRegistry, PausedClient], None],
+    paused: Iterable[str] = (),
+    silent: bool = False,
+) -> set[str]:
+    """Pauses of an instance that joined an administrator's and a key's pause.
+
+    paused: owners of its pauses before.  silent: the instance was in routing before.
+    """
 
     async def join() -> set[str]:
         registry = InstanceRegistry([])
         client: Any = PausedClient(lambda client: on_pause(registry, client))
+        client.paused |= set(paused)
         instance = registry.enter("one", client)
+        instance.silent = silent
         for owner in ("", "key a"):
             registry.pauses[owner] = PauseOrder(PauseScope(owner), "abort", time.monotonic() + PATIENCE_S)
         await caught_up(registry)(instance, client, "first")
         assert registry.live == [instance]
-        paused: set[str] = client.paused
-        return paused
+        found: set[str] = client.paused
+        return found
 
     return asyncio.run(join())
 
@@ -134,3 +143,10 @@ def test_an_instance_gets_the_mode_of_a_pause_once():
     calls: list[list[tuple[str, str, bool]]] = []
     joined(lambda registry, client: calls.append(client.calls))
     assert calls[-1] == [("", "abort", False), ("key a", "abort", False)]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_instance_that_knows_an_abort_pause_keeps_the_requests_that_the_pause_delays(silent):
+    calls: list[list[tuple[str, str, bool]]] = []
+    joined(lambda registry, client: calls.append(client.calls), ["key a"], silent)
+    assert calls[-1] == [("", "abort", False), ("key a", "keep", False)]
