@@ -297,7 +297,7 @@ def sections_of(
         value, (section, name) = options.pop(key), key.split(_SEPARATOR)
         if value is None or value == ():
             continue
-        if absolute and settings_of(kinds[section])[name].rule.path:
-            value = os.path.abspath(value)
+        if absolute:
+            value = settings_of(kinds[section])[name].rule.placed(value, os.path.abspath)
         sections.setdefault(section, {})[name] = value
     return sections

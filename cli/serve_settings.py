@@ -58,8 +58,7 @@ def cluster_to_serve(
         content["served_model_name"] = list(options["served_model_name"])
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
     for section, one, value in map(_setting, options["further_settings"]):
-        is_path = one.rule.path and isinstance(value, str)
-        sections.setdefault(section, {})[one.name] = path_of(value) if is_path else value
+        sections.setdefault(section, {})[one.name] = one.rule.placed(value, path_of)
     if keys := options["given_keys"] or _keys_of_environment(content):
         sections.setdefault("front_end", {})["admin_key_digests"] = admin_digests(keys)
     front_ends = content.get("front_ends") or {}

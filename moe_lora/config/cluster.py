@@ -376,8 +376,8 @@ def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any
         if one.default is MISSING and one.rule.in_file and not values.get(name):
             example = "a folder" if one.rule.path else "host:port, such as 10.0.0.1:7600"
             raise ConfigError(f"{section}.{name} is missing; give {example}")
-        if one.rule.path and values.get(name):
-            values[name] = str(folder / values[name])
+        if name in values:
+            values[name] = one.rule.placed(values[name], lambda path: str(folder / path))
     return values
 
 
@@ -420,8 +420,7 @@ def _plain(settings: Any, *, fixed: bool = False) -> dict[str, Any]:
         left_out = not one.rule.fixed or value == one.default if fixed else not one.rule.in_file
         if value is None or left_out:
             continue
-        if one.rule.path and value:
-            value = os.path.abspath(value)
+        value = one.rule.placed(value, os.path.abspath)
         found[name] = (
             _plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
         )

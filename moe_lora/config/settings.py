@@ -17,6 +17,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -45,7 +46,8 @@ class Rule:
     option: of `moe-lora serve`, with its dashes; "" for a setting of the file alone.  former: another option
     that named the setting once.  words: what a number may be instead.  least, most: bounds
     that are allowed; above: one that is not.  path: "folder" (one that is there, as an option) or "place";
-    in a file of settings it starts at that file's folder.  check: called with name and value, raises
+    in a file of settings it starts at that file's folder.  no_path: pattern of values of a path's setting
+    that are no paths.  check: called with name and value, raises
     ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
     group: heading of the option in --help, if not that of the class.  in_file: whether it may stand in a
     file.  fixed: reason for one value on all servers; code in Python sets another for comparisons and tests,
@@ -60,6 +62,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     path: str = ""
+    no_path: str = ""
     metavar: str = ""
     group: str = ""
     check: Callable[[str, Any], Any] | None = None
@@ -73,6 +76,11 @@ class Rule:
         vars(self).update(given)
         if self.fixed:
             self.in_file = False
+
+    def placed(self, value: Any, place: Callable[[str], str]) -> Any:
+        """The value, or what `place` makes of a path."""
+        is_path = self.path and value and isinstance(value, str) and not re.fullmatch(self.no_path, value)
+        return place(value) if is_path else value
 
 
 class Setting(typing.NamedTuple):
