@@ -23,12 +23,17 @@ TOKEN = "hf_secret_of_the_test"
 
 @dataclass
 class Hub:
-    """folders: of repositories by name.  private: repositories that need `TOKEN`.  calls: of files."""
+    """folders: of repositories by name.  private: repositories that need `TOKEN`.  calls: of files.
+
+    asked: repositories by the calls for their facts, which are answered while `answers` is set.
+    """
 
     url: str = ""
     folders: dict[str, Path] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    answers: threading.Event = field(default_factory=threading.Event)
     states_sizes: bool = True
 
     def files(self, repo: str) -> dict[str, Path]:
@@ -71,6 +76,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             return True
 
         def _info(self, repo: str, revision: str | None) -> None:
+            hub.asked.append(repo)
+            hub.answers.wait()
             if self._known(repo, revision):
                 files = [
                     {"rfilename": name, "size": path.stat().st_size if hub.states_sizes else None}
@@ -101,6 +108,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:
     hub = Hub()
+    hub.answers.set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -108,6 +116,7 @@ def loopback_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.answers.set()
         server.shutdown()
         server.server_close()
         thread.join()
