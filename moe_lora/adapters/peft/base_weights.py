@@ -17,7 +17,7 @@ import torch
 from moe_lora.core.errors import AdapterError
 
 from .base import base_file, base_tensor
-from .files import TensorEntry, header_entries, open_file, weights_file
+from .files import TensorEntry, header_entries, open_file, unreadable, weights_file
 from .match import Match
 from .replaced import base_rows
 
@@ -37,9 +37,13 @@ def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None,
     """`check_copies` of the adapter's file in a folder.  called: as in `files.weights_file`."""
     path = weights_file(folder, called)
     where = str(path) if called is None else f"{called}{path.name}"
-    with open_file(path, where) as file:
-        entries = header_entries(file, where)
-        check_copies({key: parts_of(file, entries[key]) for key in copies}, model_dir, where)
+    try:
+        with open_file(path, where) as file:
+            entries = header_entries(file, where)
+            parts = {key: _adapters_parts(file, entries[key], where) for key in copies}
+            check_copies(parts, model_dir, where)
+    except OSError as error:
+        raise unreadable(where, error) from error
 
 
 def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
@@ -98,6 +102,19 @@ def parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
         if len(found) != number * dtype.itemsize:
             raise OSError(errno.EIO, "cut while it was read")
         return torch.frombuffer(bytearray(found), dtype=dtype)
+
+    return read
+
+
+def _adapters_parts(file: BinaryIO, entry: TensorEntry, where: str) -> Parts:
+    """`parts_of` an adapter's file: an OSError would be an error of the base's."""
+    parts = parts_of(file, entry)
+
+    def read(first: int, number: int) -> torch.Tensor:
+        try:
+            return parts(first, number)
+        except OSError as error:
+            raise unreadable(where, error) from error
 
     return read
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
 from .base import read_base
@@ -26,6 +25,7 @@ from .files import (
     header_entries,
     open_file,
     read_json,
+    unreadable,
     weights_file,
 )
 from .match import Match, check_rank, match
@@ -108,13 +108,7 @@ def opened(
             yield OpenAdapter(weights, entries, found, where)
         after = _stamps(real)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                f"{name}: can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
-            ) from error
-        raise AdapterError(
-            f"{name}: can't be read ({error.strerror or error}); load it again once its files are whole"
-        ) from error
+        raise unreadable(name, error) from error
     if after != before:
         raise AdapterError(
             f"{name}: its files changed while they were read; load it again once they are whole"

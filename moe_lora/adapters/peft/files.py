@@ -7,6 +7,7 @@ name in errors.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.wrong_files import (
     HEAD_BYTES,
     Content,
@@ -305,6 +306,15 @@ def not_readable(where: Path | str, error: Exception, file: BinaryIO | None = No
         return AdapterError(f"{where}: not a readable safetensors file ({content.kind}); {content.way_out}")
     problem = error.strerror if isinstance(error, OSError) else cut(str(error), MAX_REASON_CHARS)
     return AdapterError(f"{where}: not a readable safetensors file ({problem}); copy it again")
+
+
+def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
+    """The error for an adapter whose files can't be read: without a free file handle no fault of them."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
+        return StorageError(f"{name}: {what}")
+    why = error.strerror or error
+    return AdapterError(f"{name}: can't be read ({why}); load it again once its files are whole")
 
 
 def max_rank(config: AdapterConfig) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -126,6 +127,26 @@ def test_the_base_weights_that_peft_saves_beside_a_pair_must_be_the_bases(tied, 
         change(damaged, alter)
         with pytest.raises(AdapterError, match=rf"{key}: values other than the base model's"):
             contents(shape, base).read("a", str(damaged))
+
+
+def test_a_file_cut_while_its_copies_are_compared_is_the_adapters_fault(tmp_path, monkeypatch):
+    from moe_lora.adapters.peft import base_weights
+    from moe_lora.core.wrong_files import read_config
+    from moe_lora.families import shape_of
+    from tests.families import make_checkpoint
+
+    base = make_checkpoint("llama", tmp_path / "base")
+    adapter = outer_adapter("llama", base, tmp_path / "a", "lm_head", "embed_tokens")
+    header_entries = base_weights.header_entries
+
+    def cut(file, where):
+        found = header_entries(file, where)
+        os.truncate(adapter / WEIGHTS_FILE, (adapter / WEIGHTS_FILE).stat().st_size // 8)
+        return found
+
+    monkeypatch.setattr(base_weights, "header_entries", cut)
+    with pytest.raises(AdapterError, match=r"adapter 'a': .*cut while it was read.*once its files are whole"):
+        contents(shape_of(read_config(base)), base).read("a", str(adapter))
 
 
 MANGLED = {
