@@ -6,10 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 
+from moe_lora.serve.openai.generation import Delta
+from moe_lora.serve.openai.native import NativeFormat, NativeRequest, NativeStream
+from moe_lora.serve.openai.protocol import StreamOptions
 from tests.patience import PATIENCE_S
 
 from .demo_server import DemoServer, demo_server
@@ -55,6 +60,37 @@ def test_each_event_has_the_answer_so_far_and_the_last_the_whole(http):
         for value, token, _ in about.pop("output_token_logprobs")
     ]
     assert last == about
+
+
+class Logprob:
+    """Counts its encodings."""
+
+    num_reads = 0
+
+    @property
+    def processed(self) -> float:
+        self.num_reads += 1
+        return -0.5
+
+
+def test_an_event_encodes_its_own_tokens_alone():
+    """A choice so far grows with each event; the encoding of earlier tokens is kept."""
+    generation: Any = SimpleNamespace(
+        prompts=[(1,)],
+        num_choices=1,
+        usage_of=lambda index: {"prompt_tokens": 1, "completion_tokens": 0},
+    )
+    frontend: Any = SimpleNamespace(tokenizer=None)
+    form = NativeFormat(frontend, NativeRequest(input_ids=[1], stream=True), WeakValueDictionary())
+    stream = NativeStream(generation, form, {"id": "mine"}, StreamOptions(), {})
+    values: list[Any] = [Logprob() for _ in range(20)]
+    for number, value in enumerate(values):
+        delta = Delta(0, 'é"', (number,), (value,), None)
+        event = json.loads(stream._events(delta).removeprefix(b"data: "))
+    assert event["text"] == 'é"' * 20
+    assert event["output_ids"] == list(range(20))
+    assert event["meta_info"]["output_token_logprobs"] == [[-0.5, number, None] for number in range(20)]
+    assert {value.num_reads for value in values} == {1}
 
 
 def test_events_of_several_choices_have_indices(http):

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from weakref import WeakValueDictionary
 
+import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
@@ -118,17 +120,20 @@ class NativeFormat(CompletionFormat):
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
-        found = [self.item(delta, generation, head["id"]) for delta in whole]
+        found = [self.item(delta, EncodedChoice(), generation, head["id"]) for delta in whole]
         return JsonResponse(found if len(found) > 1 else found[0], headers=headers)
 
-    def item(self, delta: Delta, generation: Generation, request_id: str) -> dict[str, Any]:
-        """A choice up to the delta's end.  delta: joined over the steps so far."""
+    def item(
+        self, delta: Delta, choice: EncodedChoice, generation: Generation, request_id: str
+    ) -> dict[str, Any]:
+        """A choice up to the delta's end.  choice: the steps before the delta; gets the delta."""
+        choice.add(delta)
         usage, version = generation.usage_of(delta.index), delta.adapter_version
         reason: dict[str, Any] | None = None
         if delta.finish_reason is not None:
             reason = {"type": delta.finish_reason}
         if reason is not None and delta.finish_reason == "length":
-            reason["length"] = len(delta.token_ids)
+            reason["length"] = usage["completion_tokens"]
         about = {
             "id": request_id,
             "finish_reason": reason,
@@ -137,10 +142,30 @@ class NativeFormat(CompletionFormat):
             "weight_version": "default" if version is None else str(version),
         }
         if delta.logprobs is not None:
+            about["output_token_logprobs"] = msgspec.Raw(b"[%s]" % choice.logprobs)
+        text, ids = msgspec.Raw(b'"%s"' % choice.text), msgspec.Raw(b"[%s]" % choice.token_ids)
+        return {"text": text, "output_ids": ids, "meta_info": about}
+
+
+class EncodedChoice:
+    """JSON of a choice so far, without the brackets: each delta is encoded once."""
+
+    def __init__(self) -> None:
+        self.text, self.token_ids, self.logprobs = bytearray(), bytearray(), bytearray()
+
+    def add(self, delta: Delta) -> None:
+        self.text += to_json(delta.text)[1:-1]
+        _extend(self.token_ids, delta.token_ids)
+        if delta.logprobs is not None:
             values = [max(one.processed or 0.0, LEAST_LOGPROB) for one in delta.logprobs]
             pairs = zip(values, delta.token_ids, strict=True)
-            about["output_token_logprobs"] = [(value, token_id, None) for value, token_id in pairs]
-        return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": about}
+            _extend(self.logprobs, [(value, token_id, None) for value, token_id in pairs])
+
+
+def _extend(encoded: bytearray, items: Sequence[Any]) -> None:
+    """Add items to a list's JSON without the brackets."""
+    if items:
+        encoded += b"," * bool(encoded) + to_json(items)[1:-1]
 
 
 class NativeStream(EventStream):
@@ -156,18 +181,11 @@ class NativeStream(EventStream):
     ) -> None:
         super().__init__(generation, form, head, options, headers)
         self._native, self._id = form, head["id"]
-        self._so_far: dict[int, Delta] = {}
+        self._choices: defaultdict[int, EncodedChoice] = defaultdict(EncodedChoice)
         self._has_several = len(generation.prompts) * generation.num_choices > 1
 
     def _events(self, delta: Delta) -> bytes:
-        before = self._so_far.get(delta.index)
-        if before is not None:
-            delta.text = before.text + delta.text
-            delta.token_ids = before.token_ids + delta.token_ids
-            if delta.logprobs is not None:
-                delta.logprobs = (before.logprobs or ()) + delta.logprobs
-        self._so_far[delta.index] = delta
-        item = self._native.item(delta, self._generation, self._id)
+        item = self._native.item(delta, self._choices[delta.index], self._generation, self._id)
         return b"data: %s\n\n" % to_json({**item, **({"index": delta.index} if self._has_several else {})})
 
 
