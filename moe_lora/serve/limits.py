@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -20,7 +21,7 @@ from starlette.types import Message
 
 from moe_lora.config import LimitsConfig
 
-from .http_errors import ApiError, bad_request
+from .http_errors import NOT_JSON, ApiError, bad_request
 
 REFUSALS = (
     "admin",
@@ -58,6 +59,8 @@ SMALL_BODY_BYTES = 1 << 16
 """Limit for requests that do not generate."""
 UNCOUNTED_BYTES = 1 << 14
 """Bytes of each body outside all counts: large bodies never keep out small ones."""
+JSON_MEDIA = re.compile(r"\s*application/(?:json|[^/;]+\+json)\s*(?:;.*)?", re.IGNORECASE)
+"""Content types of bodies.  A form of another site needs no permission of the browser."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -112,6 +115,14 @@ class Quota:
         self._of_client[client] -= amount
         if not self._of_client[client]:
             del self._of_client[client]
+
+
+class BodyCounts(Protocol):
+    """Counts bytes of bodies, as `Limits` does.  take_body raises ApiError beyond the limit."""
+
+    bodies: Quota
+
+    def take_body(self, client: str, num_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -255,12 +266,17 @@ def _retry_s(wait_s: float) -> int:
 
 
 @asynccontextmanager
-async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIterator[bytearray]:
-    """The whole body; bytes beyond `UNCOUNTED_BYTES` count for its client until the context ends.
+async def body_of(
+    request: Request, limits: Limits, most_bytes: int, own: BodyCounts | None = None
+) -> AsyncIterator[bytearray]:
+    """The whole JSON body; bytes beyond `UNCOUNTED_BYTES` count for its client until the context ends.
 
-    Raises ApiError: 413 for more than `most_bytes`, before the read if the length is given; 429 and 503 if
-    its client or all clients exceed their bytes in progress.
+    own: counts the bytes in place of the limits.  Raises ApiError: 413 for more than `most_bytes`, before
+    the read if the length is given; 429 and 503 if its client or all clients exceed their bytes in progress;
+    400 for another media type.
     """
+    counts = limits if own is None else own
+    is_json = JSON_MEDIA.fullmatch(request.headers.get("content-type", ""))
     client, taken, body = client_of(request.scope), 0, bytearray()
 
     def take(num_bytes: int) -> None:
@@ -269,20 +285,22 @@ async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIte
             raise limits.body_too_large(most_bytes)
         counted = num_bytes - UNCOUNTED_BYTES
         if counted > taken:
-            limits.take_body(client, counted - taken)
+            counts.take_body(client, counted - taken)
             taken = counted
 
     try:
         said = request.headers.get("content-length", "0")
         take(int(said) if said.isdecimal() else 0)
         async for piece in request.stream():
+            if piece and not is_json:
+                raise bad_request(NOT_JSON)
             take(len(body) + len(piece))
             body += piece
         yield body
     except ClientDisconnect:
         raise bad_request("the connection ended before the body did") from None
     finally:
-        limits.bodies.give_back(client, taken)
+        counts.bodies.give_back(client, taken)
 
 
 def bounded_route(limits: Limits, most_bytes: int = SMALL_BODY_BYTES) -> type[APIRoute]:

@@ -113,6 +113,14 @@ def test_abort_ends_requests_that_wait_with_the_reason_abort(http):
     assert http.complete("upper")["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.parametrize("path", ["/pause_generation", "/abort_request"])
+def test_a_control_refuses_a_form_of_another_site(http, path):
+    """A browser sends a form of any page; JSON of another site needs the server's permission."""
+    answer = http("POST", path, content=b'{"abort_all": true}', headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/pause?mode=wait", "/pause?wait_for_inflight_requests=true", "/pause"])
 def test_any_pause_of_an_idle_server_returns_and_ends(http, path):
     http.ok("POST", path)

@@ -24,6 +24,9 @@ from .test_controls import SEVERAL, Http
 CONFIG = (DEMO / "adapters" / "upper" / "adapter_config.json").read_text()
 HEADERS = {"X-Adapter-Config": json.dumps(json.loads(CONFIG))}
 MOST_MB = 8
+BODIES = "max_bodies_bytes_per_client"
+MOST_BODIES_BYTES = 1 << 14
+"""Fewer than the bytes of an adapter: tensors count for `received_mb` alone."""
 
 
 def tensors(name: str) -> dict[str, torch.Tensor]:
@@ -42,7 +45,7 @@ def served(request, tmp_path_factory) -> Iterator[DemoServer]:
     options = ("--lora-dir", str(root), "--eager", "--dtype", "float32", *request.param)
     if not request.param:
         options = (*options, "--adapter-root", str(root))
-    most = ("--set", f"front_end.received_mb={MOST_MB}")
+    most = ("--set", f"front_end.received_mb={MOST_MB}", "--set", f"front_end.{BODIES}={MOST_BODIES_BYTES}")
     with demo_server(folder / "log", *options, *most) as server:
         if request.param:
             said = r"instance instance-\d dialled in"
@@ -169,11 +172,12 @@ def test_tensors_in_base64_are_served(http):
         (in_base64(pickle.dumps({"a": 1})), "is a pickle"),
         (in_base64(b"", serialized_tensors="?"), "not base64"),
         (in_base64(b"", serialized_tensors=["a", "b"]), "serialized_tensors"),
+        (in_base64(b"\0" * ((MOST_MB << 20) + (1 << 16))), f"received_mb={MOST_MB}"),
         (in_base64(b"", load_format="flattened_bucket"), "load_format"),
         (in_base64(b"", lora_name="demo"), "the base model's name"),
     ],
 )
 def test_a_wrong_body_in_base64_is_named(http, body, problem):
     answer = http("POST", "/load_lora_adapter_from_tensors", json=body)
-    assert answer.status_code == 400
+    assert answer.status_code == (413 if "received_mb" in problem else 400)
     assert problem in answer.json()["error"]["message"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import json
 import shutil
+import sys
 import tempfile
 from base64 import b64decode
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
-from moe_lora.serve.limits import SMALL_BODY_BYTES
+from moe_lora.serve.limits import Quota
 from moe_lora.serve.openai.protocol import LoadAdapterRequest
 
 from .adapter_routes import DONE, AdapterLoads, adapter_card, check_new_name
@@ -66,6 +67,8 @@ class Endpoints:
         self._num_bytes: dict[Path, int] = {}
         """By folder."""
         self._receiving: set[Path] = set()
+        self.bodies = Quota(sys.maxsize, sys.maxsize)
+        """Bytes of bodies in base64; `take_body` bounds them."""
 
     async def put(self, request: Request) -> Response:
         """Serve the body's tensors as the next version of the name; running requests keep theirs."""
@@ -78,8 +81,7 @@ class Endpoints:
 
     async def load(self, request: Request) -> Response:
         """As `put`, for SGLang's body with a safetensors file in base64; a pickle is refused."""
-        most = self._frontend.config.received_mb << 20
-        body = await read_json(request, TensorsBody, self._frontend, SMALL_BODY_BYTES + most * 4 // 3)
+        body = await read_json(request, TensorsBody, self._frontend, sys.maxsize, self)
         check_new_name(body.lora_name, self._frontend)
         given = body.serialized_tensors
         if not isinstance(given, str):
@@ -94,6 +96,11 @@ class Endpoints:
 
         await self._serve(body.lora_name, json.dumps(body.config_dict), pieces(), len(content))
         return JsonResponse(DONE)
+
+    def take_body(self, client: str, num_bytes: int) -> None:
+        """Count bytes of a body in base64.  Raises ApiError beyond the room."""
+        self._check_room(num_bytes * 3 // 4)
+        self.bodies.take(client, num_bytes)
 
     async def _serve(
         self, name: str, config: str, pieces: AsyncIterator[bytes], num_bytes: int
@@ -146,7 +153,8 @@ class Endpoints:
 
     def _check_room(self, num_bytes: int) -> None:
         most = self._frontend.config.received_mb
-        if sum(self._num_bytes.values()) + num_bytes > most << 20:
+        in_all = sum(self._num_bytes.values()) + self.bodies.in_all * 3 // 4
+        if in_all + num_bytes > most << 20:
             what = f"the adapters received here would have more than front_end.received_mb={most}"
             raise ApiError(413, f"{what}; unload some, or raise received_mb", closes=True)
 

@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve.access import caller_of
-from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, describe_validation
-from moe_lora.serve.limits import SMALL_BODY_BYTES, body_of
-from moe_lora.serve.openai.endpoints import JSON_MEDIA
+from moe_lora.serve.admin.controls import read_json
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 from moe_lora.serve.openai.protocol import ApiModel, Text
 
 from .lines import URLS
@@ -130,15 +128,7 @@ class Endpoints:
 
     async def create_batch(self, request: Request) -> Response:
         """Queue a batch."""
-        if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
-            raise bad_request(NOT_JSON)
-        async with body_of(request, self._frontend.limits, SMALL_BODY_BYTES) as content:
-            try:
-                body = BatchBody.model_validate(json.loads(content))
-            except ValidationError as error:
-                raise describe_validation(error) from None
-            except (ValueError, RecursionError):
-                raise bad_request("the body is not valid JSON") from None
+        body = await read_json(request, BatchBody, self._frontend)
         if body.endpoint not in URLS:
             what = f"endpoint={body.endpoint[:64]!r} is not allowed; allowed are {', '.join(URLS)}"
             raise bad_request(what, "endpoint")

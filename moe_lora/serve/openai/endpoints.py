@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 import uuid
 from collections import Counter
@@ -23,7 +22,7 @@ from moe_lora.core.request import ModelInfo, TokenLogprobs
 from moe_lora.serve.access import NO_ADMIN, Caller
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, to_api_error, to_json
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error, to_json
 from moe_lora.serve.limits import Handler, body_of, client_of
 
 from .generation import Delta, Generation
@@ -329,17 +328,11 @@ async def prepared_answer(
     request: Request,
 ) -> Response:
     """The endpoint's answer to a body of this kind.  Raises ApiError for a wrong body."""
-    if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
-        raise bad_request(NOT_JSON)
     limits, info = frontend.limits, await frontend.client.model_info()
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         prepared = await prepare(kind, content, info, request.scope)
     request.state.prepared = prepared
     return await endpoint(prepared.body, request)
-
-
-JSON_MEDIA = re.compile(r"\s*application/(?:json|[^/;]+\+json)\s*(?:;.*)?", re.IGNORECASE)
-"""Content types of bodies.  A form of another site needs no permission of the browser."""
 
 
 async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Response:

@@ -14,10 +14,9 @@ from pydantic import Field, ValidationError, model_validator
 from moe_lora.core.host import return_memory
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.frontend import adapter_in
-from moe_lora.serve.http_errors import NOT_JSON, ApiError, bad_request, describe_validation
+from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
 from moe_lora.serve.limits import Limits, body_of, client_of
 
-from .endpoints import JSON_MEDIA
 from .fields import shown_name
 from .preparing import INLINE_BYTES, Bounds, Preparer, encoded, no_tokenizer, parse, rendered, tokenizer_of
 from .protocol import (
@@ -191,8 +190,6 @@ async def read_body(
     request: Request, kind: type[ApiRequest], frontend: Frontend, preparer: Preparer
 ) -> ReadBody:
     """The request's body, read within the limits, for a known model.  Raises ApiError."""
-    if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
-        raise bad_request(NOT_JSON)
     info, limits = await frontend.client.model_info(), frontend.limits
     caller = caller_of(request.scope)
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts(caller.key)
