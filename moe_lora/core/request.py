@@ -229,7 +229,7 @@ class RequestTiming:
     queue_s: until admission, without both loads. adapter_load_s: wait for the adapter (LoRA cold start).
     kv_load_s: further wait for history KV (KV cold start).  prefill_s: until the first token.
     first_decode_s: first until second token, or 0.  adapter_wait_s: part of queue_s with room in the engine
-    but no slot for this adapter or an earlier request's.
+    but no slot for this adapter or an earlier request's.  num_preemptions: losses of the KV pages.
     """
 
     queue_s: float
@@ -238,6 +238,7 @@ class RequestTiming:
     first_decode_s: float
     kv_load_s: float = 0.0
     adapter_wait_s: float = 0.0
+    num_preemptions: int = 0
 
     @property
     def decode_ttft_s(self) -> float:
@@ -314,13 +315,14 @@ class ModelInfo:
 
 
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens that a step computes, as in vLLM."""
+"""Tokens of a step, as in vLLM: computed tokens of prompts, and generated tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Gauges (now) and counters (since start) of an engine (docs/reference/prometheus.md).
 
+    num_deferred: waiting requests without their adapter, or with a pause.
     device_kv_invalid_bytes: history of adapters not on the device.  kv_query_tokens: looked up at each
     admission.  swapped: copied between the arenas.  kv_lost_bytes: evicted from the device without a host
     copy.  num_put_back: waiting requests that yielded their room to an older request. lora_server_ fields
@@ -335,6 +337,7 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     kv_usage: float = 0.0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()

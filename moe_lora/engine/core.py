@@ -216,7 +216,7 @@ class EngineCore:
 
     def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
         self._counters["num_steps"] += 1
-        num_tokens = sum(item.num_tokens for item in plan)
+        num_tokens = sum(item.num_tokens + (item.num_tokens > 1 and item.samples) for item in plan)
         self._counters["step_tokens"] += num_tokens
         self._step_counts[bisect_left(STEP_BUCKETS, num_tokens)] += 1
         for sequence in (item.sequence for item in plan):
@@ -508,6 +508,7 @@ class EngineCore:
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting,
+            num_deferred=self._scheduler.num_deferred,
             running_adapters=names(self._scheduler.running),
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
             resident_adapters=tuple(sorted({a.name for a in self._adapters.resident()})),

@@ -122,6 +122,7 @@ class Sequence:
             prefill_s=first - admitted,
             first_decode_s=second - first,
             adapter_wait_s=waits.adapter_wait_s(now_s),
+            num_preemptions=waits.num_preemptions,
         )
 
 

@@ -78,7 +78,8 @@ class EngineVerbs:
         found = self._core.stats()
         if self.pauses is None or not self.pauses.num_delayed:
             return found
-        return replace(found, num_waiting=found.num_waiting + self.pauses.num_delayed)
+        num = self.pauses.num_delayed
+        return replace(found, num_waiting=found.num_waiting + num, num_deferred=found.num_deferred + num)
 
     @of_instances
     def pause_requests(

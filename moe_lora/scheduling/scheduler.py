@@ -92,6 +92,11 @@ class Scheduler(Generic[Sequence]):
         return num if self.background is None else num + self.background.num_waiting
 
     @property
+    def num_deferred(self) -> int:
+        """Of `num_waiting`, sequences that wait for bytes or for a slot of their adapter."""
+        return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
+
+    @property
     def oldest(self) -> Sequence | None:
         """The first in line: if it can never continue, no sequence can."""
         return next(chain(self.running, self.loading, self.waiting), None)
@@ -422,6 +427,7 @@ class Scheduler(Generic[Sequence]):
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.num_preemptions += 1
+        sequence.waits.num_preemptions += 1
         self._put_back(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:

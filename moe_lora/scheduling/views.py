@@ -21,6 +21,7 @@ class Waits:
     admitted_s: plan of the sequence's first step.  loading_s, adapter_s: start of the wait for bytes, and
     arrival of the adapter; None: no wait, not arrived.  adapter_load_s, kv_load_s: waits for its adapter,
     and then for its history.  held_back_s: start of the wait for an adapter's slot.
+    num_preemptions: of the sequence so far.
     """
 
     admitted_s: float | None = None
@@ -29,6 +30,12 @@ class Waits:
     adapter_load_s: float = 0.0
     kv_load_s: float = 0.0
     held_back_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def is_held_back(self) -> bool:
+        """True from the lack of an adapter's slot until the first step."""
+        return self.held_back_s is not None and self.admitted_s is None
 
     def load(self, now_s: float) -> None:
         """Record the hold of adapter and history; their bytes may still load."""

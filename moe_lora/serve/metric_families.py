@@ -129,6 +129,7 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
 )
 """Labelled counters: the label's values, and the field of each."""
+STEPS = ("vllm:iteration_tokens_total", "Prompt tokens computed and tokens generated in a step.")
 ARENA_LABELS = ("model_name", "tier")
 TIERS = ("device", "host")
 INSTANCE_GAUGES = (
@@ -231,8 +232,8 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         return
     yield from table(GaugeMetricFamily, GAUGES, model_name, stats)
     yield from table(CounterMetricFamily, COUNTERS, model_name, stats)
-    text, counted = "Tokens that a step computes.", (stats.step_counts, stats.step_tokens)
-    yield histogram("vllm:iteration_tokens_total", text, model_name, STEP_BUCKETS, *counted)
+    yield waiting_family(model_name, stats)
+    yield histogram(*STEPS, model_name, STEP_BUCKETS, stats.step_counts, stats.step_tokens)
     for name, text, label, fields in LABELLED:
         counts = {(model_name, value): getattr(stats, field) for value, field in fields}
         yield family(CounterMetricFamily, name, text, ("model_name", label), counts)
@@ -285,14 +286,28 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         yield from routing_families(model_name, stats.routing)
 
 
+def waiting_family(model_name: str, stats: EngineStats) -> Metric:
+    """Waiting requests by vLLM's reasons."""
+    deferred = {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
+    return family(
+        GaugeMetricFamily,
+        "vllm:num_requests_waiting_by_reason",
+        "Of the waiting requests: for room (capacity); for their adapter or the end of a pause (deferred).",
+        ("model_name", "reason"),
+        {(model_name, reason): num for reason, num in deferred.items()},
+    )
+
+
 def cache_config_family(model_name: str, config: EngineConfig, info: ModelInfo | None) -> Metric:
     """The cache of an instance, in labels.  info: None: no sample."""
     labels = {"model_name": model_name}
     if info is not None:
-        share = config.memory_utilization
+        share, num_tokens = config.memory_utilization, info.block_size * info.num_kv_blocks
         labels |= {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_kv_blocks),
+            "kv_cache_size_tokens": str(num_tokens),
+            "kv_cache_max_concurrency": f"{num_tokens / info.max_model_len:.2f}",
             "cache_dtype": info.dtype,
             "enable_prefix_caching": str(config.prefix_caching),
             "gpu_memory_utilization": "None" if share is None else f"{share:g}",

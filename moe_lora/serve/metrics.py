@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+QUEUE_REFUSALS = ("queue", "client_queue", "queue_time")
+PREEMPTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "TTFT.", WAIT_BUCKETS_S),
     "e2e": ("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S),
@@ -32,6 +34,7 @@ HISTOGRAMS = {
     "prefill_s": ("vllm:request_prefill_time_seconds", "Admitted until the first token.", WAIT_BUCKETS_S),
     "decode_s": ("vllm:request_decode_time_seconds", "First token to the last.", REQUEST_BUCKETS_S),
     "inference_s": ("vllm:request_inference_time_seconds", "Admitted to last token.", REQUEST_BUCKETS_S),
+    "num_preemptions": ("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
     "adapter_load_s": (
         "moe_lora:adapter_load_time_seconds",
         "Wait for the adapter to come in.",
@@ -56,7 +59,7 @@ SIZES = {
     "num_choices": ("vllm:request_params_n", "n of the request, for each of its answers."),
 }
 SIZE_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
-TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s")
+TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s", "num_preemptions")
 """The fields of `RequestTiming` with a histogram."""
 GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 """The current name, and the name in older dashboards."""
@@ -96,6 +99,13 @@ class Metrics:
             registry=self._registry,
         )
         self._refused = {reason: refused.labels(model_name, reason) for reason in refusals}
+        rejected = Counter(
+            "vllm:admission_rejections",
+            "Of moe_lora:http_refused, requests that limits of the queue refused.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._rejected = {reason: rejected.labels(model_name, reason) for reason in QUEUE_REFUSALS}
         self.histograms = {
             key: Histogram(name, text, labels[:1], buckets=buckets, registry=self._registry).labels(
                 model_name
@@ -126,6 +136,8 @@ class Metrics:
     def refuse(self, reason: str) -> None:
         """Count a refusal; one of `refusals`."""
         self._refused[reason].inc()
+        if reason in self._rejected:
+            self._rejected[reason].inc()
 
     def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
         """Set the served adapters; other series end."""

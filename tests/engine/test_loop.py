@@ -106,6 +106,6 @@ def test_steps_are_counted_by_their_tokens():
         core.step()
     stats = core.stats()
     core.close()
-    assert stats.step_tokens == 3 + 5, "the last token is not computed"
+    assert stats.step_tokens == 3 + 6, "of the prompt and of the answer"
     assert sum(stats.step_counts) == stats.num_steps == 6
     assert stats.step_counts[:2] == (5, 1)

@@ -28,6 +28,9 @@ def test_only_waiting_for_an_adapters_place_counts_as_that():
     parts.step()
     crowded = running[-1]
     assert crowded in parts.scheduler.waiting, "three run already"
+    assert (parts.scheduler.num_waiting, parts.scheduler.num_deferred) == (2, 1), (
+        "the crowded one waits for room"
+    )
     parts.scheduler.finish(running.pop(0))
     parts.clock.advance(1.0)
     parts.step()
@@ -171,7 +174,7 @@ def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatc
     parts.scheduler.finish(old)
     parts.step()
     timing = young.timing(parts.clock.now_s())
-    assert (timing.adapter_load_s, timing.queue_s) == (0.0, 2.0)
+    assert (timing.adapter_load_s, timing.queue_s, timing.num_preemptions) == (0.0, 2.0, 1)
 
 
 def test_request_whose_adapter_fails_to_load_waits_again_and_others_go_on():

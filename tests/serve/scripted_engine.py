@@ -28,7 +28,12 @@ from moe_lora.core.request import (
 from moe_lora.engine.client.messages import PauseScope
 
 TIMING = RequestTiming(
-    queue_s=0.001, adapter_load_s=0.002, kv_load_s=0.005, prefill_s=0.003, first_decode_s=0.004
+    queue_s=0.001,
+    adapter_load_s=0.002,
+    kv_load_s=0.005,
+    prefill_s=0.003,
+    first_decode_s=0.004,
+    num_preemptions=2,
 )
 EOS = 2
 
@@ -217,6 +222,8 @@ class ScriptedEngine:
         self._check_alive()
         return EngineStats(
             num_running=len(self.running),
+            num_waiting=5,
+            num_deferred=2,
             kv_usage=0.25,
             running_adapters=("shout", "upper"),
             waiting_adapters=("other",),

@@ -13,7 +13,7 @@ from moe_lora.core.request import FleetStats, InstanceStats
 from moe_lora.serve.metric_families import loaded_family
 from moe_lora.serve.metrics import CountsByName, RequestWatch
 
-from .conftest import frontend_of, serving
+from .conftest import frontend_of, scripted, serving
 from .scripted_engine import adapter_info
 
 
@@ -61,6 +61,8 @@ def test_sizes_of_requests_and_steps_are_shown_as_vllms_board_asks(server):
     }.items():
         assert value(found, f"vllm:{name}_sum") == total, name
         assert value(found, f"vllm:{name}_count") == 4
+    assert value(found, "vllm:request_num_preemptions_bucket", le="0.0") == 0
+    assert value(found, "vllm:request_num_preemptions_bucket", le="2.0") == 4, "2 each"
     assert value(found, "vllm:request_params_n_bucket", le="1.0") == 0
     assert value(found, "vllm:request_decode_time_seconds_count") == 4
     assert value(found, "vllm:request_inference_time_seconds_count") == 4
@@ -77,7 +79,7 @@ def test_the_engines_numbers_are_shown_under_vllms_names(server):
     found = samples(server)
     assert value(found, "moe_lora:engine_up") == 1
     assert value(found, "vllm:num_requests_running") == 0
-    assert value(found, "vllm:num_requests_waiting") == 0
+    assert value(found, "vllm:num_requests_waiting") == 5
     assert value(found, "vllm:kv_cache_usage_perc") == 0.25
     assert value(found, "vllm:prompt_tokens_total") == 3
     assert value(found, "vllm:generation_tokens_total") == 4
@@ -110,6 +112,23 @@ def test_routers_can_read_the_cache_of_an_instance(server):
     [labels] = labels_of(samples(server), "vllm:cache_config_info")
     assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "40")
     assert (labels["enable_prefix_caching"], labels["cache_dtype"]) == ("True", "float32")
+    assert labels["kv_cache_size_tokens"] == str(16 * 40)
+    assert labels["kv_cache_max_concurrency"] == "5.00"
+
+
+def test_waiting_requests_are_counted_by_reason(server):
+    found = samples(server)
+    assert value(found, "vllm:num_requests_waiting_by_reason", reason="capacity") == 3
+    assert value(found, "vllm:num_requests_waiting_by_reason", reason="deferred") == 2
+
+
+def test_refusals_of_the_queue_are_counted_under_vllms_name_too(tokenizer):
+    metrics = frontend_of(scripted(tokenizer), tokenizer).metrics
+    for reason in ("queue", "client_queue", "queue", "key"):
+        metrics.refuse(reason)
+    text = metrics.render().decode()
+    found = dict(re.findall(r'^vllm:admission_rejections_total\{.*reason="(\w+)"\} (\S+)$', text, re.M))
+    assert found == {"queue": "2.0", "client_queue": "1.0", "queue_time": "0.0"}
 
 
 def test_routers_can_read_where_each_adapter_is(server, engine):

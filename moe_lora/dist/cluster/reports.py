@@ -13,6 +13,7 @@ from moe_lora.core.request import AdapterInfo, AdapterResidency, EngineStats, Fl
 SUMMED_GAUGES = (
     "num_running",
     "num_waiting",
+    "num_deferred",
     "device_bytes",
     "device_kv_bytes",
     "device_kv_invalid_bytes",
