@@ -363,6 +363,13 @@ def test_a_body_can_not_say_whose_it_is(tenants, field):
     assert request.cache_salt.startswith("acme")
 
 
+def test_a_tenant_gets_no_report_of_the_load_of_all(tenants):
+    header = {"endpoint-load-metrics-format": "TEXT"}
+    answer = tenants.ask("acme", "POST", "/v1/completions", {"prompt": "hello"}, **header)
+    assert answer.status_code == 200
+    assert "endpoint-load-metrics" not in answer.headers
+
+
 def test_headers_can_not_say_whose_it_is(tenants):
     names = ("X-Tenant", "X-Forwarded-User", "X-Api-Key", "Cookie", "X-Forwarded-For", "OpenAI-Organization")
     answer = tenants.ask(

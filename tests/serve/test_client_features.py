@@ -140,6 +140,23 @@ def test_the_header_names_the_request_before_the_body_does(any_server, path, bod
     assert made != ask({})[0]
 
 
+@ENDPOINTS
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_gateway_gets_the_load_in_a_header(server, path, body, prefix, stream):
+    def report(form):
+        header = {"Endpoint-Load-Metrics-Format": form}
+        return server.http.post(path, json={**body, "max_tokens": 1, "stream": stream}, headers=header)
+
+    text = report("TEXT").headers["endpoint-load-metrics"]
+    assert text == "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=5.0"
+    kind, _, found = report("json").headers["endpoint-load-metrics"].partition(" ")
+    named = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 5.0}
+    assert (kind, json.loads(found)) == ("JSON", {"named_metrics": named})
+    assert report("BIN").status_code == 400
+    assert "allowed are TEXT, JSON" in report("BIN").text
+    assert "endpoint-load-metrics" not in server.http.post(path, json={**body, "max_tokens": 1}).headers
+
+
 def test_requests_of_one_id_run_side_by_side(any_server):
     body = {"prompt": "hello", "max_tokens": 5, "request_id": "same", "stream": True}
     with (

@@ -41,6 +41,8 @@ CLIENT_GONE = 499
 """Status without a receiver: proxies log a client's early close by this number."""
 LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks."""
+LOAD_FORMAT = "endpoint-load-metrics-format"
+"""Header of requests for a report of the load."""
 ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 """Options of all streams with force_include_usage, as in vLLM."""
 
@@ -368,6 +370,10 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     if body.return_token_ids:
         form.prompt_of = generation.prompt_of
     headers = frontend.ignored_fields.note(prepared.ignored) if prepared.ignored else {}
+    if LOAD_FORMAT in request.headers:
+        from .load_report import load_header
+
+        headers = {**headers, **await load_header(request, frontend)}
     if form.respond is not None:
         return await form.respond(request, generation, head, headers)
     if body.stream:
