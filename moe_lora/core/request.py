@@ -15,6 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
+NO_TOKEN = -1
+"""Fills short rows of `prompt_logprob_token_ids`."""
 MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION_PENALTY = 100.0
 UNFOLLOWABLE = "no token can follow"
@@ -56,8 +58,10 @@ class SamplingParams:
     likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
     truncation; -1: of the whole vocabulary.  processed_logprobs: also of the chosen token after edits,
     temperature and truncation; greedy: after edits.  logprob_token_ids: these tokens in place of the n
-    likeliest.  prompt_logprobs n: the same of prompt tokens.  hidden_state: the last prompt token's state
-    after the final norm.  max_tokens None: up to the model's length limit.
+    likeliest.  prompt_logprobs n: the same of prompt tokens.  prompt_logprob_token_ids: log probabilities of
+    the row's tokens at each prompt token's place, from token prompt_logprob_start + 1 on; -1: of no token.
+    hidden_state: the last prompt token's state after the final norm.  max_tokens None: up to the model's
+    length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
@@ -82,6 +86,8 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     processed_logprobs: bool = False
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprob_start: int = 0
     hidden_state: bool = False
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -116,6 +122,10 @@ class SamplingParams:
         self._check("processed_logprobs", has_logprobs, "false without logprobs")
         num = self.prompt_logprobs
         self._check("prompt_logprobs", num is None or -1 <= num <= MAX_LOGPROBS, rule)
+        width = max(map(len, self.prompt_logprob_token_ids), default=1)
+        if not 1 <= width <= MAX_LOGPROB_IDS:
+            what = f"prompt_logprob_token_ids has at most {width} ids in a row; allowed are 1"
+            raise ValueError(f"{what} to {MAX_LOGPROB_IDS}")
         if self.edits_logits:
             self._check_edits()
 
@@ -212,13 +222,15 @@ class TokenLogprobs:
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to `prompt_logprobs` and `hidden_state`.
+    """Answer to `prompt_logprobs`, `hidden_state` and `prompt_logprob_token_ids`.
 
-    logprobs: of each prompt token but the first.  hidden: [H] fp32, little-endian.
+    logprobs: of each prompt token but the first.  hidden: [H] fp32, little-endian.  id_logprobs: [rows, most
+    ids of a row] fp32, little-endian; minus infinity for no token.
     """
 
     logprobs: tuple[TokenLogprobs, ...] | None = None
     hidden: bytes | None = None
+    id_logprobs: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -411,7 +411,8 @@ class EngineCore:
             make = activated(make)
         sequence = make(request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling))
         sampling = request.sampling
-        if (sampling.hidden_state or sampling.prompt_logprobs is not None) and not request.generated:
+        has_report = sampling.hidden_state or sampling.prompt_logprobs is not None
+        if (has_report or sampling.prompt_logprob_token_ids) and not request.generated:
             self._report_prompt(sequence)
         moves = self.moves if request.held or request.awaits_kv else None
         self._sequences[request.request_id] = sequence

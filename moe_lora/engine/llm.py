@@ -66,7 +66,7 @@ class Completion:
     """One answer.  text is None without a tokenizer in the model directory.
 
     prompt_logprobs: of each prompt token; None for the first.  hidden_state: [H] fp32, of the prompt's last
-    token, after the final norm.
+    token, after the final norm.  prompt_id_logprobs: [rows, ids] fp32, of `prompt_logprob_token_ids`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -78,6 +78,7 @@ class Completion:
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     hidden_state: torch.Tensor | None = None
+    prompt_id_logprobs: torch.Tensor | None = None
 
 
 class Answer:
@@ -127,7 +128,8 @@ class Answer:
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
-        prompt = self._prompt or PromptReport()
+        prompt, rows = self._prompt or PromptReport(), len(self.request.sampling.prompt_logprob_token_ids)
+        scores = None if prompt.id_logprobs is None else _tensor(prompt.id_logprobs).view(rows, -1)
         return Completion(
             prompt_token_ids=self.request.prompt_token_ids,
             token_ids=tuple(self._tokens),
@@ -138,6 +140,7 @@ class Answer:
             num_cached_tokens=self._cached,
             prompt_logprobs=None if prompt.logprobs is None else (None, *prompt.logprobs),
             hidden_state=None if prompt.hidden is None else _tensor(prompt.hidden),
+            prompt_id_logprobs=scores,
         )
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moe_lora.cache.pages import BlockTable
-from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, PromptReport, RequestTiming
+from moe_lora.core.request import (
+    NO_TOKEN,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    PromptReport,
+    RequestTiming,
+)
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.scheduling.views import Waits
 
@@ -144,6 +151,12 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
     named: list[tuple[str, Iterable[int]]] = [("prompt", prompt), ("generated", generated)]
     named.append(("stop_token_ids", sampling.stop_token_ids))
     named.append(("logprob_token_ids", sampling.logprob_token_ids))
+    if rows := sampling.prompt_logprob_token_ids:
+        num, start = max(0, len(prompt) - 1 - sampling.prompt_logprob_start), sampling.prompt_logprob_start
+        if start < 0 or len(rows) != num:
+            what = f"the prompt of {len(prompt)} tokens has {num} scored rows from {start} on"
+            raise ValueError(f"prompt_logprob_token_ids has {len(rows)} rows, but {what}")
+        named.append(("prompt_logprob_token_ids", (one for row in rows for one in row if one != NO_TOKEN)))
     if sampling.edits_logits:
         named += sampling.edited_ids()
     for name, ids in named:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import threading
+from base64 import b64decode
+from io import BytesIO
 
 import httpx
+import numpy as np
 import pytest
 
 from moe_lora.engine.text.text import load_tokenizer
@@ -68,6 +71,25 @@ def test_log_probabilities_name_tokens_by_id(demo, num):  # noqa: F811
     assert len(found["prompt_logprobs"]) == len(IDS) == len(found["prompt_token_ids"])
 
 
+def test_listed_tokens_score_at_each_place_of_the_prompt(demo):  # noqa: F811
+    rows = [[IDS[place], 5, 7][: place % 3 + 1] for place in range(2, len(IDS))]
+    sampling = {"max_tokens": 2, "prompt_logprobs": -1, "prompt_logprob_start": 1}
+    found = ask(demo, GENERATE, token_ids=IDS, sampling_params={**sampling, "prompt_logprob_token_ids": rows})
+    scores = np.load(BytesIO(b64decode(found["prompt_token_id_logprobs"])))
+    assert (scores.shape, scores.dtype) == ((len(IDS) - 2, 3), np.float32)
+    for row, ids, entries in zip(scores, rows, found["prompt_logprobs"][2:], strict=True):
+        for value, token_id in zip(row, ids, strict=False):
+            assert value == pytest.approx(entries[str(token_id)]["logprob"], abs=1e-5)
+        assert np.isneginf(row[len(ids) :]).all()
+    alone = ask(demo, GENERATE, token_ids=IDS, sampling_params={"prompt_logprob_token_ids": [[4]] * 12})
+    assert alone["prompt_logprobs"] is None
+    assert len(IDS) == 13
+    error = refused(demo, GENERATE, token_ids=IDS, sampling_params={"prompt_logprob_token_ids": [[4]]})
+    assert "has 1 rows, but the prompt of 13 tokens has 12 scored rows" in error["message"]
+    error = refused(demo, GENERATE, token_ids=IDS, sampling_params={"prompt_logprob_token_ids": [[128]] * 12})
+    assert "prompt_logprob_token_ids has token id 128, outside the vocabulary of 128" in error["message"]
+
+
 SENT_BY_VLLM = {
     **{"n": 1, "max_tokens": 4, "temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": []},
     **{"stop_token_ids": [], "ignore_eos": False, "detokenize": True, "skip_special_tokens": True},
@@ -112,6 +134,11 @@ def test_all_sampling_parameters_of_vllm_s_clients_are_taken(demo):  # noqa: F81
         ({"token_ids": IDS, "parse_context": {"messages": CHAT}}, "parse_context"),
         ({"token_ids": IDS, "parse_context": {"tools": [TOOL], "tool_choice": {"type": "x"}}}, "tool_choice"),
         ({"token_ids": IDS, "parse_context": []}, "parse_context"),
+        ({"token_ids": IDS, "prompt_logprob_token_ids": [[1]], "stream": True}, "prompt_logprob_token_ids"),
+        ({"token_ids": IDS, "prompt_logprob_token_ids": [[]]}, "prompt_logprob_token_ids"),
+        ({"token_ids": IDS, "prompt_logprob_token_ids": [[-2]]}, "prompt_logprob_token_ids"),
+        ({"token_ids": IDS, "prompt_logprob_token_ids": [[1] * 129]}, "prompt_logprob_token_ids"),
+        ({"token_ids": IDS, "prompt_logprob_start": 1}, "prompt_logprob_start"),
         ({"token_ids": IDS, "reasoning_ended": False}, "reasoning_ended"),
         ({"token_ids": IDS, "reasoning_ended": 1}, "reasoning_ended"),
         ({"token_ids": IDS, "stream": True, "sampling_params": {"output_kind": 0}}, "output_kind"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_lora.core.request import GenerateRequest, PromptReport, TokenLogprobs
+from moe_lora.core.request import NO_TOKEN, GenerateRequest, PromptReport, TokenLogprobs
 from moe_lora.engine.sequence import Sequence
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.scheduling.views import Scheduled
@@ -34,18 +34,30 @@ LOGITS_BYTES = 64 << 20
 class PromptRecord:
     """A request's report, collected over steps.  A later compute of a token replaces the earlier one.
 
-    num_scored: tokens with log probabilities: all but the first, or none.
+    num_scored: tokens with log probabilities: all but the first, or none.  first_scored: of their positions.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
         sampling = request.sampling
         self.prompt = request.prompt_token_ids
         self.num_top = sampling.prompt_logprobs
-        self.num_scored = 0 if self.num_top is None else len(self.prompt) - 1
+        self._listed = sampling.prompt_logprob_token_ids
+        self._first_listed = sampling.prompt_logprob_start
+        self.first_scored = self._first_listed if self.num_top is None else 0
+        self.num_scored = 0 if self.num_top is None and not self._listed else len(self.prompt) - 1
         self.wants_hidden = sampling.hidden_state
         self.hidden: HostCopy | None = None
         self._scores: dict[int, tuple[_Chunk, int]] = {}
         self._latest: deque[_Chunk] = deque(maxlen=2)
+
+    def listed(self, position: int) -> tuple[int, ...]:
+        """Token ids for the scores of this position."""
+        place = position - self._first_listed
+        return (
+            tuple(one for one in self._listed[place] if one != NO_TOKEN)
+            if 0 <= place < len(self._listed)
+            else ()
+        )
 
     def add(self, position: int, chunk: _Chunk, row: int) -> None:
         """The token after this position has the scores of the chunk's row.
@@ -55,7 +67,7 @@ class PromptRecord:
         self._scores[position] = chunk, row
         if chunk not in self._latest:
             if len(self._latest) == 2:
-                _ = self._latest[0].entries
+                self._latest[0].read()
             self._latest.append(chunk)
 
     def read(self) -> PromptReport:
@@ -66,18 +78,35 @@ class PromptRecord:
             logprobs = tuple(chunk.entries[row] for chunk, row in found)
         if self.hidden is not None:
             hidden = np.array(self.hidden.tolist(), dtype="<f4").tobytes()
-        return PromptReport(logprobs, hidden)
+        return PromptReport(logprobs, hidden, self._id_logprobs() if self._listed else None)
+
+    def _id_logprobs(self) -> bytes:
+        found = np.full((len(self._listed), max(map(len, self._listed))), -np.inf, dtype="<f4")
+        for place, ids in enumerate(self._listed):
+            chunk, row = self._scores[self._first_listed + place]
+            scores = dict(chunk.listed[row].top) if chunk.listed else {}
+            for column, token_id in enumerate(ids):
+                found[place, column] = scores.get(token_id, -np.inf)
+        return found.tobytes()
 
 
 class _Chunk:
-    """Scores of some rows, read once."""
+    """Scores of some rows, read once.  listed: of listed tokens, None without such rows."""
 
-    def __init__(self, report: LogprobReport) -> None:
+    def __init__(self, report: LogprobReport, listed: LogprobReport | None) -> None:
         self._report = report
+        self._listed = listed
 
     @cached_property
     def entries(self) -> list[TokenLogprobs]:
         return self._report.read()
+
+    @cached_property
+    def listed(self) -> list[TokenLogprobs]:
+        return [] if self._listed is None else self._listed.read()
+
+    def read(self) -> None:
+        _ = self.entries, self.listed
 
 
 class _Scored(NamedTuple):
@@ -145,7 +174,10 @@ class PromptRows:
             return
         targets_N = sent([record.prompt[position + 1] for record, position in scored], logits_NV)
         num_top = [record.num_top or 0 for record, _ in scored]
-        chunk = _Chunk(LogprobReport(torch.log_softmax(logits_NV, dim=-1), targets_N, num_top))
+        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+        ids = [record.listed(position) for record, position in scored]
+        listed = LogprobReport(logprobs_NV, targets_N, [0] * len(ids), ids) if any(ids) else None
+        chunk = _Chunk(LogprobReport(logprobs_NV, targets_N, num_top), listed)
         for row, (record, position) in enumerate(scored):
             record.add(position, chunk, row)
 
@@ -159,7 +191,8 @@ def prompt_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | None:
     for item in plan:
         record, start = item.sequence.record, item.sequence.num_computed
         if record is not None:
-            positions = range(start, min(start + item.num_tokens, record.num_scored))
+            first = max(start, record.first_scored)
+            positions = range(first, min(start + item.num_tokens, record.num_scored))
             rows += [first_row + position - start for position in positions]
             scored += [_Scored(record, position) for position in positions]
             last = len(record.prompt) - 1 - start

@@ -362,6 +362,7 @@ def prepared(
     others = len(sampling.logprob_token_ids) or others
     scored = sampling.prompt_logprobs
     scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
+    scores += max(map(len, sampling.prompt_logprob_token_ids), default=0)
     work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
     if work > most and (body.num_choices * len(prompts) > 1 or others or scores):
         what = f"all choices of the request may take {work} tokens, log probabilities of others included, "

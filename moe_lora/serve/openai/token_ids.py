@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
+import numpy as np
 from fastapi import Request
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from starlette.responses import Response
 
 from moe_lora.config import AUTO
-from moe_lora.core.request import TokenLogprobs
+from moe_lora.core.request import MAX_LOGPROB_IDS, NO_TOKEN, SamplingParams, TokenLogprobs
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_validation
 
@@ -32,7 +35,7 @@ from .endpoints import (
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .prompt_bodies import read_body
-from .prompt_side import shown_scores
+from .prompt_side import check_report, shown_scores
 from .protocol import ApiRequest, ChatRequest, CompletionRequest, Listed, StreamOptions, Text, TokenId
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ _FOREIGN = ("prompt", "echo", "truncate_prompt_tokens", "truncation_side", "add_
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
     **dict.fromkeys(("features", "kv_transfer_params", "extra_args", "_all_stop_token_ids"), (None, {}, [])),
-    **dict.fromkeys(("content_parts", "prompt_logprob_token_ids", "prompt_logprob_start"), (None, [], 0)),
+    "content_parts": (None, [], 0),
     **dict.fromkeys(("include_stop_str_in_output", "flat_logprobs"), (None, False)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True, False)),
     "output_kind": (None, 0, 1, 2),
@@ -65,6 +68,8 @@ _OF_TEXT = dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"
 _DELTA = 1
 """vLLM's output_kind of streams; without a stream all kinds are the whole answer."""
 MAX_ABORTED = 1024
+ScoredId: TypeAlias = Annotated[int, Field(ge=NO_TOKEN)]
+ScoredIds: TypeAlias = Listed[Annotated[Listed[ScoredId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]]
 
 
 class TokensRequest(CompletionRequest):
@@ -72,6 +77,7 @@ class TokensRequest(CompletionRequest):
 
     detokenize: False: no stop strings, and no text.  parse_context: of a rendered chat.
     reasoning_ended: True if the prompt ends after the reasoning; None: as the prompt's end shows.
+    prompt_logprob_token_ids, prompt_logprob_start: see `SamplingParams`.
     """
 
     default_max_tokens = None
@@ -82,6 +88,8 @@ class TokensRequest(CompletionRequest):
     detokenize: bool | None = None
     parse_context: dict[str, Any] | None = None
     reasoning_ended: bool | None = None
+    prompt_logprob_token_ids: ScoredIds | None = None
+    prompt_logprob_start: Annotated[int, Field(ge=0)] | None = None
     _chat: ChatRequest | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
@@ -108,6 +116,12 @@ class TokensRequest(CompletionRequest):
             raise FieldError("stop", "stop strings need text; leave detokenize=false out")
         if self.output_mode == "derender" and self.stream:
             raise FieldError("stream", f'{mode} has no stream; leave stream out, or choose "text"')
+        if self.prompt_logprob_token_ids and self.stream:
+            what = "prompt_logprob_token_ids is not answered in streams; leave stream out"
+            raise FieldError("prompt_logprob_token_ids", what)
+        if self.prompt_logprob_start and not self.prompt_logprob_token_ids:
+            what = "prompt_logprob_start needs prompt_logprob_token_ids"
+            raise FieldError("prompt_logprob_start", what)
         if self.parse_context is not None:
             self._chat = _chat_of(self.parse_context)
         return self
@@ -122,12 +136,23 @@ class TokensRequest(CompletionRequest):
             raise bad_request(f"{what}; leave it out, or send true or null", "reasoning_ended")
         return parsers
 
+    def sampling(
+        self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
+    ) -> SamplingParams:
+        found = super().sampling(logprobs, max_tokens, defaults)
+        if not self.prompt_logprob_token_ids:
+            return found
+        rows = tuple(map(tuple, self.prompt_logprob_token_ids))
+        return replace(
+            found, prompt_logprob_token_ids=rows, prompt_logprob_start=self.prompt_logprob_start or 0
+        )
+
     @property
     def as_chat(self) -> ChatRequest | None:
         return self._chat
 
     def without_prompt(self) -> Self:
-        return self.model_copy(update={"prompt": []})
+        return self.model_copy(update={"prompt": [], "prompt_logprob_token_ids": None})
 
 
 def _flattened(data: dict[str, Any]) -> dict[str, Any]:
@@ -262,9 +287,24 @@ class TokensFormat(ChatFormat):
         scores = await shown_scores(self, generation.prompt_of(0), whole[0], self._body.prompt_logprobs)
         if scores is not None:
             shown["prompt_logprobs"] = scores
+        rows = len(generation.sampling.prompt_logprob_token_ids)
+        if rows:
+            shown["prompt_token_id_logprobs"] = _as_npy(whole[0], rows)
         if self.prompt_of is not None:
             shown["prompt_token_ids"] = self.prompt_of(0)
         return JsonResponse(shown, headers=headers)
+
+
+def _as_npy(delta: Delta, num_rows: int) -> str:
+    """A choice's log probabilities of prompt_logprob_token_ids: a file of numpy in base64.
+
+    Raises ApiError as `check_report`.
+    """
+    check_report(delta)
+    found = b"" if delta.prompt is None else delta.prompt.id_logprobs or b""
+    file = BytesIO()
+    np.save(file, np.frombuffer(found, dtype="<f4").reshape(num_rows, -1))
+    return b64encode(file.getvalue()).decode()
 
 
 class Endpoints:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.core.request import NO_TOKEN
 from moe_lora.engine.step import prompt_reports
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.models.conftest import served  # noqa: F401  (the fixture)
@@ -114,6 +115,42 @@ def test_scores_beside_edits_and_answers(served):  # noqa: F811
     assert forced.token_ids == (5, 5)
     found = [(one.logprob, one.position, one.top) for one in forced.prompt_logprobs[1:]]
     assert found == [(one.logprob, one.position, ()) for one in plain.prompt_logprobs[1:]]
+
+
+@pytest.mark.parametrize("tokens_a_step", [9, 512])
+@pytest.mark.parametrize("scored", [None, 2])
+def test_listed_tokens_score_at_each_place_of_the_prompt(scored, tokens_a_step, served):  # noqa: F811
+    model, prompt = served("llama"), max(make_prompts(), key=len)[:40]
+    adapters = {path.name: str(path) for path in model.adapters}
+    name, start = next(iter(adapters)), 7
+    rows = tuple((prompt[place], 3, NO_TOKEN, place)[: 1 + place % 4] for place in range(start + 1, 40))
+    asked = SamplingParams(
+        max_tokens=2, prompt_logprobs=scored, prompt_logprob_token_ids=rows, prompt_logprob_start=start
+    )
+    neighbour = SamplingParams(max_tokens=2, prompt_logprobs=3)
+    settings = {"dtype": "float32", "eager": True, "max_num_batched_tokens": tokens_a_step}
+    with LLM(model.model_dir, adapters=adapters, max_num_seqs=8, **settings) as llm:
+        for _ in range(2):  # the second time with cached blocks
+            found, other, _ = llm.generate(
+                [prompt] * 3, [name] * 3, [asked, neighbour, replace(neighbour, prompt_logprobs=None)]
+            )
+        with pytest.raises(ValueError, match="has 32 rows, but the prompt of 39 tokens has 31 scored rows"):
+            llm.generate([prompt[:-1]], [name], asked)
+        with pytest.raises(ValueError, match="prompt_logprob_token_ids has token id 256, outside"):
+            llm.generate([prompt], [name], replace(asked, prompt_logprob_token_ids=((256,),) * 32))
+    check_scores(model, adapters[name], other)
+    assert other.prompt_id_logprobs is None
+    assert (found.prompt_logprobs is None) == (scored is None)
+    expected = torch.log_softmax(reference_logits(model.model_dir, adapters[name], prompt), dim=-1)
+    assert found.prompt_id_logprobs.shape == (32, 4)
+    for place, ids in enumerate(rows):
+        for column in range(4):
+            token = ids[column] if column < len(ids) else NO_TOKEN
+            value = found.prompt_id_logprobs[place, column]
+            if token == NO_TOKEN:
+                assert value == -torch.inf
+            else:
+                torch.testing.assert_close(value, expected[start + place, token], **CLOSE)
 
 
 @pytest.mark.parametrize("value", [-2, 21])
