@@ -51,6 +51,8 @@ TOOL_PARSERS = (
     "glm4",
     "deepseek_v3",
     "kimi",
+    "granite",
+    "minimax_m2",
 )
 """Names of `serve.openai.parsers.TOOL_FORMATS`."""
 REASONING_PARSERS = (

@@ -15,4 +15,4 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {**biases, **multipliers(config)}
 
 
-FAMILY = Family(title="Granite", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)
+FAMILY = Family(title="Granite", tool_format="granite", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)

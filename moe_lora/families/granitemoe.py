@@ -29,6 +29,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="Granite-MoE",
+    tool_format="granite",
     sizes={**SIZES, **EXPERT_SIZES},
     layers=_layers,
     mlp=((GATE, *FUSED), (OLDER_GATE, *OLDER), (GATE, *linear_mlp("block_sparse_moe.experts.{}"))),

@@ -48,6 +48,7 @@ def _rotary_factor(config: ConfigJson, head_dim: int) -> float:
 
 FAMILY = Family(
     title="MiniMax-M2",
+    tool_format="minimax_m2",
     sizes={**SIZES, **EXPERT_SIZES},
     supported={
         "scoring_func": ("sigmoid",),

@@ -40,6 +40,11 @@ CALLS = {
         '{{"name": "{0}", "parameters": {1}}}',
         '<|python_tag|>{{"name": "{0}", "parameters": {1}}}',
     ],
+    "granite": [
+        '<|tool_call|>[{{"name": "{0}", "arguments": {1}}}]',
+        '<tool_call>[{{"name": "{0}", "arguments": {1}}}]',
+    ],
+    "minimax_m2": ['<minimax:tool_call>\n<invoke name="{0}">\n{1}</invoke>\n</minimax:tool_call>'],
     "harmony": [
         "<|channel|>commentary to=functions.{0} <|constrain|>json<|message|>{1}<|call|>",
         "<|start|>assistant to=functions.{0}<|channel|>commentary json<|message|>{1}<|call|>",
@@ -57,6 +62,7 @@ def call_of(name: str, shape: str, function: str, arguments: Any) -> str:
     around = {
         "qwen3_coder": "<parameter={0}>\n{1}\n</parameter>\n",
         "glm4": "<arg_key>{0}</arg_key>\n<arg_value>{1}</arg_value>\n",
+        "minimax_m2": '<parameter name="{0}">{1}</parameter>\n',
     }
     text = json.dumps(arguments)
     if name in around and isinstance(arguments, dict):

@@ -64,6 +64,11 @@ GLM = (
     f"<arg_value>3</arg_value>\n<arg_key>at</arg_key>\n<arg_value>{AT}</arg_value>\n</tool_call>\n"
     "<tool_call>now\n</tool_call>"
 )
+MINIMAX = (
+    f'<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">{CITY}</parameter>\n'
+    f'<parameter name="days">3</parameter>\n<parameter name="at">{AT}</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
 LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 LLAMA_NOW = '{"name":"now","parameters":{}}'
 OBJECT = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
@@ -84,6 +89,10 @@ FORMATS = [
     ("deepseek_v3", DEEPSEEK),
     ("deepseek_v3", DEEPSEEK_V31),
     ("kimi", KIMI),
+    ("granite", f"<|tool_call|>[{OBJECT}, {NOW}]"),
+    ("granite", f'<tool_call>[{{"arguments": {ARGUMENTS}, "name": "weather"}}, {NOW}]'),
+    ("minimax_m2", MINIMAX),
+    ("minimax_m2", MINIMAX.replace('"weather"', "weather").replace('"city"', "'city'")),
 ]
 IDS = [f"{name}-{number}" for number, (name, _) in enumerate(FORMATS)]
 MALFORMED = {
@@ -95,6 +104,8 @@ MALFORMED = {
     "glm4": "<tool_call>weather\n<arg_key>city</arg_key>junk</tool_call>",
     "deepseek_v3": "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{oops}<｜tool▁call▁end｜>",
     "kimi": "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{oops}<|tool_call_end|>",
+    "granite": '<tool_call>[{"name": "weather", "arguments": {"a": <}}]',
+    "minimax_m2": '<invoke name="weather"><parameter name="city">x</parameter>junk</invoke>',
 }
 
 

@@ -18,6 +18,8 @@ TOOL_FORMATS = {
     "glm4": ("glm4", "Glm4Calls"),
     "deepseek_v3": ("deepseek_v3", "DeepSeekCalls"),
     "kimi": ("kimi", "KimiCalls"),
+    "granite": ("granite", "GraniteCalls"),
+    "minimax_m2": ("minimax_m2", "MiniMaxCalls"),
 }
 """Name in `front_end.tool_call_parser` -> module and class."""
 

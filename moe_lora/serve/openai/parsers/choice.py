@@ -25,6 +25,8 @@ TAIL_TOKENS = 8
 """Tokens of a prompt's end with an opening mark of reasoning."""
 _TOOL_SIGNS = {
     "<|channel|>": HARMONY,
+    "<minimax:tool_call>": "minimax_m2",
+    "<|tool_call|>": "granite",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm4",
     "<tool_call>": "hermes",

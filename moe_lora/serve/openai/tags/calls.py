@@ -87,7 +87,7 @@ def _tagged_arguments(kind: Any, function: Mapping[str, Any], rules: TagRules) -
     """
     schema = function["parameters"]
     if not schema:
-        key = rules.rule("/[^<>\\s]+/")
+        key = rules.rule('/[^<>"\\s]+/')
         return f"({_around(kind, key, _any_text(kind, rules), rules)})*"
     if more := schema.keys() - _ROOT:
         what = f"{min(more)} has no effect in tags; leave it out, or strict"
