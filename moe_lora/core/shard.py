@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .errors import ConfigError
-from .shape import ModelShape, Site, experts_of_rank
+from .shape import ModelShape, Site, check_expert_parallel, experts_of_rank
 
 ROW_PARALLEL = ("o", "down", "shared_down", "dense_down")
 """Sites with divided inputs."""
@@ -36,6 +36,7 @@ class ModelShard:
 
     def __post_init__(self) -> None:
         size, shape = self.tensor_parallel, self.whole
+        check_expert_parallel(shape.num_experts, self.expert_parallel)
         parts = {"num_heads": shape.num_heads}
         if self.divides_inner:
             parts |= {name: getattr(shape, name) for name in INNER_SIZES}

@@ -8,12 +8,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Readiness
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
@@ -24,7 +22,6 @@ from moe_lora.core.request import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
-    SamplingParams,
     TokenLogprobs,
     TokenOutput,
 )
@@ -42,11 +39,9 @@ from moe_lora.scheduling.views import Scheduled
 from .sequence import Sequence, check_request
 
 if TYPE_CHECKING:
-    from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
-    from moe_lora.engine.step.grammar_masks import Grammars
 
 
 class StepUnderWay(NamedTuple):
@@ -69,8 +64,8 @@ COUNTED = (
 class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
-    `engine.build.build_engine` makes the core and attaches optional parts.  contents: reads adapters.
-    stalled: the last step found nothing that could run.
+    `engine.build.build_engine` makes the core and attaches optional parts.  stalled: the
+    last step found nothing that could run.
     """
 
     def __init__(
@@ -80,7 +75,6 @@ class EngineCore:
         runner: ModelRunner,
         adapters: AdapterManager,
         transfers: Transfers,
-        contents: AdapterContents,
         sampler: Sampler,
     ) -> None:
         self.info = info
@@ -88,10 +82,8 @@ class EngineCore:
         self._runner = runner
         self._adapters = adapters
         self._transfers = transfers
-        self._contents = contents
-        self._sampler = sampler
+        self.sampler = sampler
         self._clock = scheduler.clock
-        self.pool: PoolAdapters | None = None
         self._merging: Merging | None = None
         self._under_way: StepUnderWay | None = None
         self._notes: StepNotes | None = None
@@ -102,7 +94,6 @@ class EngineCore:
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
         """Adapters whose requests end with the next step."""
-        self._on_change: Callable[[], None] = lambda: None
         transfers.on_load = self._note_load
         adapters.store.on_failure = adapters.failures.report
         self._counters = dict.fromkeys(COUNTED, 0)
@@ -111,7 +102,8 @@ class EngineCore:
     @property
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
         """Of the model."""
-        return self._contents.shape, self._contents.dtype
+        contents = self._adapters.contents
+        return contents.shape, contents.dtype
 
     @property
     def moves(self) -> RequestMoves:
@@ -149,7 +141,7 @@ class EngineCore:
         """Set callbacks for other threads: `on_loss` at the unexpected end of another process of this
         engine, `on_change` when a waiting request may start.
         """
-        self._transfers.on_change = self._on_change = on_change
+        self._transfers.on_change = self.sampler.on_change = on_change
         self._adapters.store.on_change = on_change
         self._transfers.followers.watch(on_loss)
 
@@ -207,7 +199,7 @@ class EngineCore:
             return gains + self._complete(step, plan)
         self._account(plan)
         self._under_way = step
-        if not self._sampler.ahead:
+        if not self.sampler.ahead:
             return gains + self.catch_up()
         for number, sequence in enumerate(step.sequences):
             if self._goes_on(sequence):
@@ -299,7 +291,7 @@ class EngineCore:
         before = self._under_way
         logits = self._runner.run(plan, None if before is None else before.drawn.tokens)
         sampling = [item.sequence for item in plan if item.samples]
-        return StepUnderWay(sampling, self._sampler.draw(logits, sampling))
+        return StepUnderWay(sampling, self.sampler.draw(logits, sampling))
 
     def catch_up(self) -> list[TokenOutput]:
         """Complete the running step, if any: afterwards no sequence expects a token."""
@@ -399,49 +391,17 @@ class EngineCore:
                 f"the answer was begun with other content of adapter {adapter.name!r} than is served here; "
                 "send the request again"
             )
-        max_tokens = request.sampling.max_tokens
-        limit_tokens = self.info.max_model_len
-        if max_tokens is not None:
-            limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
-        make = self._edit_logits(request.sampling) if request.sampling.edits_logits else Sequence
-        if adapter is not None and adapter.packed.invocation:
-            from .activated import activated
-
-            make = activated(make)
-        sequence = make(request, adapter, arrival_s, limit_tokens, self._sampler.seed_of(request.sampling))
+        sequence = self.sampler.sequence(request, adapter, arrival_s)
         sampling = request.sampling
         has_report = sampling.hidden_state or sampling.prompt_logprobs is not None
         if (has_report or sampling.prompt_logprob_token_ids) and not request.generated:
-            self._report_prompt(sequence)
+            self._runner.report_prompt(sequence)
         moves = self.moves if request.held or request.awaits_kv else None
         self._sequences[request.request_id] = sequence
         if moves is not None:
             moves.watch(sequence)
         self._scheduler.add(sequence)
-
-    def _edit_logits(self, sampling: SamplingParams) -> Callable[..., Sequence]:
-        """Let the sampler edit logits from now on; returns the maker of the request's sequence."""
-        from moe_lora.engine.step.logit_edits import EditedSequence, edit_logits
-
-        self._sampler.edit = edit_logits
-        return EditedSequence if sampling.grammar is None else self.grammars.sequence
-
-    def _report_prompt(self, sequence: Sequence) -> None:
-        """Let the runner report prompts from now on.  Log probabilities need the whole prompt's compute."""
-        from moe_lora.engine.step.prompt_reports import PromptRecord, prompt_rows
-
-        self._runner.prompt_rows = prompt_rows
-        sequence.record = PromptRecord(sequence.request)
-        if sequence.record.num_scored:
-            sequence.computes_prompt, sequence.awaits_kv = True, False
-
-    @cached_property
-    def grammars(self) -> Grammars:
-        """Made for the first request with a grammar."""
-        from moe_lora.engine.step.grammar_masks import Grammars
-
-        return Grammars(self.info, self._on_change)
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request; returns the last output, or None for an unknown or ended request."""
@@ -457,11 +417,11 @@ class EngineCore:
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
         with nullcontext() if self._notes is None else self._notes.load(name):
-            return self._adapters.store.prepare(self._contents.read(name, path, content_hash))
+            return self._adapters.store.prepare(self._adapters.contents.read(name, path, content_hash))
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return self._adapters.store.prepare(self._contents.pack(name, tensors, config))
+        return self._adapters.store.prepare(self._adapters.contents.pack(name, tensors, config))
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
@@ -469,7 +429,6 @@ class EngineCore:
         """Serve an adapter from now on (see `AdapterManager.add`)."""
         self._hear_failures()
         adapter = self._adapters.add(packed, path, replace=replace, version=version)
-        self._contents.serve(adapter.name, adapter.packed.content_hash)
         self._transfers.send()
         logger.info(
             "adapter %s version %d: rank %d, %d bytes",
@@ -485,7 +444,6 @@ class EngineCore:
         versions.
         """
         self._adapters.remove(name)
-        self._contents.forget(name)
         self._transfers.send()
         logger.info("adapter %s removed", name)
         return frozenset(a.uid for a in self._adapters.versions.values() if a.name == name)

@@ -57,8 +57,8 @@ class EngineLoop(threading.Thread):
         core.watch(self._lose, lambda: self.inbox.put(_look_again))
         self._engine = engine = EngineVerbs(core, self._files, self._make_pauses)
         self._verbs = verbs_of(engine)
-        if core.pool is not None:
-            self._verbs |= verbs_of(PoolVerbs(engine, core, core.pool, self._files))
+        if (pool := core.adapters.store.pool) is not None:
+            self._verbs |= verbs_of(PoolVerbs(engine, core, pool, self._files))
         self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process only
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
         """Verbs in wait for a condition."""
@@ -147,7 +147,7 @@ class EngineLoop(threading.Thread):
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
         """False if the request's grammar is compiled; else the request enters the engine later."""
         request = command.request
-        grammar, grammars = request.sampling.grammar, self._core.grammars
+        grammar, grammars = request.sampling.grammar, self._core.sampler.grammars
         assert grammar is not None
         compiled = grammars.compile(grammar)
         if compiled.done():

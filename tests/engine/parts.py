@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
@@ -146,9 +147,9 @@ class Parts:
             self.cache,
             self.kept,
             ShardSizes(shape, PAGE_BYTES, [whole]),
+            AdapterContents(shape, torch.float32),
             self.clock,
             num_pages=room_pages,
-            leases=leases,
             host_loads=host_loads,
         )
         self.transfers = Transfers(

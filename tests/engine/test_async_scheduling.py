@@ -8,19 +8,18 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from moe_lora import SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import GenerateRequest
-from moe_lora.engine.build import build_engine, schedules_ahead
+from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Abort, Call, Generate, Inbox, Outputs, Reply, Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
+from moe_lora.engine.step.sampler import schedules_ahead
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:3]]
@@ -197,26 +196,25 @@ def test_calls_see_no_token_that_is_not_known():
 
 
 SERVER = LoraServerConfig(address="/nowhere", store_dir="/nowhere")
-ALONE = {"merges": False, "device": torch.device("cpu")}
+ALONE = {"merges": False, "host": False}
 
 
 @pytest.mark.parametrize(
-    ("named", "settings", "rank", "host"),
+    ("named", "settings", "found"),
     [
-        ("several ranks", {"expert_parallel": 2}, {}, None),
-        ("several ranks", {"tensor_parallel": 2}, {}, None),
-        ("a LoRA Server", {"lora_server": SERVER}, {}, None),
-        ("host_workers", {}, {}, object()),
-        ("batching='dlora'", {"batching": "dlora"}, {"merges": True}, None),
+        ("several ranks", {"expert_parallel": 2}, {}),
+        ("several ranks", {"tensor_parallel": 2}, {}),
+        ("a LoRA Server", {"lora_server": SERVER}, {}),
+        ("host_workers", {}, {"host": True}),
+        ("batching='dlora'", {"batching": "dlora"}, {"merges": True}),
     ],
 )
-def test_what_cannot_be_combined_is_refused_and_auto_leaves_it_off(named, settings, rank, host):
-    parts = SimpleNamespace(**{**ALONE, **rank}), SimpleNamespace(host=host)
+def test_what_cannot_be_combined_is_refused_and_auto_leaves_it_off(named, settings, found):
+    parts = {**ALONE, **found}
     on = replace(CONFIG, async_scheduling="on", **settings)
     with pytest.raises(ConfigError, match=f"async_scheduling='on' does not go together with {named}"):
-        schedules_ahead(on, *parts)
-    parts[0].device = torch.device("cuda")
-    assert not schedules_ahead(replace(on, async_scheduling="auto"), *parts)
+        schedules_ahead(on, "cpu", **parts)
+    assert not schedules_ahead(replace(on, async_scheduling="auto"), "cuda", **parts)
 
 
 @pytest.mark.parametrize(
@@ -238,5 +236,4 @@ def test_what_cannot_be_combined_is_refused_before_the_model_is_loaded(settings,
 
 def test_auto_is_on_where_the_device_computes_beside_the_host():
     for device, expected in (("cuda", True), ("cpu", False)):
-        rank = SimpleNamespace(**{**ALONE, "device": torch.device(device)})
-        assert schedules_ahead(CONFIG, rank, SimpleNamespace(host=None)) is expected
+        assert schedules_ahead(CONFIG, device, **ALONE) is expected

@@ -49,13 +49,13 @@ def test_memory_that_files_occupy_counts_as_free(tmp_path, monkeypatch):
 
 def test_what_builds_an_engine_leaves_no_thread_that_openmp_would_keep_workers_for(monkeypatch):
     builders = []
-    whole = build._build
+    whole = build._Build
 
     def watched(*args):
         builders.append(threading.current_thread())
         return whole(*args)
 
-    monkeypatch.setattr(build, "_build", watched)
+    monkeypatch.setattr(build, "_Build", watched)
     build_engine(EngineConfig(model_dir=str(MODEL), eager=True, num_threads=1)).close()
     [builder] = builders
     assert builder is not threading.main_thread()

@@ -232,7 +232,7 @@ def test_load_that_passes_at_the_second_try_harms_nobody(core, monkeypatch):
 
 def test_rank_above_the_limit_of_a_device_is_refused_when_its_file_is_read(core):
     rank = infos(core)[0].lora_rank
-    core._contents.max_lora_rank = rank - 1
+    core.adapters.contents.max_lora_rank = rank - 1
     with pytest.raises(AdapterError, match=f"the LoRA rank {rank} is above max_lora_rank={rank - 1}"):
         core.read_adapter("big", str(DEMO / "adapters" / "upper"))
 

@@ -98,7 +98,7 @@ def test_a_step_with_stored_states_does_not_run_again(base, monkeypatch):
 
     with LLM(base, dtype="float32", eager=True) as llm:
         core = llm.client.core
-        monkeypatch.setattr(core._sampler, "draw", fails)
+        monkeypatch.setattr(core.sampler, "draw", fails)
         with pytest.raises(EngineDeadError, match="no draw"):
             llm.generate([[5, 6, 7]], None, GREEDY)
         assert not core._runner.can_repeat

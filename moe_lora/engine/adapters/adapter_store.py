@@ -33,6 +33,9 @@ from moe_lora.policies.caching.caching import ANYBODY, Asker
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
 
+    from .leased_adapters import LeasedAdapters
+    from .pool_store import PoolAdapters
+
 logger = logging.getLogger(__name__)
 
 MAX_LOADS = 3
@@ -114,6 +117,16 @@ class AdapterStore:
         self._prepared: dict[str, PackedAdapter] = {}
         self._num_kept: Counter[str] = Counter()
         self._without_host: set[str] = set()
+
+    @property
+    def leases(self) -> LeasedAdapters | None:
+        """This store, as a LoRA Server's client."""
+        return None
+
+    @property
+    def pool(self) -> PoolAdapters | None:
+        """This store, as a part of the pool."""
+        return None
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """The slow part of a later `keep`, for another thread.  Raises CapacityError likewise."""

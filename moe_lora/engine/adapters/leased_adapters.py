@@ -47,6 +47,10 @@ class LeasedAdapters(AdapterStore):
         """By content hash, to restore the server's host store after a loss."""
         self._leases = server.leases(self._take, self._fail)
 
+    @property
+    def leases(self) -> LeasedAdapters:
+        return self
+
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """Put the adapter into the server's host store, from any thread."""
         self._server.store.put(packed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
@@ -21,9 +21,6 @@ from .adapter_store import AdapterStore
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.transport.contract import Transport
-
-    from .leased_adapters import LeasedAdapters
-    from .pool_store import PoolAdapters
 
 PEER_TIMEOUT_S = 10.0
 """Time limit for a layer from an instance; then the next holder is tried."""
@@ -106,16 +103,6 @@ def make_store(
     from .leased_adapters import LeasedAdapters
 
     return LeasedAdapters(rank.lora_server, **options)
-
-
-def pool_of(config: EngineConfig, store: AdapterStore) -> PoolAdapters | None:
-    """The store of `make_store` as a pool's; None without a pool."""
-    return None if config.pool is None else cast("PoolAdapters", store)
-
-
-def leases_of(config: EngineConfig, rank: Rank, store: AdapterStore) -> LeasedAdapters | None:
-    """The store of `make_store` as a LoRA Server's client; None without a LoRA Server."""
-    return None if config.pool is not None or rank.lora_server is None else cast("LeasedAdapters", store)
 
 
 def instance_transport(config: EngineConfig, name: str) -> Transport:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.unified import UnifiedCache
@@ -23,18 +24,16 @@ from .adapter_store import AdapterFailures, AdapterStore, AdapterVersion, ShardS
 if TYPE_CHECKING:
     from moe_lora.policies.admission.host_start import HostLoads
 
-    from .leased_adapters import LeasedAdapters
-
 logger = logging.getLogger(__name__)
 
 
 class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
-    leases: of the LoRA Server, which computes some or all sites; an adapter is ready when leased and the
-    local part is loaded. num_pages: limit of adapters on the device, beside one request's KV.
-    host_loads: decides when prompts begin on host workers; None: whenever possible. versions: by uid, with
-    replaced versions still in use.
+    contents: reads adapters.  leases: of the LoRA Server, which computes some or all sites; an adapter is
+    ready when leased and the local part is loaded. num_pages: limit of adapters on the device, beside one
+    request's KV.  host_loads: decides when prompts begin on host workers; None: whenever possible.
+    versions: by uid, with replaced versions still in use.
     """
 
     def __init__(
@@ -42,16 +41,17 @@ class AdapterManager:
         cache: UnifiedCache,
         store: AdapterStore,
         sizes: ShardSizes,
+        contents: AdapterContents,
         clock: Clock,
         *,
         num_pages: int,
-        leases: LeasedAdapters | None = None,
         host_loads: HostLoads | None = None,
     ) -> None:
         self.store = store
         self.failures = AdapterFailures(clock)
         self.host_loads = host_loads
-        self.leases = leases
+        self.contents = contents
+        self.leases = leases = store.leases
         self.versions: dict[Namespace, AdapterVersion] = {}
         self.waits_for_others = leases is not None
         """True if an adapter's readiness may depend on another process."""
@@ -101,6 +101,7 @@ class AdapterManager:
         self._current[name] = adapter
         if previous is not None:
             self._retire(previous)
+        self.contents.serve(name, adapter.packed.content_hash)
         return adapter
 
     def current(self, name: str) -> AdapterVersion:
@@ -121,6 +122,7 @@ class AdapterManager:
         adapter = self.current(name)
         del self._current[name]
         self._retire(adapter)
+        self.contents.forget(name)
 
     def known(self) -> list[AdapterVersion]:
         return list(self._current.values())

@@ -79,6 +79,10 @@ class PoolAdapters(AdapterStore):
         """Guards state shared with other threads: _waiting, and the tables in _kept."""
         self._max_files = allow_many_files()  # each shared-memory window takes two open files
 
+    @property
+    def pool(self) -> PoolAdapters:
+        return self
+
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """Copy the adapter into a window."""
         held = self._place(packed)

@@ -178,6 +178,15 @@ class ModelRunner:
         prompt = None if self.prompt_rows is None else self.prompt_rows(plan)
         return self._run(replace(self._batch(plan, num_rows), drawn=drawn, prompt=prompt))
 
+    def report_prompt(self, sequence: Sequence) -> None:
+        """Report prompts from now on.  Log probabilities need the whole prompt's compute."""
+        from .prompt_reports import PromptRecord, prompt_rows
+
+        self.prompt_rows = prompt_rows
+        sequence.record = PromptRecord(sequence.request)
+        if sequence.record.num_scored:
+            sequence.computes_prompt, sequence.awaits_kv = True, False
+
     @property
     def can_repeat(self) -> bool:
         """True if a step that raised may run again: on a CPU, unless other ranks share the step."""

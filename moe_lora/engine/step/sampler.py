@@ -10,14 +10,22 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from moe_lora.core.request import SamplingParams, TokenLogprobs
+from moe_lora.config import EngineConfig
+from moe_lora.config.engine import AUTO
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenLogprobs
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from .grammar_masks import Grammars
 
 LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], None]
 
@@ -71,30 +79,81 @@ class Drawn:
         return self._host_tokens.tolist(), reports
 
 
+def schedules_ahead(
+    config: EngineConfig, device: str, *, host: bool | None = None, merges: bool | None = None
+) -> bool:
+    """True if steps are launched before the tokens of the step before are read.
+
+    host: with host workers.  merges: weights may carry an adapter.  None: as the settings, "auto" is off.
+    Raises ConfigError if required but impossible.
+    """
+    host = config.host_workers not in (0, AUTO) if host is None else host
+    merges = config.batching not in ("unmerged", AUTO) if merges is None else merges
+    reasons = {
+        "several ranks, all but one of which are told of tokens": config.num_ranks > 1,
+        "a LoRA Server, whose answers a step waits for": config.lora_server is not None,
+        "host_workers, whose answers a step waits for": host,
+        f"batching={config.batching!r}, which times steps": merges,
+        "an emulated step_profile": config.emulation.step_profile is not None,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if config.async_scheduling == "on" and reason is not None:
+        raise ConfigError(
+            f"async_scheduling='on' does not go together with {reason}; use 'auto' or 'off', or do without it"
+        )
+    wanted = config.async_scheduling == "on" or (config.async_scheduling == "auto" and device == "cuda")
+    return wanted and reason is None
+
+
 class Sampler:
     """Draws the tokens of one engine.
 
     seed: source of seeds for requests without a seed.  ahead: the engine launches a step before reading the
-    tokens of the step before.  edit: changes logits before a draw.
+    tokens of the step before.  edit: changes logits before a draw.  on_change: called from another thread
+    when a waiting request may start.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...], seed: int, *, ahead: bool) -> None:
+    def __init__(self, info: ModelInfo, seed: int, *, ahead: bool) -> None:
         self.ahead = ahead
         self.edit: LogitEdit = forbid_ends
-        self._eos_token_ids = eos_token_ids
+        self.on_change: Callable[[], None] = lambda: None
+        self._info = info
         self._seeds = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
         """See `sample`."""
-        return sample(logits_SV, sequences, self._eos_token_ids, self.edit)
+        return sample(logits_SV, sequences, self._info.eos_token_ids, self.edit)
 
-    def seed_of(self, sampling: SamplingParams) -> int | None:
-        """The seed of a request's noise; None for a greedy request."""
+    def sequence(
+        self, request: GenerateRequest, adapter: AdapterVersion | None, arrival_s: float
+    ) -> Sequence:
+        """The request's sequence, with the seed of its noise."""
+        make: Callable[..., Sequence] = Sequence
+        sampling = request.sampling
+        if sampling.edits_logits:
+            from .logit_edits import EditedSequence, edit_logits
+
+            self.edit = edit_logits
+            make = EditedSequence if sampling.grammar is None else self.grammars.sequence
+        if adapter is not None and adapter.packed.invocation:
+            from moe_lora.engine.activated import activated
+
+            make = activated(make)
+        limit_tokens, seed = self._info.max_model_len, sampling.seed
+        if sampling.max_tokens is not None:
+            limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + sampling.max_tokens)
         if sampling.greedy:
-            return None
-        if sampling.seed is not None:
-            return sampling.seed
-        return int(torch.randint(2**62, (1,), generator=self._seeds))
+            seed = None
+        elif seed is None:
+            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+        return make(request, adapter, arrival_s, limit_tokens, seed)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Made for the first request with a grammar."""
+        from .grammar_masks import Grammars
+
+        return Grammars(self._info, self.on_change)
 
 
 def sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -145,4 +145,4 @@ def test_a_grammar_that_does_not_compile_is_refused(llm):
         llm.generate("hello", None, hot("start: nothing"))
     request = GenerateRequest(request_id="bad", prompt_token_ids=(5,), sampling=hot("start: nothing"))
     with pytest.raises(ValueError, match="can't be compiled"):
-        llm.client.core.grammars.sequence(request, None, 0.0, 50, None)
+        llm.client.core.sampler.grammars.sequence(request, None, 0.0, 50, None)

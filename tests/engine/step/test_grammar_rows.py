@@ -66,7 +66,7 @@ def test_others_go_on_while_a_mask_is_computed(core, monkeypatch):
     monkeypatch.setattr(grammar_masks, "Follower", Gate)
     Gate.opened.clear()
     answers: dict[str, list[int]] = {}
-    core.grammars.compile(grammar).result(PATIENCE_S)
+    core.sampler.grammars.compile(grammar).result(PATIENCE_S)
     core.add_request(ask("within", grammar=grammar))
     core.add_request(ask("plain", ignore_eos=True))
     step(core, answers, 40)
@@ -109,8 +109,8 @@ def test_a_grammar_that_compiles_for_long_stops_no_mask(core):
         going.set()
         held.wait(PATIENCE_S)
 
-    core.grammars.compile(regex_grammar("[a-d]{9}")).result(PATIENCE_S)
-    core.grammars._compiler.submit(compile_for_long)
+    core.sampler.grammars.compile(regex_grammar("[a-d]{9}")).result(PATIENCE_S)
+    core.sampler.grammars._compiler.submit(compile_for_long)
     assert going.wait(PATIENCE_S)
     core.add_request(ask("within", grammar=regex_grammar("[a-d]{9}")))
     step(core, answers)
