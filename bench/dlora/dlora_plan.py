@@ -21,8 +21,8 @@ from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.policies.merging.merging import MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
+from moe_lora.sim.adapters import SimMerging
 from moe_lora.sim.instance import CachedConfig
-from moe_lora.sim.merged_weights import SimMerging
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.arrivals import gamma_arrivals_until
 from moe_lora.workload.conversations import TurnRequest

@@ -25,10 +25,9 @@ from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 from moe_lora.workload.statistics import mean, percentile
 
-from .adapters import CachedAdapters, CopyLinks
+from .adapters import CachedAdapters, CopyLinks, LoraWork, SimMergedWeights, SimMerging
 from .events import EventQueue
 from .lora_server import SimLeases, SimServer
-from .merged_weights import LoraWork, SimMergedWeights, SimMerging
 from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
 STUCK_S = 60.0

@@ -16,8 +16,8 @@ from moe_lora.engine.merging import merging
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.policies.merging.merging import CheapestMode, DLora, MergedOnly
 from moe_lora.policies.merging.merging_costs import MergingCosts
+from moe_lora.sim.adapters import SimMerging
 from moe_lora.sim.instance import CachedConfig, CachedInstance
-from moe_lora.sim.merged_weights import SimMerging
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.step_model import StepModel
 from moe_lora.timing.transformer_time import TransformerTime

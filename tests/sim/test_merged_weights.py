@@ -12,8 +12,8 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.caching.caching_policies import make_caching_policy
 from moe_lora.policies.merging.merging import BATCHINGS, Batching, MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts
+from moe_lora.sim.adapters import LoraWork, SimMergedWeights, SimMerging
 from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
-from moe_lora.sim.merged_weights import LoraWork, SimMergedWeights, SimMerging
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
