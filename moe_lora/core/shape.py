@@ -283,6 +283,16 @@ class ModelShape:
                 entry_base += site.num_entries
         return tuple(found)
 
+    @property
+    def special_layers(self) -> list[str]:
+        """Names of kinds of layers that some devices and parts do not compute."""
+        kinds = {
+            "Gated DeltaNet layers": self.delta,
+            "Multi-head Latent Attention": self.mla,
+            "layers with heads of two sizes": self.global_heads,
+        }
+        return [kind for kind, sizes in kinds.items() if sizes is not None]
+
     def site(self, name: str) -> Site:
         """The site of this name. Raises ConfigError if the model has none."""
         for site in self.sites:

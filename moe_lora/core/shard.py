@@ -40,17 +40,11 @@ class ModelShard:
         parts = {"num_heads": shape.num_heads}
         if self.divides_inner:
             parts |= {name: getattr(shape, name) for name in INNER_SIZES}
-        kinds = {
-            "Gated DeltaNet layers": shape.delta,
-            "Multi-head Latent Attention": shape.mla,
-            "layers with heads of two sizes": shape.global_heads,
-        }
-        for kind, sizes in kinds.items() if size > 1 else ():
-            if sizes is not None:
-                raise ConfigError(
-                    f"tensor_parallel={size} and {kind} do not go together: the heads are not divided; "
-                    f"choose tensor_parallel=1, or expert_parallel={size}"
-                )
+        for kind in shape.special_layers if size > 1 else ():
+            raise ConfigError(
+                f"tensor_parallel={size} and {kind} do not go together: the heads are not divided; "
+                f"choose tensor_parallel=1, or expert_parallel={size}"
+            )
         for name, number in parts.items():
             if number % size:
                 raise ConfigError(

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from moe_lora.adapters.packed import num_table_entries
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import free_memory_bytes, host_memory_bytes, resident_bytes
 from moe_lora.core.shape import DEFAULT_LORA_RANK, ModelShape
-from moe_lora.kernels.operands import KvLayout
+from moe_lora.kernels.cpu.library import advise_huge_pages
+from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
@@ -153,6 +155,44 @@ def arena_size(
         request_pages=request_pages,
         adapter_pages=largest,
     )
+
+
+def allocated(
+    config: EngineConfig, shape: ModelShape, device: torch.device, num_bytes: int, num_host_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor | None, SlotTable]:
+    """The arenas of device and host (page-locked for CUDA), and the slot table.
+
+    Raises ConfigError without enough memory.
+    """
+    try:
+        arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        advise_huge_pages(arena)
+        num_layers = shape.num_layers + 1  # one for the sites outside the layers
+        num_entries = num_table_entries(shape, num_layers, True)
+        slots = SlotTable(config.max_loras, num_layers, num_entries, device)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
+        given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
+        raise ConfigError(
+            f"no memory on {device} for {num_bytes / 1e9:.3g} GB of KV and adapters and a table "
+            f"of {config.max_loras:.3g} adapters; lower {given or 'arena_mb, '}or "
+            f"max_loras={config.max_loras}"
+        ) from error
+    if not num_host_bytes:
+        return arena, None, slots
+    try:
+        if device.type == "cuda":
+            from moe_lora.kernels.page_locked import page_locked
+
+            return arena, page_locked(num_host_bytes, device), slots
+        host_arena = torch.empty(num_host_bytes, dtype=torch.uint8)
+        advise_huge_pages(host_arena)
+    except (RuntimeError, OSError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"no host memory for an arena of {num_host_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it "
+            "to 0"
+        ) from error
+    return arena, host_arena, slots
 
 
 def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:

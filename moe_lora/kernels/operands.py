@@ -19,7 +19,7 @@ from moe_lora.core.shape import MATRIX_ALIGN_BYTES, RANK_LIMITS
 
 if TYPE_CHECKING:
     from moe_lora.core.attention_shapes import GlobalHeads
-    from moe_lora.core.shape import Site
+    from moe_lora.core.shape import ModelShape, Site
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,19 @@ class KvLayout:
     def page_bytes(self) -> int:
         """Bytes of one page, rounded up to 64 for alignment."""
         return -(-max(self.num_layers * self.layer_bytes, self.least_bytes) // 64) * 64
+
+
+def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayout:
+    """Layout of this model's KV in pages; of heads of two sizes, the layers with a window."""
+    layout = KvLayout(
+        num_layers=max(1, shape.num_kv_layers),
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        has_values=shape.mla is None,
+    )
+    return layout if shape.global_heads is None else with_full_layers(layout, shape.global_heads)[0]
 
 
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:

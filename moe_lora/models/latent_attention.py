@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_lora.config import EngineConfig
-from moe_lora.core.errors import ConfigError
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import ops
 from moe_lora.kernels.reference import rotate
@@ -23,19 +21,6 @@ from .linear import ExpertLinear, LoraLinear, parameter
 
 LATENT_EPS = 1e-6
 """Of the norms of both latents, whatever rms_norm_eps is."""
-
-
-def check_latent(config: EngineConfig, device: str) -> None:
-    """Raises ConfigError for a device or a part that computes no latent attention."""
-    if device != "cpu":
-        raise ConfigError(
-            f"device={device!r} has no kernel of Multi-head Latent Attention yet; choose device='cpu'"
-        )
-    if config.host_workers:
-        raise ConfigError(
-            f"host_workers={config.host_workers} compute no deltas of kv_b_proj of Multi-head Latent "
-            "Attention; leave host_workers out"
-        )
 
 
 class LatentAttention(nn.Module):

@@ -22,8 +22,9 @@ from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import ModelShape, Site
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.ranks.rank import DTYPES, kv_layout, resolved
+from moe_lora.engine.ranks.rank import DTYPES, resolved
 from moe_lora.families import shape_of
+from moe_lora.kernels.operands import kv_layout
 from moe_lora.workload.replay_plan import PlannedRequest
 
 _STD = 0.02
@@ -171,7 +172,7 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
     hf_config = config.hf_config()
     dtype = DTYPES[resolved(config, hf_config).dtype]
     shape = replace(shape_of(hf_config), dtype_bytes=dtype.itemsize)
-    slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
+    slack = shape.num_layers * kv_layout(shape, config.block_size, dtype).page_bytes
     least = shape.adapter_bytes(16) + slack
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))
     room_gb = math.ceil(needed / SWAP_OUT_ABOVE / 1e3) / 1e6

@@ -14,8 +14,8 @@ from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.wrong_files import read_config
+from moe_lora.engine.ranks.rank import check_layers
 from moe_lora.families import shape_of
-from moe_lora.models.latent_attention import check_latent
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight
 from tests.families import make_checkpoint
@@ -74,7 +74,7 @@ def test_parts_without_latent_attention_are_refused_at_the_start(settings, messa
 
 def test_a_device_without_a_kernel_is_refused(base):
     with pytest.raises(ConfigError, match="device='cuda' has no kernel of Multi-head Latent Attention"):
-        check_latent(EngineConfig(model_dir=str(base)), "cuda")
+        check_layers(EngineConfig(model_dir=str(base)), shape_of(read_config(base)), "cuda")
 
 
 def test_a_lora_server_is_refused(base):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError
 from moe_lora.core.wrong_files import read_config
-from moe_lora.engine.step.recurrent import RecurrentContext, check_recurrent
+from moe_lora.engine.ranks.rank import check_layers
+from moe_lora.engine.step.recurrent import RecurrentContext
 from moe_lora.families import shape_of
 from tests.families import RECURRENT_FAMILIES, make_adapter, make_checkpoint
 from tests.models.conftest import served  # noqa: F401  (the fixture)
@@ -135,7 +136,7 @@ def test_a_device_without_a_kernel_is_refused(base):
     from moe_lora.config import EngineConfig
 
     with pytest.raises(ConfigError, match="device='cuda' has no kernel of Gated DeltaNet layers"):
-        check_recurrent(EngineConfig(model_dir=str(base)), "cuda")
+        check_layers(EngineConfig(model_dir=str(base)), shape_of(read_config(base)), "cuda")
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

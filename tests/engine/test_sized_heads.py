@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from moe_lora import LLM
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import read_config
-from moe_lora.engine.ranks.rank import check_sized
+from moe_lora.engine.ranks.rank import check_layers
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import KvLayout, with_full_layers
 from tests.families import make_adapter, make_checkpoint
@@ -105,6 +106,6 @@ def test_tensor_parallelism_is_refused_at_the_start(base):
         LLM(base, dtype="float32", eager=True, tensor_parallel=2)
 
 
-def test_a_device_without_a_kernel_is_refused():
+def test_a_device_without_a_kernel_is_refused(base):
     with pytest.raises(ConfigError, match="device='cuda' has no kernel of layers with heads of two sizes"):
-        check_sized("cuda")
+        check_layers(EngineConfig(model_dir=str(base)), shape_of(read_config(base)), "cuda")

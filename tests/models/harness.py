@@ -15,7 +15,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.recurrent import RecurrentContext
 from moe_lora.engine.step.sized_heads import SizedContext
-from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables, with_full_layers
+from moe_lora.kernels.operands import SlotTable, StepTables, kv_layout
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
 from moe_lora.models.causal_lm import DecoderLayer
@@ -54,17 +54,7 @@ class Harness:
         self.model = load_model(model_dir, dtype, torch.device("cpu"), shard, quantisation)
         self.layer_forward = layer_forward
         shape = self.model.spec.shape
-        layout = KvLayout(
-            num_layers=shape.num_kv_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=BLOCK_SIZE,
-            dtype=dtype,
-            has_values=shape.mla is None,
-        )
-        self.layout = (
-            layout if shape.global_heads is None else with_full_layers(layout, shape.global_heads)[0]
-        )
+        self.layout = kv_layout(shape, BLOCK_SIZE, dtype)
         packed = [read_adapter(path, shape, dtype) for path in adapters]
         self.pages_per_sequence = BLOCKS_PER_SEQUENCE + shape.state_pages(self.layout.page_bytes)
         num_pages = max_sequences * self.pages_per_sequence

@@ -67,8 +67,10 @@ def make_store(
     undo: ends the started parts.
     """
 
-    def host_workers(where: HostStore | None) -> HostWorkers | None:
-        host = rank.host_workers(where)
+    def started(where: HostStore | None) -> HostWorkers | None:
+        if not config.host_workers:
+            return None
+        host = rank.host.workers(rank, where)
         if host is not None:
             undo.callback(host.close)
         return host
@@ -77,7 +79,7 @@ def make_store(
     if config.pool is not None:
         from .pool_store import PoolAdapters
 
-        host = host_workers(None)
+        host = started(None)
         transport = instance_transport(config, config.instance)
 
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
@@ -91,9 +93,9 @@ def make_store(
 
         store = HostStore(followers.directory / HOST_STORE)
         options = {"store": store, "before_removal": all_read}
-        if (host := host_workers(store)) is not None:
+        if (host := started(store)) is not None:
             options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
-    elif (host := host_workers(contents.store)) is not None:
+    elif (host := started(contents.store)) is not None:
         stays = None if contents.store is not None else host.settle
         options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:

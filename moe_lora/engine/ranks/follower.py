@@ -70,7 +70,7 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, Ho
     rank.allocate(size.num_pages, size.num_host_pages)
     _send(connection, Done())
     store = HostStore(setup.directory / HOST_STORE)
-    host = rank.host_workers(store)
+    host = rank.host.workers(rank, store) if setup.config.host_workers else None
     _send(connection, Done())
     find = partial(_find, store)
     return rank, make_runner(rank, rank.join(setup.directory), host=host, find=find), host

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,13 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
 from moe_lora.policies.admission.host_start import HostLoads, HostStart
+
+if TYPE_CHECKING:
+    from moe_lora.adapters.host_store import HostStore
+    from moe_lora.dist.deltas.stream_backend import Stream
+    from moe_lora.dist.host_workers.workers import HostWorkers
+
+    from .rank import Rank
 
 logger = logging.getLogger(__name__)
 TOKENS_PER_WORKER = 32
@@ -49,6 +57,40 @@ class HostSettings:
     def loads(self, max_num_batched_tokens: int) -> HostLoads:
         """Decides when prompts begin on the workers."""
         return HostLoads(self.rule, max_num_batched_tokens)
+
+    def workers(self, rank: Rank, store: HostStore | None) -> HostWorkers | None:
+        """The rank's started workers; store: see `HostWorkers`.
+
+        Raises ConfigError if the LoRA Server computes all sites, EngineDeadError if a worker does not start.
+        """
+        from moe_lora.dist.deltas.session import FrameLayout
+        from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
+
+        if not self.num_workers:
+            return None
+        config = rank.config
+        if not rank.local_sites:
+            raise ConfigError(
+                f"host_workers={self.num_workers} would have nothing to compute: the LoRA Server computes "
+                "all sites; set lora_server.host_workers instead"
+            )
+        stream: Stream | None = None
+        if rank.device.type == "cuda":  # elsewhere the engine's thread calls the workers
+            from moe_lora.dist.deltas.stream_backend import CudaStream
+
+            stream = CudaStream(rank.device)
+            if config.num_ranks > 1:
+                raise ConfigError(
+                    f"host_workers={self.num_workers} and {config.num_ranks} ranks do not go together on "
+                    "CUDA: rank 0 would take a step's tokens before it hears of an error at another rank; "
+                    "leave one out"
+                )
+        tokens = self.tokens_per_worker
+        layout = FrameLayout(rank.shape, rank.dtype, tokens * max(1, rank.shape.num_experts_per_token))
+        times = WorkerTimes(slowdown=config.emulation.host_slowdown)
+        return HostWorkers(
+            layout, store, self.num_workers, tokens, cores=self.cores, times=times, stream=stream
+        )
 
 
 def host_settings(

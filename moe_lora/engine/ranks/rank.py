@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter, entries_of_experts, num_table_entries
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig
 from moe_lora.config.devices import device_name
 from moe_lora.core.errors import ConfigError
@@ -24,10 +23,9 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.adapters.copies import Arenas, RankCopier
 from moe_lora.engine.adapters.transfers import Mover
-from moe_lora.engine.arena_size import free_bytes, most_sharers
+from moe_lora.engine.arena_size import allocated, free_bytes, most_sharers
 from moe_lora.families import shape_of
-from moe_lora.kernels.cpu.library import advise_huge_pages
-from moe_lora.kernels.operands import KvLayout, SlotTable, with_full_layers
+from moe_lora.kernels.operands import SlotTable, kv_layout
 from moe_lora.models.loader import load_model, random_model
 from moe_lora.models.quantised_weight import quantisation_of
 
@@ -42,8 +40,6 @@ from .exchange import (
 )
 
 if TYPE_CHECKING:
-    from moe_lora.dist.deltas.stream_backend import Stream
-    from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.lora_server.attach import LoraServerClient
     from moe_lora.engine.adapters.pool_store import PoolAdapters
     from moe_lora.models.weight_merge import WeightMerge
@@ -81,16 +77,7 @@ class Rank:
         self.device = rank_device(torch.device(config.device), config.num_ranks, dist_rank)
         self.dtype = DTYPES[config.dtype]
         self.shape = shape_of(hf_config)
-        if self.shape.delta is not None:
-            from moe_lora.engine.step.recurrent import check_recurrent
-
-            check_recurrent(config, self.device.type)
-        if self.shape.mla is not None:
-            from moe_lora.models.latent_attention import check_latent
-
-            check_latent(config, self.device.type)
-        if self.shape.global_heads is not None:
-            check_sized(self.device.type)
+        check_layers(config, self.shape, self.device.type)
         self.shard = self.shard_of(dist_rank)
         quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
         only = config.instance == EngineConfig.instance  # several bars would overwrite each other
@@ -100,7 +87,7 @@ class Rank:
                 self.model = random_model(hf_config, *held, show)
             else:
                 self.model = load_model(Path(config.model_dir), *held, show)
-        self.layout = kv_layout(config, self.shard.shape, self.dtype)
+        self.layout = kv_layout(self.shard.shape, config.block_size, self.dtype)
         self.lora_server = server = self._connect_lora_server()
         self.local_sites = [
             site.name
@@ -131,37 +118,8 @@ class Rank:
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
         """Allocate the arenas and the slot table.  Raises ConfigError without enough memory."""
-        config, page_bytes = self.config, self.layout.page_bytes
-        arena_bytes, host_bytes = num_pages * page_bytes, num_host_pages * page_bytes
-        try:
-            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=self.device)
-            advise_huge_pages(self.arena)
-            num_layers = self.shape.num_layers + 1  # one for the sites outside the layers
-            num_entries = num_table_entries(self.shape, num_layers, True)
-            self.slots = SlotTable(config.max_loras, num_layers, num_entries, self.device)
-        except (RuntimeError, MemoryError, OverflowError) as error:
-            sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
-            given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
-            raise ConfigError(
-                f"no memory on {self.device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table "
-                f"of {config.max_loras:.3g} adapters; lower {given or 'arena_mb, '}or "
-                f"max_loras={config.max_loras}"
-            ) from error
-        self.host_arena = None
-        try:
-            if host_bytes:
-                if self.device.type == "cuda":
-                    from moe_lora.kernels.page_locked import page_locked
-
-                    self.host_arena = page_locked(host_bytes, self.device)
-                else:
-                    self.host_arena = torch.empty(host_bytes, dtype=torch.uint8)
-                    advise_huge_pages(self.host_arena)
-        except (RuntimeError, OSError, MemoryError, OverflowError) as error:
-            raise ConfigError(
-                f"no host memory for an arena of {host_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it "
-                "to 0"
-            ) from error
+        sizes = num_pages * self.layout.page_bytes, num_host_pages * self.layout.page_bytes
+        self.arena, self.host_arena, self.slots = allocated(self.config, self.shape, self.device, *sizes)
 
     def join(self, directory: Path) -> Exchanges:
         """Connect the ranks; returns once all have joined."""
@@ -216,43 +174,6 @@ class Rank:
         rate = self.config.emulation.load_gb_per_s
         return Mover(self.device, on_done, None if rate is None else rate * 1e9)
 
-    def host_workers(self, store: HostStore | None) -> HostWorkers | None:
-        """This rank's own host workers by the settings; store: see `HostWorkers`.
-
-        Raises ConfigError (see `host_settings`), also if the LoRA Server computes all sites,
-        EngineDeadError if a worker does not start.
-        """
-        if not self.config.host_workers or not self.host.num_workers:
-            return None
-        host = self.host
-        from moe_lora.dist.deltas.session import FrameLayout
-        from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
-
-        if not self.local_sites:
-            raise ConfigError(
-                f"host_workers={host.num_workers} would have nothing to compute: the LoRA Server computes "
-                "all sites; set lora_server.host_workers instead"
-            )
-        tokens = host.tokens_per_worker
-        layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
-        times = WorkerTimes(slowdown=self.config.emulation.host_slowdown)
-        stream, cores = self.host_stream(), host.cores
-        if stream is not None and self.config.num_ranks > 1:
-            raise ConfigError(
-                f"host_workers={host.num_workers} and {self.config.num_ranks} ranks do not go together on "
-                "CUDA: rank 0 would take a step's tokens before it hears of an error at another rank; leave "
-                "one out"
-            )
-        return HostWorkers(layout, store, host.num_workers, tokens, cores=cores, times=times, stream=stream)
-
-    def host_stream(self) -> Stream | None:
-        """The stream on which this rank's device calls host workers; None if the engine's thread does."""
-        if self.device.type != "cuda":
-            return None
-        from moe_lora.dist.deltas.stream_backend import CudaStream
-
-        return CudaStream(self.device)
-
     @cached_property
     def host(self) -> HostSettings:
         """The settings of this rank's host workers.  Raises ConfigError."""
@@ -300,27 +221,20 @@ class Rank:
         return WeightMerge(self.model)
 
 
-def check_sized(device: str) -> None:
-    """Raises ConfigError for a device that computes no heads of two sizes."""
-    if device != "cpu":
+def check_layers(config: EngineConfig, shape: ModelShape, device: str) -> None:
+    """Raises ConfigError for a device or a part that computes not all kinds of the model's layers."""
+    for kind in shape.special_layers if device != "cpu" else ():
+        raise ConfigError(f"device={device!r} has no kernel of {kind} yet; choose device='cpu'")
+    if config.host_workers and shape.delta is not None:
         raise ConfigError(
-            f"device={device!r} has no kernel of layers with heads of two sizes yet; choose device='cpu'"
+            f"host_workers={config.host_workers} may compute a step's tokens twice, and the state of a Gated "
+            "DeltaNet layer counts each token once; leave host_workers out"
         )
-
-
-def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
-    """Layout of this model's KV in pages."""
-    layout = KvLayout(
-        num_layers=max(1, shape.num_kv_layers),
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        dtype=dtype,
-        has_values=shape.mla is None,
-    )
-    if shape.global_heads is None:
-        return layout
-    return with_full_layers(layout, shape.global_heads)[0]
+    if config.host_workers and shape.mla is not None:
+        raise ConfigError(
+            f"host_workers={config.host_workers} compute no deltas of kv_b_proj of Multi-head Latent "
+            "Attention; leave host_workers out"
+        )
 
 
 def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:

@@ -10,8 +10,6 @@ import torch
 
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.config import EngineConfig
-from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.engine.sequence import Sequence
@@ -24,19 +22,6 @@ from moe_lora.scheduling.views import Scheduled
 from .execution_context import ExecutionContext
 from .runner import ModelRunner
 from .step_batch import StepBatch
-
-
-def check_recurrent(config: EngineConfig, device: str) -> None:
-    """Raises ConfigError for a device or a part that computes no recurrent layers."""
-    if device != "cpu":
-        raise ConfigError(
-            f"device={device!r} has no kernel of Gated DeltaNet layers yet; choose device='cpu'"
-        )
-    if config.host_workers:
-        raise ConfigError(
-            f"host_workers={config.host_workers} may compute a step's tokens twice, and the state of a Gated "
-            "DeltaNet layer counts each token once; leave host_workers out"
-        )
 
 
 class StateCache(UnifiedCache):
