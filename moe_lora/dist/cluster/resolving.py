@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import SourcesConfig
-from moe_lora.core.errors import AdapterNotFoundError, MoeLoraError
+from moe_lora.core.errors import AdapterNotFoundError, AdapterVersionError, MoeLoraError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 
 from .instances import ServedVersion
@@ -26,7 +27,7 @@ Instances and controller keep an adapter's path, so all front ends know the reso
 restart.
 """
 _TRIES = 3
-"""A second front end may unload an adapter between load and request."""
+"""Another front end may unload an adapter between load and request."""
 
 
 class ResolvingClient(FleetClient):
@@ -38,16 +39,32 @@ class ResolvingClient(FleetClient):
         self._unloading: asyncio.Task[None] | None = None
         self._loads: dict[str, asyncio.Task[None]] = {}
         """By id of the request that waits."""
+        self._used: Counter[str | None] = Counter()
+        """Requests by adapter, from before the load on."""
 
     async def is_served(self, name: str) -> bool:
         """Loads an unknown adapter.  Raises the load's error, except for an unknown name."""
+        if await super().is_served(name):
+            return True
         with suppress(AdapterNotFoundError):
-            await self._serve(name)
+            await self._load(name)
         return await super().is_served(name)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        for last in (False,) * (_TRIES - 1) + (True,):
-            if not await self._is_ready(request):
+        adapter = request.adapter
+        self._used[adapter] += 1
+        try:
+            async with aclosing(self._outputs(request)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._used[adapter] -= 1
+            if not self._used[adapter]:
+                del self._used[adapter]
+
+    async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
+        for number in range(_TRIES):
+            if not await self._is_ready(request, refused=number > 0):
                 yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
                 return
             begun = False
@@ -57,20 +74,29 @@ class ResolvingClient(FleetClient):
                         begun = True
                         yield output
                 return
-            except AdapterNotFoundError:
-                if begun or last or request.adapter is None:
+            except AdapterNotFoundError as error:
+                if begun:
                     raise
+                problem = error
+        raise AdapterVersionError(
+            f"adapter {request.adapter!r} was unloaded {_TRIES} times before the request began; send the "
+            "request again, or raise sources.max_resolved"
+        ) from problem
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._loads:
             self._loads[request_id].cancel()
         await super().abort(request_id)
 
-    async def _is_ready(self, request: GenerateRequest) -> bool:
-        """True once the request's adapter is served; False after an abort.  Raises as `_serve`."""
-        if request.adapter is None or await super().is_served(request.adapter):
+    async def _is_ready(self, request: GenerateRequest, *, refused: bool) -> bool:
+        """True once the request's adapter is served; False after an abort.  Raises as `_load`.
+
+        refused: an instance does not know the adapter, which this front end may not know yet.
+        """
+        adapter = request.adapter
+        if adapter is None or (not refused and await super().is_served(adapter)):
             return True
-        load = self._loads[request.request_id] = asyncio.create_task(self._serve(request.adapter))
+        load = self._loads[request.request_id] = asyncio.create_task(self._load(adapter))
         try:
             await asyncio.wait({load})
         finally:
@@ -78,9 +104,7 @@ class ResolvingClient(FleetClient):
             del self._loads[request.request_id]
         return not load.cancelled() and load.result() is None
 
-    async def _serve(self, name: str) -> None:
-        if await super().is_served(name):
-            return
+    async def _load(self, name: str) -> None:
         self._resolver.missing.check(name)
         num_resolved = len(self._resolved())
         if num_resolved >= self._most * 9 // 10 and self._unloading is None:
@@ -98,16 +122,16 @@ class ResolvingClient(FleetClient):
         """Unload the adapters with the longest idle time, to four fifths of the number."""
         try:
             infos = await self.list_adapters()
-            resolved, used = self._resolved(), self._used()
+            resolved = self._resolved()
             idle = [
                 one
                 for one in infos
-                if one.name in resolved and one.name not in used and not one.num_running + one.num_waiting
+                if one.name in resolved and not (self._is_used(one.name) or one.num_running + one.num_waiting)
             ]
             # An adapter without a use may have a request under way.
             idle.sort(key=lambda one: (one.idle_s is None, -(one.idle_s or 0.0)))
             for one in idle[: max(0, len(resolved) - self._most * 4 // 5)]:
-                if one.name not in self._used():
+                if not self._is_used(one.name):
                     with suppress(AdapterNotFoundError):  # another front end unloaded or replaced the version
                         await self.call("unload_adapter", one.name, resolved[one.name])
         except MoeLoraError as error:
@@ -115,9 +139,9 @@ class ResolvingClient(FleetClient):
         finally:
             self._unloading = None
 
-    def _used(self) -> set[str | None]:
-        """Names of the requests and loads of this front end."""
-        return {one.request.adapter for one in self._running.values()} | self._resolver.running.keys()
+    def _is_used(self, name: str) -> bool:
+        """True for requests and loads of this front end."""
+        return name in self._used or name in self._resolver.running
 
 
 def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.core.errors import AdapterNotFoundError, AdapterVersionError
+from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
@@ -41,8 +41,10 @@ class FrontEnd:
         routes = Routes(config=FrontEndConfig(), router=RoundRobin(), meter=None, ranks={})
         self.client = ResolvingClient(self.registry, routes, VirtualClock(), adapters.call)
 
+        self.load: Callable[..., Any] = adapters.call
+
         def load(name: str, folder: str) -> Any:
-            return adapters.call("load_adapter", name, folder + MARK)
+            return self.load("load_adapter", name, folder + MARK)
 
         self.client.attach(Resolver(self._find, load, MissingNames(60.0)), MOST)
 
@@ -192,5 +194,68 @@ def test_an_abort_during_an_answer_ends_it() -> None:
         await anext(answer)
         await front_end.client.abort("a")
         assert [output.finish_reason for output in [one async for one in answer]][-1] == "abort"
+
+    asyncio.run(run())
+
+
+def test_a_sweep_spares_an_adapter_between_its_load_and_its_request() -> None:
+    async def run() -> None:
+        front_end = FrontEnd(CountingEngine())
+        first = front_end.client.model_info
+        at_info, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> ModelInfo:
+            at_info.set()
+            await go_on.wait()
+            return await first()
+
+        front_end.client.model_info = slow  # type: ignore[method-assign]
+        asked = asyncio.create_task(front_end.ask("a"))
+        await at_info.wait()
+        front_end.client._most = 0
+        await front_end.client._unload_idle()
+        assert front_end.names() == {"a"}
+        go_on.set()
+        assert len(await asked) == 1
+        await front_end.client._unload_idle()
+        assert front_end.names() == set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_unloads", [1, 1000])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_request_whose_adapter_others_unload_loads_it_again_and_is_no_404(
+    num_unloads: int, is_known: bool
+) -> None:
+    """is_known: the front end knows of the unload at the instance's refusal."""
+
+    async def run() -> None:
+        engine = CountingEngine()
+        front_end = FrontEnd(engine)
+        left = iter(range(num_unloads))
+        generate, load = engine.generate, front_end.client.call
+
+        def unloaded(asked: GenerateRequest) -> Any:
+            if next(left, None) is not None:
+                engine.adapters.pop("a")
+                if is_known:
+                    front_end.registry.forget("a")
+            return generate(asked)
+
+        async def loaded(*args: Any) -> Any:
+            if not is_known:
+                front_end.registry.forget("a")  # of the controller's process
+            return await load(*args)
+
+        engine.generate = unloaded  # type: ignore[method-assign]
+        front_end.load = loaded
+        if num_unloads == 1:
+            assert len(await front_end.ask("a")) == 1
+            assert front_end.found == ["a", "a"]
+            return
+        with pytest.raises(AdapterVersionError, match=r"raise sources\.max_resolved"):
+            await front_end.ask("a")
+        assert not front_end.client._used
 
     asyncio.run(run())
