@@ -52,6 +52,7 @@ TOOL_PARSERS = (
     "deepseek_v3",
     "kimi",
     "granite",
+    "gemma4",
     "minimax_m2",
 )
 """Names of `serve.openai.parsers.TOOL_FORMATS`."""
@@ -63,6 +64,7 @@ REASONING_PARSERS = (
     "deepseek_v3",
     "glm4",
     "kimi",
+    "gemma4",
     "mistral",
     "seed_oss",
     "harmony",

@@ -21,12 +21,13 @@ _TOOL_PARSERS = {
     **dict.fromkeys(("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3"), ""),
     **{"openai": "harmony", "glm45": "glm4", "glm47": "glm4", "deepseek_v31": "deepseek_v3"},
     **{"kimi_k2": "kimi", "qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json"},
-    **{"granite": "", "granite4": "hermes", "ernie45": "hermes", "minimax_m2": ""},
+    **{"granite": "", "granite4": "hermes", "ernie45": "hermes", "minimax_m2": "", "gemma4": ""},
     **dict.fromkeys(("auto", "none", "harmony", "glm4", "kimi"), ""),
 }
 """vLLM's name -> ours; "": the same."""
 _REASONING_PARSERS = {
     **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "mistral", "seed_oss"), ""),
+    **{"gemma4": "", "minimax_m2": "deepseek_r1"},
     **{"openai_gptoss": "harmony", "glm45": "glm4", "kimi_k2": "kimi", "deepseek_v31": "deepseek_v3"},
     **dict.fromkeys(("auto", "none", "harmony", "glm4", "kimi"), ""),
 }

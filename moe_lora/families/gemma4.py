@@ -57,6 +57,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
 
 
 FAMILY = Family(
+    tool_format="gemma4",
     title="Gemma 4 MoE",
     sizes={
         **SIZES,

@@ -16,6 +16,7 @@ canitoolcall = pytest.importorskip("canitoolcall")
 FOLDER = Path(canitoolcall.__file__).parent / "_data" / "fixtures"
 FORMATS = {
     "deepseek": ("deepseek_v3", "deepseek_v3"),
+    "gemma4": ("gemma4", "gemma4"),
     "glm": ("glm4", "glm4"),
     "gpt-oss": ("harmony", "harmony"),
     "kimi": ("kimi", "kimi"),
@@ -27,6 +28,9 @@ FORMATS = {
 OTHER_FORMATS = ("kimi/k3-", "llama/l4-", "deepseek/v32-", "deepseek/v4-", "deepseek/v41-", "deepseek/dsml-")
 DSML = "｜DSML｜"
 DIFFERENT = {
+    "gemma4/sglang-text-before-call": "white space before a call is dropped",
+    "gemma4/sglang-text-around-call": "white space before a call is dropped",
+    "gemma4/truncated-second-parallel-call": "a call cut short is content",
     "glm/glm47-missing-last-close-arg-value": "a value without its end is no value",
     "gpt-oss/harmony-marker-in-reasoning": "a mark in text equals the token",
     "gpt-oss/llamacpp-builtin-python-recipient": "code for a built-in tool is reasoning",

@@ -69,6 +69,10 @@ MINIMAX = (
     f'<parameter name="days">3</parameter>\n<parameter name="at">{AT}</parameter>\n</invoke>\n'
     '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
 )
+GEMMA = (
+    '<|tool_call>call:weather{city:<|"|>CITY<|"|>,days:3, at:{a:[1,{b:<|"|>}]<|"|>}]}}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>"
+).replace("CITY", CITY)
 LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 LLAMA_NOW = '{"name":"now","parameters":{}}'
 OBJECT = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
@@ -91,6 +95,7 @@ FORMATS = [
     ("kimi", KIMI),
     ("granite", f"<|tool_call|>[{OBJECT}, {NOW}]"),
     ("granite", f'<tool_call>[{{"arguments": {ARGUMENTS}, "name": "weather"}}, {NOW}]'),
+    ("gemma4", GEMMA),
     ("minimax_m2", MINIMAX),
     ("minimax_m2", MINIMAX.replace('"weather"', "weather").replace('"city"', "'city'")),
 ]
@@ -105,6 +110,7 @@ MALFORMED = {
     "deepseek_v3": "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{oops}<｜tool▁call▁end｜>",
     "kimi": "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{oops}<|tool_call_end|>",
     "granite": '<tool_call>[{"name": "weather", "arguments": {"a": <}}]',
+    "gemma4": "<|tool_call>call:weather{city:}<tool_call|>",
     "minimax_m2": '<invoke name="weather"><parameter name="city">x</parameter>junk</invoke>',
 }
 

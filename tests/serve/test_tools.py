@@ -321,6 +321,15 @@ def test_tools_need_a_template_with_a_format_or_a_named_parser():
         ask(client)
 
 
+def test_a_strict_function_in_a_format_without_its_grammar_is_refused():
+    tools = [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": {}}}]
+    with saying(CALL, tool_call_parser="gemma4") as (client, _):
+        with pytest.raises(openai.BadRequestError, match="not supported for the calls of gemma4") as error:
+            ask(client, tools=tools)
+        assert error.value.param == "tools"
+        assert ask(client).choices[0].finish_reason == "stop"
+
+
 def test_special_tokens_of_a_format_are_read_and_others_left_out():
     template = "{{ messages[0].content }}{{ tools }}[TOOL_CALLS]"
     text = '[TOOL_CALLS]weather[ARGS]<s>{"city": "Oslo"}'

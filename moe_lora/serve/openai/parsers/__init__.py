@@ -19,6 +19,7 @@ TOOL_FORMATS = {
     "deepseek_v3": ("deepseek_v3", "DeepSeekCalls"),
     "kimi": ("kimi", "KimiCalls"),
     "granite": ("granite", "GraniteCalls"),
+    "gemma4": ("gemma4", "Gemma4Calls"),
     "minimax_m2": ("minimax_m2", "MiniMaxCalls"),
 }
 """Name in `front_end.tool_call_parser` -> module and class."""

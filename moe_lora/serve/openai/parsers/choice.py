@@ -27,6 +27,7 @@ _TOOL_SIGNS = {
     "<|channel|>": HARMONY,
     "<minimax:tool_call>": "minimax_m2",
     "<|tool_call|>": "granite",
+    "<|tool_call>": "gemma4",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm4",
     "<tool_call>": "hermes",
@@ -38,6 +39,7 @@ _TOOL_SIGNS = {
 """Text of a chat template -> format; the first counts."""
 _REASONING_SIGNS = {
     "<|channel|>": HARMONY,
+    "<|channel>": "gemma4",
     "<seed:think>": "seed_oss",
     "[THINK]": "mistral",
     "<think>": "qwen3",
@@ -110,6 +112,11 @@ def parsers_for(
         )
     if not reasoning and not tool_format:
         return None
+    is_strict = any(tool["function"].get("strict") is True for tool in body.tools or ())
+    has_strict = bool(tool_format) and not is_forced and is_strict
+    if has_strict and not parser_class(tool_format).SHAPES:
+        what = f"strict=true is not supported for the calls of {tool_format}; leave strict out"
+        raise bad_request(f'{what}, or send tool_choice="required"', "tools")
     return AnswerParsers(
         tool_format=tool_format,
         reasoning=reasoning,
@@ -117,9 +124,7 @@ def parsers_for(
         tools={tool["function"]["name"]: tool["function"].get("parameters") for tool in body.tools or ()},
         shows_reasoning=shows,
         parallel=body.parallel_tool_calls is not False,
-        has_strict=bool(tool_format)
-        and not is_forced
-        and any(tool["function"].get("strict") is True for tool in body.tools or ()),
+        has_strict=has_strict,
     )
 
 

@@ -9,11 +9,15 @@ from .machine import MAX_GAP_CHARS, Event, Parser, held_chars, without_gap
 
 
 class Marks(NamedTuple):
-    """opening, closing: around the reasoning.  is_open: an answer without the opening mark is reasoning."""
+    """opening, closing: around the reasoning.  is_open: an answer without the opening mark is reasoning.
+
+    label: text after the opening mark, dropped.
+    """
 
     opening: str
     closing: str
     is_open: bool = False
+    label: str = ""
 
 
 THINK = Marks("<think>", "</think>")
@@ -23,6 +27,7 @@ REASONING_FORMATS = {
     "deepseek_v3": THINK,
     "glm4": THINK,
     "kimi": THINK,
+    "gemma4": Marks("<|channel>", "<channel|>", label="thought\n"),
     "mistral": Marks("[THINK]", "[/THINK]"),
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
 }
@@ -55,8 +60,17 @@ class Thinking(Parser):
             return False
         if rest == opening and gap <= MAX_GAP_CHARS:
             self._consume(gap + len(opening))
-            self._is_open = True
+            self._state = self._label
+            return True
         self._state = self._reasoning if self._is_open else self._content
+        return True
+
+    def _label(self) -> bool:
+        label = self._marks.label
+        if label.startswith(self._rest) and self._rest != label and not self._ended:
+            return False
+        self._consume(len(label) * self._rest.startswith(label))
+        self._state = self._reasoning
         return True
 
     def _reasoning(self) -> bool:
