@@ -22,6 +22,7 @@ from .adapter_folders import (
     shape_for,
     version_option,
 )
+from .adapter_rollout import drop, promote, rollback, rollout
 from .errors import user_errors
 
 
@@ -30,7 +31,7 @@ def adapters() -> None:
     """Check and list PEFT adapters, in folders or in a registry."""
 
 
-for _command in (check, convert):
+for _command in (check, convert, rollout, promote, rollback, drop):
     adapters.add_command(_command)
 
 

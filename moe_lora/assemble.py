@@ -107,6 +107,7 @@ async def _opened_frontend(
             name=served.name,
             adapter_texts=adapter_texts(cluster, served.instance_registry),
             checks=checks,
+            aliases=served.instance_registry.aliases,
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Literal
 
@@ -36,6 +37,18 @@ def name_problem(name: str) -> str | None:
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
         return f"must be at most {MAX_ADAPTER_NAME_CHARS} printable characters without commas"
     return None
+
+
+def version_name(name: str, version: int) -> str:
+    """The adapter's name of a registry's version."""
+    return f"{name}@v{version}"
+
+
+def name_matches(adapter: str, patterns: Iterable[str]) -> bool:
+    """True if a shell pattern matches the adapter, or the name before its `version_name`."""
+    name, _, version = adapter.rpartition("@v")
+    names = (adapter, name) if name and version.isdigit() else (adapter,)
+    return any(fnmatchcase(one, pattern) for pattern in patterns for one in names)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import name_matches
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     created_s: int = 0
 
     def may_use(self, adapter: str) -> bool:
-        return self.admin or any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+        return self.admin or name_matches(adapter, self.adapters)
 
 
 ADMIN = ApiKey(id="api-key", digest="", tenant="(api-key)", admin=True)

@@ -25,6 +25,7 @@ from .openai.fields import IgnoredFields
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
     from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+    from moe_lora.engine.client.messages import Alias
     from moe_lora.engine.text.text import Tokenizer
 
     from .api_keys import ApiKey
@@ -58,7 +59,8 @@ class Frontend:
     tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
     cuts requests at shutdown.  batches: from the first file or batch on.  model_name: the base model's main
     name; every name outside model_names is an adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks
-    large bodies; None: starts with the first large body.  The creator closes the client.
+    large bodies; None: starts with the first large body.  aliases: by name.  The creator
+    closes the client.
     """
 
     client: FleetClient
@@ -68,6 +70,7 @@ class Frontend:
     name: str | None = None
     adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None
     checks: CheckingProcess | None = None
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
     ending: Ending = field(default_factory=Ending)
     batches: Batches | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -78,6 +81,7 @@ class Frontend:
         self.model_name = self.cluster.served_model_name
         self.model_names = (self.model_name, *self.cluster.other_model_names)
         self.metrics = Metrics(self.cluster, self.controller, REFUSALS)
+        self.metrics.aliases = self.aliases
         self.limits = Limits(self.config, self.metrics.refuse)
         self.ignored_fields = IgnoredFields()
 

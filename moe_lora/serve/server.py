@@ -79,7 +79,11 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER, IGNORED_HEADER],
         )
-    preparer = Preparer(frontend.tokenizer, frontend.limits, frontend.checks, frontend.adapter_texts)
+    preparer = Preparer(
+        *(frontend.tokenizer, frontend.limits, frontend.checks, frontend.adapter_texts),
+        aliases=frontend.aliases,
+        bases=frontend.model_names,
+    )
     app.include_router(generating_router(frontend, preparer))
     app.include_router(later_router(frontend, preparer))
     for make_router in (models_router, adapters_router, capacity_router, instances_router, status_router):

@@ -125,21 +125,21 @@ class FleetAdapters:
 
             self.pool = FleetPool(instance_registry, directory)
         self.ranks = {} if ranks is None else ranks
-        self._instance_registry = instance_registry
+        self.instance_registry = instance_registry
         self._own = verbs_of(self)
         # Calls for one adapter run in sequence: instances must agree on the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def devices(self) -> set[str]:
         """Devices of all instances."""
-        return {device for instance in self._instance_registry.instances for device in instance.devices}
+        return {device for instance in self.instance_registry.instances for device in instance.devices}
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run one of `FLEET_CHANGES` on all live instances; a change of an adapter after earlier ones.
 
         Raises the verb's errors, and those of `Interface.bind`.
         """
-        registry = self._instance_registry
+        registry = self.instance_registry
         bound = _INTERFACE.bind(verb, args, words)
         if verb in INSTANCE_VERBS:
             return await self._on_all(verb, bound)
@@ -164,7 +164,7 @@ class FleetAdapters:
 
         An instance that joins during a pause gets the pause (see `CatchUp`).
         """
-        registry = self._instance_registry
+        registry = self.instance_registry
         if verb == "pause_requests":
             scope, mode, timeout_s, *_ = args
             registry.pauses[scope.owner] = PauseOrder(scope, mode, time.monotonic() + timeout_s)
@@ -184,7 +184,11 @@ class FleetAdapters:
         The first instance reads the content.  If an instance refuses, or reads other content, all return to
         the earlier version.
         """
-        registry, pool = self._instance_registry, self.pool
+        registry, pool = self.instance_registry, self.pool
+        if name in registry.aliases:
+            from .aliases import check_load
+
+            check_load(registry.aliases, name)
         with registry.loading():
             previous = registry.adapters.get(name)
             if previous is not None and not replace:
@@ -216,7 +220,7 @@ class FleetAdapters:
             return info
 
     async def _is_unavailable(self, name: str) -> bool:
-        registry = self._instance_registry
+        registry = self.instance_registry
         answers, _ = await ask(registry, registry.live, [one.client.list_adapters() for one in registry.live])
         infos = chain.from_iterable(infos for _, infos in answers)
         return any(info.name == name and info.residency == "unavailable" for info in infos)
@@ -228,10 +232,14 @@ class FleetAdapters:
         only: unload this version alone, without a wait for its last request.  Raises AdapterNotFoundError
         for an unserved name or version.
         """
-        registry = self._instance_registry
+        registry = self.instance_registry
         registry.having(None)
         if only not in (None, registry.served_version(name)):
             raise AdapterNotFoundError(f"adapter {name!r} was loaded again, pinned or unloaded meanwhile")
+        if registry.aliases:
+            from .aliases import check_unload
+
+            check_unload(registry.aliases, name)
         was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
         registry.forget(name)
         self.ranks.pop(name, None)
@@ -253,7 +261,7 @@ class FleetAdapters:
         If an instance refuses, all return to the earlier pin.  Raises AdapterNotFoundError for an unknown
         name.
         """
-        registry = self._instance_registry
+        registry = self.instance_registry
         with registry.loading():
             served = registry.adapters.get(name)
             if served is None:
@@ -283,7 +291,7 @@ class FleetAdapters:
         if not instances:
             return
         if self.pool is None or previous is None:
-            _, errors = await ask(self._instance_registry, instances, [undo(one.client) for one in instances])
+            _, errors = await ask(self.instance_registry, instances, [undo(one.client) for one in instances])
         else:
             errors = await self.pool.take_back(instances, name, previous)
         for instance, error in errors:

@@ -23,6 +23,7 @@ from moe_lora.dist.net.session import Handshake, Hello, stay_connected
 from moe_lora.engine.client.messages import (
     REQUEST_METHODS,
     Abort,
+    Alias,
     Beat,
     Call,
     Dead,
@@ -65,7 +66,7 @@ class ConnectionMux:
 
     Two peers may use equal ids; events for a lost peer are dropped.  Belongs to the event loop of the
     connections.  restart: called at a peer's call for a restart. fail: called at a failure of the engine.
-    drain: the latest order from a peer.
+    drain, aliases: the latest orders from a peer.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ConnectionMux:
         self._own = verbs_of(self)
         self._fail = fail
         self.drain = DrainOrder()
+        self.aliases: dict[str, Alias] = {}
         self._max_model_len = max_model_len
         self._open: list[Peer] = []
         self._requests: dict[str, _Request] = {}
@@ -134,6 +136,13 @@ class ConnectionMux:
     def remember_drain(self, order: DrainOrder) -> None:
         """Keep the order, unless a later order is known."""
         self.drain = max(self.drain, order, key=lambda one: one.number)
+
+    @verb
+    def remember_aliases(self, aliases: Mapping[str, Alias]) -> None:
+        """Keep each alias, unless a later one is known."""
+        from .aliases import learn
+
+        learn(self.aliases, aliases)
 
     @verb
     def pass_on(self, orders: Sequence[MoveOrder]) -> int:
@@ -213,7 +222,7 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=15,
+    version=16,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),
@@ -262,7 +271,9 @@ class FrontEndLinks:
         """Serve until `stop`, then stop the engine loop.  epoch: of the process.  pulse: of the loop."""
 
         def hello() -> Hello:
-            return HANDSHAKE.hello(instance, replace(facts, drain=self._mux.drain), epoch)
+            return HANDSHAKE.hello(
+                instance, replace(facts, drain=self._mux.drain, aliases=self._mux.aliases), epoch
+            )
 
         links = []
         for name, address in self._addresses.items():

@@ -154,6 +154,8 @@ class CatchUp:
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
+        if registry.aliases:
+            await client.call("remember_aliases", registry.aliases)
 
     async def _pause(
         self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool
@@ -431,6 +433,10 @@ class InstanceListener:
             instance = self._instance_registry.enter(caller.name, client)
             instance.devices = facts.info.devices
             self._instance_registry.hear_drain(caller.name, facts.drain)
+            if facts.aliases and self._catch_up is not None:
+                from .aliases import learn
+
+                learn(self._instance_registry.aliases, facts.aliases)
             await HealthMonitor(self._instance_registry, instance, client, come, give_up).run()
             if not self._instance_registry.closed.is_set():
                 logger.warning(

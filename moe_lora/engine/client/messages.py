@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import DecodeError, Raw
@@ -20,6 +19,7 @@ from moe_lora.core.request import (
     ModelInfo,
     RequestTiming,
     TokenOutput,
+    name_matches,
 )
 from moe_lora.dist.net.codec import Decoder, Message, encode
 
@@ -130,7 +130,7 @@ class PauseScope:
         """True for a covered adapter; the base model only without a tenant."""
         if self.tenant is None:
             return True
-        return adapter is not None and any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+        return adapter is not None and name_matches(adapter, self.adapters)
 
     def covers(self, request: GenerateRequest) -> bool:
         return self.tenant in (None, request.tenant) and self.names(request.adapter)
@@ -156,16 +156,48 @@ class DrainOrder:
     number: int = 0
 
 
+AliasStage = Literal["settled", "rollout", "promoted", "rolled_back"]
+AliasStep = Literal["rollout", "promote", "rollback", "drop", "remove"]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A model name for an adapter, or for two adapters during a rollout.
+
+    current: the adapter of the requests outside `share`; "": a removed alias.  second: loaded too, or "".
+    share: of the requests, for `second`; 0 after the stage "rollout".  loaded, pinned: by rollouts.  number:
+    counts up over the steps of the cluster's aliases.
+    """
+
+    current: str = ""
+    second: str = ""
+    share: float = 0.0
+    stage: AliasStage = "settled"
+    loaded: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class AliasChange:
+    """An operator's step.  A rollout has `to`, an adapter or a version as v8, and a share."""
+
+    step: AliasStep
+    to: str = ""
+    share: float | None = None
+
+
 @dataclass(frozen=True)
 class InstanceFacts:
     """Facts of an engine's process for its front ends.
 
-    notes: place (see `step_notes`). drain: the process's last order, for a restarted controller.
+    notes: place (see `step_notes`). drain, aliases: the process's last orders, for a restarted controller.
     """
 
     info: ModelInfo
     notes: str = ""
     drain: DrainOrder = DrainOrder()
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
 
 
 class Generate(Message, frozen=True):

@@ -335,8 +335,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
     @router.get("/v1/adapters", response_model=None)
     async def list_adapters() -> Response:
         """Every adapter: place, size, users."""
-        cards = [adapter_card(info) for info in await frontend.client.list_adapters()]
-        return JsonResponse({"object": "list", "data": cards})
+        return JsonResponse(await _listed(frontend))
 
     @router.post("/v1/adapters/{name:path}/pin", response_model=None)
     async def pin(name: str) -> Response:
@@ -351,6 +350,16 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         return JsonResponse(adapter_card(await frontend.client.call("pin_adapter", name, pinned=False)))
 
     return router
+
+
+async def _listed(frontend: Frontend) -> dict[str, Any]:
+    cards = [adapter_card(info) for info in await frontend.client.list_adapters()]
+    listed = {"object": "list", "data": cards}
+    if frontend.aliases:
+        from moe_lora.serve.aliases import alias_cards
+
+        listed["aliases"] = alias_cards(frontend.aliases)
+    return listed
 
 
 def adapter_card(info: AdapterInfo) -> dict[str, Any]:

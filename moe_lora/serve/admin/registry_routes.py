@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from moe_lora.config import MAX_COUNT
+from moe_lora.core.request import name_matches
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import JsonResponse, bad_request
@@ -77,7 +79,8 @@ def registry_router(frontend: Frontend) -> APIRouter:
 
         versions = [one for one in await ask("versions", name) if version in (None, one.version)]
         doomed = [Path(one.path) for one in versions if one.state != REMOVED]
-        served = [one.path for one in await frontend.client.list_adapters() if one.name == name]
+        adapters = await frontend.client.list_adapters()
+        served = [one.path for one in adapters if name_matches(one.name, [escape(name)])]
         if any(path is not None and Path(path) in doomed for path in served):
             raise bad_request(
                 f"adapter {name!r} is being served, and an instance that starts again needs its files; "

@@ -120,6 +120,10 @@ def models_router(frontend: Frontend) -> APIRouter:
             for adapter in await frontend.client.list_adapters()
             if caller.may_use(adapter.name)
         ]
+        if frontend.aliases:
+            from moe_lora.serve.aliases import with_aliases
+
+            adapters = with_aliases(adapters, frontend.aliases)
         bases = [{**base, "id": name} for name in frontend.model_names]
         return [*bases, *adapters]
 

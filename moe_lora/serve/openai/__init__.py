@@ -28,6 +28,7 @@ NATIVE = "moe_lora.serve.openai.native"
 RENDERING = "moe_lora.serve.openai.rendering"
 CONTROLS = "moe_lora.serve.admin.controls"
 RECEIVED = "moe_lora.serve.admin.received"
+ALIASES = "moe_lora.serve.admin.alias_routes"
 LATER = (
     ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
@@ -77,6 +78,11 @@ LATER = (
     ("POST /abort_request", NATIVE, "abort", "End requests by rid, or all (SGLang)."),
     ("PUT /v1/adapters/{name:path}", RECEIVED, "put", "Serve the tensors of the body."),
     ("POST /load_lora_adapter_from_tensors", RECEIVED, "load", "Serve tensors in base64 (SGLang)."),
+    ("POST /v1/aliases/{name:path}/rollout", ALIASES, "rollout", "Send a share of requests to an adapter."),
+    ("POST /v1/aliases/{name:path}/promote", ALIASES, "promote", "Send every request to the new adapter."),
+    ("POST /v1/aliases/{name:path}/rollback", ALIASES, "rollback", "Undo the last rollout."),
+    ("POST /v1/aliases/{name:path}/drop", ALIASES, "drop", "Let the former adapter go."),
+    ("DELETE /v1/aliases/{name:path}", ALIASES, "remove", "Remove an alias."),
     ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )
 """Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -39,7 +39,9 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
+    from moe_lora.engine.client.messages import Alias
     from moe_lora.engine.text.text import Tokenizer
+    from moe_lora.serve.aliases import AliasChoice
     from moe_lora.serve.api_keys import ApiKey
     from moe_lora.serve.frontend import AdapterTexts
 
@@ -59,12 +61,13 @@ INLINE_BYTES = 1 << 14
 class Bounds:
     """Settings for every request.
 
-    adapter_texts: None without --adapter-chat-template.
+    adapter_texts: None without --adapter-chat-template.  aliases: None without aliases.
     """
 
     info: ModelInfo
     limits: LimitsConfig
     adapter_texts: AdapterTexts | None
+    aliases: AliasChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class Preparer:
     """Prepares one front end's requests, in one event loop.  tokenizer: None: token ids only.
 
     process: checks large bodies; None: a process starts with the first large body.  adapter_texts: see
-    `AdapterTexts`.
+    `AdapterTexts`.  aliases, bases: names of adapters and of the base model.
     """
 
     def __init__(
@@ -105,9 +108,12 @@ class Preparer:
         limits: Limits,
         process: CheckingProcess | None = None,
         adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None,
+        aliases: Mapping[str, Alias] | None = None,
+        bases: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.adapter_texts = adapter_texts
+        self.aliases, self.bases = aliases, bases
         self._limits = limits
         self._process = process or CheckingProcess(tokenizer)
         self._alone = asyncio.Lock()
@@ -120,6 +126,10 @@ class Preparer:
         """The request in a body of this kind.  Raises ApiError for the first problem."""
         texts = None if self.adapter_texts is None else self.adapter_texts(caller_of(scope).key)
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
+        if self.aliases:
+            from moe_lora.serve.aliases import choice_of
+
+            bounds = replace(bounds, aliases=choice_of(self.aliases, self.bases, scope))
         client = client_of(scope)
         try:
             if len(content) >= INLINE_BYTES:
@@ -236,6 +246,8 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds
         raise describe_validation(error) from None
     if bounds.limits.unknown_fields == "error":
         refuse_unknown(body)
+    if bounds.aliases is not None and body.model is not None:
+        body.model = bounds.aliases.adapter(body.model, data)
     return body
 
 

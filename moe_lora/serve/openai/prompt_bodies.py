@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import Request
@@ -194,6 +194,10 @@ async def read_body(
     caller = caller_of(request.scope)
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts(caller.key)
     bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)
+    if preparer.aliases:
+        from moe_lora.serve.aliases import choice_of
+
+        bounds = replace(bounds, aliases=choice_of(preparer.aliases, preparer.bases, request.scope))
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         args = kind, bytes(content), preparer.tokenizer, bounds
         if len(content) >= INLINE_BYTES:

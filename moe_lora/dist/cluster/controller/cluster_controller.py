@@ -18,9 +18,9 @@ from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient, client_type
-from moe_lora.dist.net.codec import verbs_of
+from moe_lora.dist.net.codec import verb, verbs_of
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.messages import Heartbeat
+from moe_lora.engine.client.messages import Alias, AliasChange, Heartbeat
 
 from .instance_control import InstanceControl
 from .routes import Routes
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .controller_link import ControllerLink
     from .migration_controller import MigrationController
     from .placement_controller import PlacementController
+    from .rollouts import Rollouts
     from .served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
@@ -61,12 +62,13 @@ class ClusterController:
     ) -> None:
         self.adapters, self.provision, self.registry = adapters, provision, registry
         self.placement, self.migration, self.instances = placement, migration, instances
-        self._verbs = {**_verbs_of(instances), **_verbs_of(provision)}
+        self._verbs = {**verbs_of(self), **_verbs_of(instances), **_verbs_of(provision)}
         if registry is not None:
             from .served_registry import RegistryVerbs
 
             self._verbs |= verbs_of(RegistryVerbs(registry, adapters.devices))
         self.window: DemandWindow | None = None if provision is None else provision.window
+        self._rollouts: Rollouts | None = None
 
     @property
     def figures(self) -> Figures:
@@ -81,6 +83,15 @@ class ClusterController:
             quality=None if placement is None else placement.latest,
             outlook=None if self.provision is None else self.provision.latest,
         )
+
+    @verb
+    async def change_alias(self, name: str, change: AliasChange) -> Alias:
+        """As `Rollouts.change`."""
+        if self._rollouts is None:
+            from .rollouts import Rollouts
+
+            self._rollouts = Rollouts(self.adapters, self.registry)
+        return await self._rollouts.change(name, change)
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run a verb by name (see `protocol`).  Raises the errors of the verb."""

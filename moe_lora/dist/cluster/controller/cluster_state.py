@@ -15,7 +15,7 @@ from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
-from moe_lora.engine.client.messages import DrainOrder
+from moe_lora.engine.client.messages import Alias, DrainOrder
 
 if TYPE_CHECKING:
     from .placement_controller import PlacementController
@@ -29,7 +29,8 @@ class ClusterState(Message, frozen=True, kw_only=True):
 
     number: rises with each change, also over restarts of the controller.  ranks: LoRA ranks by adapter.
     holdings: of the instances in the controller's routing.  drains: an operator's last orders (see
-    `Drains`); restarting: instances under restart, dropped by the next controller.  table: adapter ->
+    `Drains`); restarting: instances under restart, dropped by the next controller.  aliases: by name, with
+    removed aliases.  table: adapter ->
     (instance name, phi), with the table's number; demand: tokens/s by adapter behind the table.
     """
 
@@ -39,6 +40,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     drains: Mapping[str, DrainOrder] = field(default_factory=dict)
     restarting: tuple[str, ...] = ()
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class ClusterStateLog:
             holdings=self._instance_registry.holdings,
             drains=self._instance_registry.drains.orders,
             restarting=tuple(sorted(self._instance_registry.drains.restarting)),
+            aliases=dict(self._instance_registry.aliases),
         )
         router = self._routes.table
         if router is not None and self._placement is not None:
@@ -131,10 +134,14 @@ class ClusterStateLog:
         """Continue from a front end's state of the earlier controller.
 
         The higher version of each adapter counts, as in `Served.joined`; the table with the higher number,
-        and the table's demand; an operator's later order to an instance. Numbers continue above all known
-        numbers.
+        and the table's demand; an operator's later order to an instance, and for an alias. Numbers continue
+        above all known numbers.
         """
         self._instance_registry.drains.learn(state.drains)
+        if state.aliases:
+            from moe_lora.dist.cluster.aliases import learn
+
+            learn(self._instance_registry.aliases, state.aliases)
         self.state = replace(self.state, number=max(self.state.number, state.number))
         self._instance_registry.recover(state.served)
         self._routes.ranks.update(state.ranks)

@@ -8,17 +8,18 @@ from moe_lora.dist.net.codec import Decoder, Interface, Protocol, verbs_of
 from moe_lora.dist.net.session import Handshake
 
 from .capacity_controller import CapacityController
+from .cluster_controller import ClusterController
 from .cluster_state import ClusterState, Figures, FrontEndReport, Leaving, Taken
 from .instance_control import InstanceControl
 from .served_registry import RegistryVerbs
 
-_PARTS = (InstanceControl, CapacityController, RegistryVerbs)
+_PARTS = (ClusterController, InstanceControl, CapacityController, RegistryVerbs)
 CONTROLLER_INTERFACE = Interface(
     {**FLEET_CHANGES, **{name: method for part in _PARTS for name, method in verbs_of(part).items()}}
 )
 HANDSHAKE = Handshake(
     "controller",
-    version=8,
+    version=9,
     payload=Decoder(ClusterState | None),
     dials=Protocol.of(ClusterState, Figures, asks=CONTROLLER_INTERFACE),
     listens=Protocol.of(FrontEndReport, Leaving, Taken, answers=CONTROLLER_INTERFACE),

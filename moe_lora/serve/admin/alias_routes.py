@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of aliases: rollout, promote, rollback, drop, remove."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from starlette.responses import Response
+
+from moe_lora.engine.client.messages import Alias, AliasChange, AliasStep
+from moe_lora.serve.aliases import alias_card
+from moe_lora.serve.http_errors import JsonResponse, bad_request
+from moe_lora.serve.openai.protocol import Text
+
+from .adapter_routes import check_new_name
+from .controls import Nothing, Query, read_json
+
+if TYPE_CHECKING:
+    from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.openai.preparing import Preparer
+
+
+class RolloutBody(Query):
+    """to: a loaded adapter, or a version of the registry as v8.  share: of the requests, 0 < share <= 1."""
+
+    to: Text
+    share: float | None = None
+
+
+class Endpoints:
+    """Methods answer a path, after the step reached every front end."""
+
+    def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
+        self._frontend = frontend
+
+    async def rollout(self, request: Request) -> Response:
+        """Send a share of the alias's requests to an adapter; a first rollout makes the alias."""
+        body = await read_json(request, RolloutBody, self._frontend)
+        name = request.path_params["name"]
+        check_new_name(name, self._frontend)
+        if body.to in self._frontend.model_names:
+            raise bad_request(f"to={body.to!r} is the base model's name; name an adapter", "to")
+        await self._frontend.client.is_served(body.to)  # a resolver loads the adapter
+        return await self._change(request, AliasChange("rollout", body.to, body.share))
+
+    async def promote(self, request: Request) -> Response:
+        """Send the requests to the adapter under rollout; the former adapter stays loaded."""
+        return await self._step(request, "promote")
+
+    async def rollback(self, request: Request) -> Response:
+        """Send the requests to the adapter before the last rollout, also after a promotion."""
+        return await self._step(request, "rollback")
+
+    async def drop(self, request: Request) -> Response:
+        """Let the adapter without requests be evicted."""
+        return await self._step(request, "drop")
+
+    async def remove(self, request: Request) -> Response:
+        await self._step(request, "remove")
+        return JsonResponse({"id": request.path_params["name"], "object": "alias", "deleted": True})
+
+    async def _step(self, request: Request, step: AliasStep) -> Response:
+        await read_json(request, Nothing, self._frontend)
+        return await self._change(request, AliasChange(step))
+
+    async def _change(self, request: Request, change: AliasChange) -> Response:
+        name = request.path_params["name"]
+        alias: Alias = await self._frontend.controller.call("change_alias", name, change)
+        return JsonResponse(alias_card(name, alias))

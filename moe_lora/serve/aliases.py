@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aliases at a front end: the adapter of a request, listings and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.types import Scope
+
+from moe_lora.dist.cluster.aliases import chosen
+from moe_lora.serve.access import caller_of
+from moe_lora.serve.frontend import adapter_in
+
+from .metric_families import family
+
+if TYPE_CHECKING:
+    from moe_lora.engine.client.messages import Alias
+
+    from .api_keys import ApiKey
+
+
+@dataclass(frozen=True)
+class AliasChoice:
+    """The aliases at a request's arrival.  bases: names of the base model.  key: of the caller."""
+
+    aliases: Mapping[str, Alias]
+    bases: Sequence[str]
+    key: ApiKey | None
+    request_id: str
+
+    def adapter(self, model: str, body: Any) -> str:
+        """The adapter of an alias, sticky by the body's user, else by request; else the model.
+
+        A key without a right to the second adapter stays with the current adapter.
+        """
+        name = adapter_in(model, self.bases, self.aliases)
+        alias = self.aliases.get(name)
+        if alias is None or not alias.current:
+            return model
+        found = chosen(name, alias, user_of(body) or self.request_id)
+        return found if self.key is None or self.key.may_use(found) else alias.current
+
+
+def choice_of(aliases: Mapping[str, Alias], bases: Sequence[str], scope: Scope) -> AliasChoice:
+    """The choice for the request of this scope."""
+    return AliasChoice(dict(aliases), bases, caller_of(scope).key, scope["state"]["request_id"])
+
+
+def user_of(body: Any) -> str:
+    """The user in a body of OpenAI's or Anthropic's interface, or ""."""
+    if not isinstance(body, dict):
+        return ""
+    body = body["body"] if body.keys() == {"previous", "body"} else body  # a continued response
+    metadata = body.get("metadata")
+    of_messages = metadata.get("user_id") if isinstance(metadata, dict) else None
+    found = (body.get("user"), body.get("safety_identifier"), of_messages)
+    return next((one for one in found if one and isinstance(one, str)), "")
+
+
+def shares(alias: Alias) -> Iterator[tuple[str, float]]:
+    """Adapters of the alias, with shares of the requests."""
+    yield alias.current, 1.0 - alias.share
+    if alias.second:
+        yield alias.second, alias.share
+
+
+def alias_card(name: str, alias: Alias) -> dict[str, Any]:
+    rows = [{"adapter": adapter, "share": round(share, 6)} for adapter, share in shares(alias)]
+    return {"id": name, "object": "alias", "stage": alias.stage, "targets": rows}
+
+
+def alias_cards(aliases: Mapping[str, Alias]) -> list[dict[str, Any]]:
+    return [alias_card(name, alias) for name, alias in sorted(aliases.items()) if alias.current]
+
+
+def with_aliases(cards: Sequence[dict[str, Any]], aliases: Mapping[str, Alias]) -> list[dict[str, Any]]:
+    """Models of the caller with the aliases of these adapters.
+
+    An alias hides an adapter of the same name.
+    """
+    current = {name: one for name, one in aliases.items() if one.current}
+    by_name = {card["id"]: card for card in cards}
+    shown = [card for card in cards if card["id"] not in current]
+    for name, alias in current.items():
+        if alias.current in by_name:
+            about = alias_card(name, alias)
+            shown.append({**by_name[alias.current], "id": name, "alias": about})
+    return shown
+
+
+def share_family(model_name: str, aliases: Mapping[str, Alias], limit: int) -> Metric:
+    """Shares of the first `limit` aliases."""
+    current = islice(((name, one) for name, one in aliases.items() if one.current), limit)
+    return family(
+        GaugeMetricFamily,
+        "moe_lora:alias_share",
+        "Share of an alias's new requests, by adapter.",
+        ("model_name", "alias", "adapter"),
+        {(model_name, name, adapter): share for name, one in current for adapter, share in shares(one)},
+    )
