@@ -344,6 +344,27 @@ def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
         raise bad_request(str(error), "messages") from error
 
 
+def _check_work(
+    sampling: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    answer_tokens: Sequence[int],
+    num_choices: int,
+    bounds: Bounds,
+) -> None:
+    """Raises ApiError for more tokens, with the log probabilities of others, than one request may take."""
+    info, most = bounds.info, bounds.limits.max_request_tokens
+    others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
+    others = len(sampling.logprob_token_ids) or others
+    scored = sampling.prompt_logprobs
+    scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
+    scores += max(map(len, sampling.prompt_logprob_token_ids), default=0)
+    work = num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
+    if work > most and (num_choices * len(prompts) > 1 or others or scores):
+        what = f"all choices of the request may take {work} tokens, log probabilities of others included, "
+        what += f"more than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs"
+        raise bad_request(what, "max_tokens", limit="request_tokens")
+
+
 def prepared(
     body: SamplingFields,
     sampling: SamplingParams,
@@ -356,7 +377,7 @@ def prepared(
     Raises ApiError for a prompt and answer beyond the model's context, and for too many tokens in one
     request.
     """
-    info, most, echo = bounds.info, bounds.limits.max_request_tokens, None
+    info, echo = bounds.info, None
     if not PROMPT_FIELDS.isdisjoint(body.model_fields_set):
         from .prompt_side import prompt_side
 
@@ -370,16 +391,7 @@ def prepared(
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
     limit, room = sampling.max_tokens, info.max_model_len
     answer_tokens = [limit or min(room - len(one), _UNBOUNDED_ANSWER_TOKENS) for one in prompts]
-    others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
-    others = len(sampling.logprob_token_ids) or others
-    scored = sampling.prompt_logprobs
-    scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
-    scores += max(map(len, sampling.prompt_logprob_token_ids), default=0)
-    work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
-    if work > most and (body.num_choices * len(prompts) > 1 or others or scores):
-        what = f"all choices of the request may take {work} tokens, log probabilities of others included, "
-        what += f"more than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs"
-        raise bad_request(what, "max_tokens", limit="request_tokens")
+    _check_work(sampling, prompts, answer_tokens, body.num_choices, bounds)
     ignored: tuple[str, ...] = ()
     if body.model_extra or body.stream_options is not None:
         ignored = tuple(map(shown_name, body.unknown_fields()))
