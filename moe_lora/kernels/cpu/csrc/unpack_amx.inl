@@ -69,7 +69,8 @@ static inline bool look_up_bytes(const uint8_t* codes, int64_t count, const Size
 template <Codes kCodes>
 static inline bool unpack_bytes(const PackedTile& t, bf16* to) {
     constexpr uint64_t kTables = 64;
-    static thread_local SizeTable tables[kTables];
+    static thread_local SizeTable own[kTables];
+    SizeTable* const tables = own;  // a thread's address is found once
     const int64_t span = t.groups == 1 ? t.width : t.group;
     if (t.width % 64 || span % 64) return false;
     const uint8_t* const first = static_cast<const uint8_t*>(t.w);
