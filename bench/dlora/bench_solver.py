@@ -21,10 +21,9 @@ from itertools import product
 from typing import Any
 
 from bench.harness.records import Recorder
-from moe_lora.policies.migration.exact import plan_exact
 from moe_lora.policies.migration.fast import plan_fast
 from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem, Placement, lower_bound
-from moe_lora.policies.migration.relaxed import plan_relaxed
+from moe_lora.policies.migration.programs import plan_exact, plan_relaxed
 
 from .uneven_replicas import uneven_problem
 

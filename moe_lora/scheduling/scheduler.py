@@ -18,8 +18,7 @@ from moe_lora.policies.admission.admission import admissible
 from .views import Adapters, RequestQueue, Scheduled, Sequence
 
 if TYPE_CHECKING:
-    from .background import Background
-    from .tenant_queue import TenantQueue
+    from .queues import Background, TenantQueue
 
 LOOK_AHEAD = 16
 """Queued requests shown to the cache."""
@@ -116,7 +115,7 @@ class Scheduler(Generic[Sequence]):
 
     def _add_beside(self, sequence: Sequence) -> None:
         if self.background is None:
-            from .background import Background
+            from .queues import Background
 
             self.background = Background(self, self._adapters)
         self.background.add(sequence)
@@ -125,7 +124,7 @@ class Scheduler(Generic[Sequence]):
         """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""
         from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 
-        from .tenant_queue import LEAST_CREDIT, TenantQueue
+        from .queues import LEAST_CREDIT, TenantQueue
 
         found, (tenant, share) = self._cache.counters, self._cache.asker
         num_computed = found.kv_query_tokens - found.kv_device_hit_tokens - found.kv_host_hit_tokens

@@ -19,8 +19,7 @@ from moe_lora.core.records import LeaseStats
 from moe_lora.policies.caching.arena_shares import ArenaShares
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 
-from .lease_queue import LeaseQueue, Waiter
-from .lease_shares import Standing
+from .lease_queue import LeaseQueue, Standing, Waiter
 from .residency import Evict, Load, Residency, ServedAdapter
 from .server_pages import ShardPages
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moe_lora.policies.admission.admission import by_recency
 from moe_lora.policies.caching.caching import NOBODY
 
-from .lease_shares import Standing
+from .lease_queue import Standing
 from .server_pages import Runs, ServerPages, ShardPages
 
 

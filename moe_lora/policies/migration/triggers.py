@@ -18,10 +18,9 @@ from moe_lora.config.front_end import MigrationConfig
 from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.step_model import Row, StepModel
 
-from .exact import plan_exact
 from .fast import plan_fast
 from .problem import TOLERANCE, MigrationPlan, MigrationProblem, Placement, ReplicaName, RequestId
-from .relaxed import plan_relaxed
+from .programs import plan_exact, plan_relaxed
 
 Planner: TypeAlias = Callable[[MigrationProblem], MigrationPlan]
 MoveKind: TypeAlias = Literal["tokens", "kv"]

@@ -21,8 +21,7 @@ from moe_lora.serve.openai.protocol import ApiModel, Text
 
 from .lines import URLS
 from .running import Batches
-from .store import Kind, Record, Store, unwritable
-from .uploads import Form, boundary_of, copy_part, read_form
+from .store import Form, Kind, Record, Store, boundary_of, copy_part, read_form, unwritable
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.cache.leases.lease_shares import Standing
+from moe_lora.cache.leases.lease_queue import Standing
 from moe_lora.cache.leases.leases import Event, Grant, LeaseTable
 from moe_lora.cache.leases.residency import Evict, Load, ServedAdapter
 from moe_lora.policies.caching.arena_shares import PRESENT_S, ArenaShares

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.dlora.uneven_replicas import uneven_problem
-from moe_lora.policies.migration.exact import plan_exact
 from moe_lora.policies.migration.fast import plan_fast
 from moe_lora.policies.migration.problem import (
     AdapterSize,
@@ -21,7 +20,7 @@ from moe_lora.policies.migration.problem import (
     RequestView,
     lower_bound,
 )
-from moe_lora.policies.migration.relaxed import plan_relaxed
+from moe_lora.policies.migration.programs import plan_exact, plan_relaxed
 from tests.policies.migration_cases import check_plan, problems
 
 

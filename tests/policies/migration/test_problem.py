@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from moe_lora.policies.migration.exact import plan_exact
 from moe_lora.policies.migration.problem import (
     AdapterSize,
     MigrationProblem,
@@ -19,6 +18,7 @@ from moe_lora.policies.migration.problem import (
     RequestView,
     swapped_bytes,
 )
+from moe_lora.policies.migration.programs import plan_exact
 from tests.policies.migration_cases import check_plan, problems
 
 A, B = AdapterSize("a", 10.0), AdapterSize("b", 10.0)

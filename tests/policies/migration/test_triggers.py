@@ -22,7 +22,7 @@ from moe_lora.policies.migration.problem import (
     RequestId,
     RequestView,
 )
-from moe_lora.policies.migration.relaxed import plan_relaxed
+from moe_lora.policies.migration.programs import plan_relaxed
 from moe_lora.policies.migration.triggers import (
     DLoraMigration,
     MoveCost,

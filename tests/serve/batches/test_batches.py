@@ -27,7 +27,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.provision.online import DemandWindow
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
-from moe_lora.serve.batches import endpoints, running, uploads
+from moe_lora.serve.batches import endpoints, running, store
 from moe_lora.serve.batches.store import FullError, Store
 from moe_lora.serve.frontend import ABORTED
 from moe_lora.serve.server import create_app
@@ -504,7 +504,7 @@ def test_a_file_is_shown_with_its_whole_content(tokenizer, tmp_path, monkeypatch
     def copy(source, form, target):
         copies.append(target)
         assert goes_on.wait(PATIENCE_S)
-        return uploads.copy_part(source, form, target)
+        return store.copy_part(source, form, target)
 
     monkeypatch.setattr(endpoints, "copy_part", copy)
     with (

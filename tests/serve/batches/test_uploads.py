@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.serve.batches import uploads
-from moe_lora.serve.batches.uploads import copy_part, read_form
+from moe_lora.serve.batches import store
+from moe_lora.serve.batches.store import copy_part, read_form
 from moe_lora.serve.http_errors import ApiError
 
 FIELD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -30,7 +30,7 @@ def test_parts_of_one_name_count(tmp_path):
 
 @pytest.mark.parametrize("size", range(24))
 def test_a_part_ends_in_any_window(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(uploads, "_WINDOW_BYTES", 8)
+    monkeypatch.setattr(store, "_WINDOW_BYTES", 8)
     content = (b"\r\n--" * size)[:size]
     path = form(tmp_path / "a", FIELD, FILE % content)
     found = read_form(path, b"b")
