@@ -11,32 +11,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
-    ExitStack,
     asynccontextmanager,
     contextmanager,
     nullcontext,
 )
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.engine.client.client import EngineClient
-from moe_lora.policies.routing.routing import Router
 
-from .config import ONE_FRONT_END, EngineConfig, FrontEndConfig, LoraServerConfig
+from .config import ONE_FRONT_END
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, ServedFleet
+    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
+    from moe_lora.dist.cluster.controller.controller_link import DirectedFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
     from moe_lora.dist.launch.host_roles import HostRoles
     from moe_lora.engine.text.text import Tokenizer
 
     from .serve.frontend import Frontend
     from .serve.reload import Reload
+
+    ServedFleet = ControlledFleet | DirectedFleet
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,12 @@ async def _local_fleet(
     cluster: ClusterConfig, registry: ServedRegistry | None, at_once: asyncio.Event, reload: Reload | None
 ) -> AsyncIterator[ControlledFleet]:
     """`local_instances`, with the cluster's LoRA Server."""
+    from moe_lora.dist.launch.local import local_instances, local_lora_server
+
+    passes_on = None if reload is None else reload.passes_on
     async with (
-        local_lora_server(cluster, at_once, reload) as joined,
-        local_instances(joined, registry, at_once=at_once, reload=reload) as controlled,
+        local_lora_server(cluster, at_once, passes_on) as joined,
+        local_instances(joined, registry, at_once=at_once, passes_on=passes_on) as controlled,
     ):
         yield controlled
 
@@ -168,6 +171,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, thread_share, write_cluster
     from moe_lora.dist.launch.host_roles import roles_of, run_roles, spare_of
+    from moe_lora.dist.launch.local import local_lora_server
     from moe_lora.serve.server import bound
 
     # Report errors here once, instead of in each process.
@@ -176,7 +180,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
 
     async def run(folder: str, contents_dir: str) -> int:
         at_once = asyncio.Event()
-        async with local_lora_server(cluster, at_once, reload) as joined:
+        passes_on = None if reload is None else reload.passes_on
+        async with local_lora_server(cluster, at_once, passes_on) as joined:
             whole = on_sockets(joined, num_front_ends, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
@@ -246,16 +251,10 @@ def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncC
 
         yield directed_fleet(cluster, name)
         return
-    from moe_lora.core.address import parse_address
-    from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
-    from moe_lora.dist.cluster.controller.routes import make_routes
-    from moe_lora.dist.cluster.listener import RECOVERY_S
+    from moe_lora.dist.cluster.controller.cluster_controller import dialled_fleet
 
-    setting = "front_end.engines_address"
-    place = parse_address(setting, cluster.engines_address())
     with _opened_registry(cluster) as (started, registry):
-        routes = make_routes(started)
-        yield controlled_fleet(started, routes, setting, place, registry=registry, recovery_s=RECOVERY_S)
+        yield dialled_fleet(started, registry)
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
@@ -283,215 +282,9 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 def _checked(cluster: ClusterConfig) -> ClusterConfig:
     """Settings with devices, for all roles on this host.  Raises ConfigError."""
-    from moe_lora.dist.cluster.controller.routes import make_routes
-    from moe_lora.dist.launch.cluster_file import check_pool
-    from moe_lora.dist.launch.devices import log_devices, placed
+    from moe_lora.dist.launch.local import checked
     from moe_lora.serve.access import checked_keys
 
-    for name, place in cluster.front_ends.items():
-        if place.admin_address is not None:
-            raise ConfigError(
-                f"front_ends.{name}.admin_address={place.admin_address} is one front end's, and all of this "
-                "host share theirs; give it in front_end, or start each role by itself (--role front-end)"
-            )
-
-    make_routes(cluster)
-    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
-        raise ConfigError(
-            "a placement is over several instances; give --instances 2 or more, or leave it out"
-        )
-    check_pool(cluster.engine)
-    cluster = placed(cluster)
-    log_devices(cluster)
+    cluster = checked(cluster)
     checked_keys(cluster.front_end)
     return cluster
-
-
-@asynccontextmanager
-async def local_instances(
-    cluster: ClusterConfig,
-    registry: ServedRegistry | None = None,
-    router: Router | None = None,
-    at_once: asyncio.Event | None = None,
-    reload: Reload | None = None,
-) -> AsyncIterator[ControlledFleet]:
-    """Engine processes of this host that replace each other, ended with the context.
-
-    An ended process is started again.  registry: see `controlled_fleet`.  router: overrides the settings.
-    at_once: see `HostRoles`.  reload: also for the processes.  Raises the error of a failed start.
-    """
-    from moe_lora.core.address import parse_address
-    from moe_lora.core.host import OwnFolder, run_folder
-    from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
-    from moe_lora.dist.cluster.controller.routes import make_routes
-    from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets
-    from moe_lora.dist.launch.host_roles import HostRoles, instance_roles, spare_of
-
-    cluster = _with_shares(cluster)
-    config = cluster.engine
-    routes = make_routes(cluster)
-    if router is not None:
-        routes = replace(routes, router=router)
-    with ExitStack() as stack:
-        folder = stack.enter_context(OwnFolder())
-        if cluster.lora_server is None:
-            kept = stack.enter_context(run_folder(config.state_dir))
-            config = replace(config, contents_dir=str(kept / "contents"))
-        cluster = on_sockets(replace(cluster, engine=config), 1, str(folder))
-        file = stack.enter_context(cluster_file(cluster))
-        parts = instance_roles(config.num_instances, file)
-        async with controlled_fleet(
-            cluster,
-            routes,
-            "the instances' socket",
-            parse_address("engines_address", cluster.engines_address()),
-            advice=_ALL_ENDED,
-            registry=registry,
-            on_give_up=lambda name: roles.kill(name),
-        ) as controlled:
-            instance_registry = controlled.instance_registry
-            for part in parts:
-                instance_registry.number_of(part.name)
-            dead_s, spare = cluster.front_end.heartbeat_dead_s, spare_of(cluster, file)
-            roles = HostRoles(parts, at_once=at_once, dead_s=dead_s, spare=spare)
-            told = _passed_on(reload, file, cluster, roles)
-            try:
-                with told:
-                    await roles.ready()
-                    await controlled.start_together(config.num_instances, config.adapters)
-                    yield controlled
-            finally:
-                await controlled.fleet.close()
-                await roles.stop()
-
-
-def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
-    from moe_lora.core.processes import usable_cores
-    from moe_lora.dist.launch.cluster_file import thread_share
-    from moe_lora.dist.launch.devices import placed
-
-    cluster = placed(cluster)
-    config = cluster.engine
-    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
-    return replace(cluster, engine=replace(config, num_threads=threads))
-
-
-@contextmanager
-def _passed_on(reload: Reload | None, file: int, cluster: ClusterConfig, roles: HostRoles) -> Iterator[None]:
-    """Keep the processes' log level equal to this process's.  file: the processes' settings file, with
-    `cluster`.
-    """
-    from moe_lora.dist.launch.cluster_file import write_cluster
-
-    def tell(now: FrontEndConfig) -> None:
-        front_end = replace(cluster.front_end, log_level=now.log_level)
-        write_cluster(file, replace(cluster, front_end=front_end))
-        roles.hang_up()
-
-    if reload is None:
-        yield
-        return
-    reload.passes_on.append(tell)
-    try:
-        yield
-    finally:
-        reload.passes_on.remove(tell)
-
-
-_ALL_ENDED = "each that ended is being started again; send the request again in a while"
-
-
-@contextmanager
-def engine_processes(
-    config: EngineConfig, front_end: FrontEndConfig | None = None, router: Router | None = None
-) -> Iterator[EngineClient]:
-    """`local_instances` for callers of any thread and event loop."""
-    from moe_lora.dist.net.thread import entered
-    from moe_lora.engine.client.loop_client import ThreadedClient
-
-    cluster = _instances_only(config, front_end or FrontEndConfig())
-    with entered(lambda: local_instances(cluster, router=router)) as (controlled, thread):
-        yield cast("EngineClient", ThreadedClient(controlled.fleet, thread))
-
-
-@contextmanager
-def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
-    """The separate engines of `local_instances`, for callers of any thread and event loop."""
-    from moe_lora.dist.net.thread import entered
-    from moe_lora.engine.client.loop_client import ThreadedClient
-
-    cluster = _instances_only(config, FrontEndConfig())
-    with entered(lambda: local_instances(cluster)) as (controlled, thread):
-        instances = controlled.instance_registry.instances
-        yield [cast("EngineClient", ThreadedClient(one.client, thread)) for one in instances]
-
-
-@contextmanager
-def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None) -> Iterator[EngineConfig]:
-    """`local_lora_server` for callers of any thread; yields settings of an engine with the server."""
-    from moe_lora.dist.net.thread import entered
-
-    cluster = replace(_instances_only(config, FrontEndConfig()), lora_server=server)
-    with entered(lambda: local_lora_server(cluster)) as (joined, _):
-        yield joined.instance()
-
-
-def _instances_only(config: EngineConfig, front_end: FrontEndConfig) -> ClusterConfig:
-    """A cluster without HTTP."""
-    return ClusterConfig(
-        engine=replace(config, lora_server=None),
-        served_model_name=config.model_dir,
-        lora_server=config.lora_server,
-        front_end=front_end,
-    )
-
-
-@asynccontextmanager
-async def local_lora_server(
-    cluster: ClusterConfig, at_once: asyncio.Event | None = None, reload: Reload | None = None
-) -> AsyncIterator[ClusterConfig]:
-    """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
-
-    Chooses address and store_dir.  at_once: see `HostRoles`.  reload: also for the ranks. Starts no process
-    without a LoRA Server.
-    """
-    given = cluster.lora_server
-    if given is None:
-        yield cluster
-        return
-
-    from moe_lora.core.host import OwnFolder, run_folder
-    from moe_lora.core.partition import Layout, Partition
-    from moe_lora.dist.launch.cluster_file import cluster_file
-    from moe_lora.dist.launch.devices import placed
-    from moe_lora.dist.launch.host_roles import HostRoles, server_roles
-    from moe_lora.families import shape_of
-
-    cluster = placed(cluster)
-    config = cluster.engine
-    with ExitStack() as stack:
-        folder = stack.enter_context(OwnFolder())
-        kept = stack.enter_context(run_folder(config.state_dir))
-        server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
-        # Check before the start of a process per rank.
-        shape = shape_of(config.hf_config())
-        layout = Layout.parse(server.layout)
-        Partition(shape, layout, config.expert_parallel, sites=server.sites)
-        cluster = replace(cluster, lora_server=server)
-        # The file names no other address, so a rank deletes only this folder.
-        alone = replace(
-            cluster,
-            certificates=None,
-            front_end=replace(cluster.front_end, engines_address=None),
-            front_ends={},
-            controller=None,
-        )
-        file = stack.enter_context(cluster_file(alone))
-        dead_s = cluster.front_end.heartbeat_dead_s
-        roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once, dead_s=dead_s)
-        try:
-            with _passed_on(reload, file, alone, roles):
-                await roles.ready()
-                yield cluster
-        finally:
-            await roles.stop()

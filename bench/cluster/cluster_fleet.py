@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_lora.assemble import instance_processes
+from bench.harness.processes import instance_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams

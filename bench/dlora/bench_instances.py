@@ -29,12 +29,12 @@ import psutil
 from bench.harness.random_model import TINY, write_adapter, write_model
 from bench.harness.records import Recorder
 from bench.harness.tables import table
-from moe_lora.assemble import local_instances
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
+from moe_lora.dist.launch.local import local_instances
 from moe_lora.provision.performance.performance_models import FORMAT
 from moe_lora.workload.conversations import TurnRequest
 

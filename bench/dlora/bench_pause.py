@@ -21,11 +21,11 @@ import numpy as np
 
 from bench.harness.records import Recorder
 from bench.harness.tables import table
-from moe_lora.assemble import local_instances
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.launch.local import local_instances
 
 DEMO = Path(__file__).parents[2] / "demo"
 ADAPTER = "upper"

@@ -43,7 +43,7 @@ ALIKE = {
     "command line": "moe_lora.cli.main:main",
     "front end": "moe_lora.serve.server:serve_forever",
     "library": "moe_lora.api:LLM",
-    "lora_server_processes": "moe_lora.assemble:lora_server_processes",
+    "lora_server_processes": "bench.harness.processes:lora_server_processes",
     "build_engine": "moe_lora.engine.build:build_engine",
     "EngineConfig": "moe_lora.config:EngineConfig",
     "LoraServer": "moe_lora.config:LoraServerConfig",

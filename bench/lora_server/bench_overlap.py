@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from bench.harness.interleave import interleave, ratio
+from bench.harness.processes import lora_server_processes
 from bench.harness.random_model import FULL, QUICK, RANKS, TINY, ModelSize, write_adapter, write_model
 from bench.harness.records import environment
-from moe_lora.assemble import lora_server_processes
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.deltas.remote_backend import RemoteBackend

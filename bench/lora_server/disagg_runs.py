@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.harness.processes import engine_processes, lora_server_processes
 from bench.harness.random_model import TINY, write_adapter, write_model
-from moe_lora.assemble import engine_processes, lora_server_processes
 from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
 from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.engine.client.client import EngineClient

@@ -25,7 +25,8 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.partition import Layout
 from moe_lora.core.request import GenerateRequest
 from moe_lora.dist.launch.host_roles import Started, say_started
-from moe_lora.dist.launch.roles import JobPlace, serve_rank
+from moe_lora.dist.launch.roles import JobPlace
+from moe_lora.dist.launch.server_role import serve_rank
 from moe_lora.dist.lora_server import attach
 from moe_lora.dist.lora_server.control import LoraServerAdmin
 from moe_lora.dist.net.codec import decoder_of

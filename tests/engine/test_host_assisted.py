@@ -23,7 +23,7 @@ from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.request import GenerateRequest, TokenOutput
-from moe_lora.dist.launch.roles import build_rank
+from moe_lora.dist.launch.server_role import build_rank
 from moe_lora.dist.lora_server.server_rank import ServerRank
 from moe_lora.engine.adapters.adapter_store import MAX_LOADS, AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier

@@ -43,7 +43,6 @@ def main() -> None:
         end_with,
         reread_on_hang_up,
         serve_instance,
-        serve_lora_server,
         set_environment,
     )
 
@@ -60,6 +59,8 @@ def main() -> None:
             if options.parent is not None:
                 end_with(options.parent, cluster.folder_of_sockets)
             if options.role == "lora-server":
+                from .server_role import serve_lora_server
+
                 code = serve_lora_server(cluster, place, status)
             else:
                 name, starts = options.name or "instance-0", options.starts

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,34 +41,6 @@ class LoopThread:
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
-
-
-@contextmanager
-def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tuple[T, LoopThread]]:
-    """Value of an asynchronous context, and the thread of its event loop."""
-    thread = LoopThread()
-    try:
-        over = asyncio.Event()
-        inside: Future[T] = Future()
-
-        async def stay() -> None:
-            try:
-                async with make() as found:
-                    inside.set_result(found)
-                    await over.wait()
-            except BaseException as error:
-                if inside.done():
-                    raise
-                inside.set_exception(error)
-
-        staying = asyncio.run_coroutine_threadsafe(stay(), thread.loop)
-        try:
-            yield inside.result(), thread
-        finally:
-            thread.loop.call_soon_threadsafe(over.set)
-            staying.result()
-    finally:
-        thread.stop()
 
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:

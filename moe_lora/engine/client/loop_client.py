@@ -6,15 +6,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
-from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.verbs import ENGINE_INTERFACE
 
-from .client import CallableEngine, EngineClient
+from .client import CallableEngine
 from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
 
 Sink = Callable[[TokenOutput | Exception], None]
@@ -144,43 +143,3 @@ def _asked() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-class ThreadedClient:
-    """`EngineClient` whose calls run in the event loop of `thread`, where `client` belongs."""
-
-    def __init__(self, client: EngineClient, thread: LoopThread) -> None:
-        self._client = client
-        self._thread = thread
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        async def call(*args: Any, **keywords: Any) -> Any:
-            work = getattr(self._client, name)(*args, **keywords)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
-
-        return call
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[TokenOutput | BaseException | None] = asyncio.Queue()
-
-        def put(item: TokenOutput | BaseException | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(items.put_nowait, item)
-
-        async def collect() -> None:
-            try:
-                async for output in self._client.generate(request):
-                    put(output)
-                put(None)
-            except BaseException as error:
-                put(error)
-
-        collecting = asyncio.run_coroutine_threadsafe(collect(), self._thread.loop)
-        try:
-            while (item := await items.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            collecting.cancel()

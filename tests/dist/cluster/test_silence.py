@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.assemble import engine_processes
+from bench.harness.processes import engine_processes
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client.client import EngineClient

@@ -15,17 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lora.assemble import local_instances, local_lora_server, lora_server_processes, serve, serve_host
+from bench.harness.processes import lora_server_processes
+from moe_lora.assemble import serve, serve_host
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.config.devices import LORA_SERVER, DeviceShare
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import RestartPolicy
-from moe_lora.dist.launch import devices, host_roles, roles
+from moe_lora.dist.launch import devices, host_roles, local, roles, server_role
 from moe_lora.dist.launch.cluster_file import cluster_file
 from moe_lora.dist.launch.devices import count_devices, log_devices, placed, use_devices
 from moe_lora.dist.launch.host_roles import HostRoles, Role
-from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
+from moe_lora.dist.launch.local import local_instances, local_lora_server
+from moe_lora.dist.launch.roles import JobPlace, serve_instance
+from moe_lora.dist.launch.server_role import serve_lora_server
 from moe_lora.dist.lora_server.server_rank import own_device
 from moe_lora.engine.ranks.rank import Rank, rank_device, resolved
 from tests.dist.cluster_jobs import until
@@ -117,7 +120,7 @@ def test_the_keeper_assigns_once_and_says_so(four, environment, caplog):
 
 @pytest.mark.parametrize("start", [serve, lambda cluster: serve_host(cluster, 2)])
 def test_too_few_devices_end_the_command_before_anything_starts(four, start, monkeypatch):
-    monkeypatch.setattr(host_roles, "HostRoles", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(local, "HostRoles", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ConfigError, match=r"2 instances x 2 ranks \+ 3 LoRA Server ranks = 7 devices, this"):
         start(cluster_of("EP1-PP3", num_instances=2, expert_parallel=2))
 
@@ -141,7 +144,7 @@ class Kept:
 
 def kept(monkeypatch, context) -> None:
     """Enter the context up to the point at which its processes would be there."""
-    monkeypatch.setattr(host_roles, "HostRoles", Kept)
+    monkeypatch.setattr(local, "HostRoles", Kept)
 
     async def enter() -> None:
         async with context:
@@ -170,7 +173,7 @@ def test_ranks_of_the_lora_server_come_after_the_instances(four, monkeypatch, tm
 
 def test_the_library_leaves_room_for_instances_too(four, monkeypatch, tmp_path):
     """`lora_server_processes` and `engine_processes` follow each other, and map the same cluster."""
-    monkeypatch.setattr(host_roles, "HostRoles", Kept)
+    monkeypatch.setattr(local, "HostRoles", Kept)
     config = EngineConfig(model_dir=str(DEMO), num_instances=3, state_dir=str(tmp_path))
     with (
         pytest.raises(ConfigError, match="seen"),
@@ -321,7 +324,7 @@ def test_a_lora_server_rank_has_the_device_of_its_local_rank(
     if visible is not None:
         environment[VISIBLE] = visible
     configs = []
-    monkeypatch.setattr(roles, "serve_rank", lambda config, *_: configs.append(config) or 0)
+    monkeypatch.setattr(server_role, "serve_rank", lambda config, *_: configs.append(config) or 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert serve_lora_server(file(devices_given), place) == 0
     assert environment.get(VISIBLE) == seen

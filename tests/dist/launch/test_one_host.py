@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.harness.processes import entered
 from moe_lora.assemble import serve_host
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
@@ -28,7 +29,7 @@ from moe_lora.core.processes import RestartPolicy
 from moe_lora.dist.launch import host_roles
 from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, write_cluster
 from moe_lora.dist.launch.host_roles import HostRoles, Role, roles_of
-from moe_lora.dist.net.thread import LoopThread, entered
+from moe_lora.dist.net.thread import LoopThread
 from moe_lora.serve.reload import Reload
 from tests.dist.cluster_jobs import alive, until
 from tests.stopped_processes import stop

@@ -20,8 +20,9 @@ from anyio import move_on_after
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch import roles
-from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
+from moe_lora.dist.launch import roles, server_role
+from moe_lora.dist.launch.roles import JobPlace, serve_instance
+from moe_lora.dist.launch.server_role import serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Pulse
 from tests.patience import PATIENCE_S
@@ -65,7 +66,7 @@ def test_rank_whose_streams_wait_loads_all_kernels_at_once_unless_told_not_to(
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {} if given is None else {names[0]: given}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(roles, "serve_rank", lambda *_: 0)
+    monkeypatch.setattr(server_role, "serve_rank", lambda *_: 0)
     server = SERVER.replace("EP2-PP1", "EP1-PP1").replace("}", f", device_puts: {device_puts}}}")
     assert serve_lora_server(read_cluster(write(server)), JobPlace()) == 0
     assert tuple(environment.get(name) for name in names) == found

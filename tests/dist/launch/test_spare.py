@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.processes import entered
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.processes import Child, RestartPolicy
@@ -21,7 +22,7 @@ from moe_lora.dist.launch import spare as module
 from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, write_cluster
 from moe_lora.dist.launch.host_roles import INSTANCE, HostRoles, Role, spare_of
 from moe_lora.dist.launch.spare import Spare
-from moe_lora.dist.net.thread import LoopThread, entered
+from moe_lora.dist.net.thread import LoopThread
 from tests.dist.cluster_jobs import alive, until
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.partition import Layout
-from moe_lora.dist.launch.roles import build_rank
+from moe_lora.dist.launch.server_role import build_rank
 from moe_lora.dist.transport import device_puts
 from moe_lora.kernels.triton.configs import interpreted
 from tests.dist.transport import symmetric_memory

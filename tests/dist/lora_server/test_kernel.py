@@ -12,8 +12,8 @@ import pytest
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch import roles
-from moe_lora.dist.launch.roles import build_rank
+from moe_lora.dist.launch import server_role
+from moe_lora.dist.launch.server_role import build_rank
 from moe_lora.dist.lora_server import data_loop as serving
 from moe_lora.families import shape_of
 
@@ -52,4 +52,4 @@ def test_host_workers_that_cannot_be_are_refused(settings, host, problem):
     )
     shape = shape_of(json.loads((MODEL / "config.json").read_text()))
     with pytest.raises(ConfigError, match=problem):
-        roles._host_workers_of_server(config, shape)
+        server_role._host_workers_of_server(config, shape)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.assemble import instance_processes
+from bench.harness.processes import instance_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import (
     AdapterError,

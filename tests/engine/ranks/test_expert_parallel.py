@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.processes import engine_processes
 from moe_lora import LLM, SamplingParams
-from moe_lora.assemble import engine_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
 from moe_lora.core.host import OwnFolder

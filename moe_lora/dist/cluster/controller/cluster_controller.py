@@ -6,31 +6,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.address import Address
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, MoeLoraError
 from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
-from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
+from moe_lora.dist.cluster.listener import RECOVERY_S, CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient, client_type
 from moe_lora.dist.net.codec import verb, verbs_of
-from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import Alias, AliasChange, Heartbeat
 
 from .instance_control import InstanceControl
-from .routes import Routes
+from .routes import Routes, make_routes
 
 if TYPE_CHECKING:
-    from moe_lora.provision.online import DemandWindow
-
     from .capacity_controller import CapacityController
     from .cluster_state import Figures
-    from .controller_link import ControllerLink
     from .migration_controller import MigrationController
     from .placement_controller import PlacementController
     from .rollouts import Rollouts
@@ -67,7 +63,7 @@ class ClusterController:
             from .served_registry import RegistryVerbs
 
             self._verbs |= verbs_of(RegistryVerbs(registry, adapters.devices))
-        self.window: DemandWindow | None = None if provision is None else provision.window
+        self.window = None if provision is None else provision.window
         self._rollouts: Rollouts | None = None
 
     @property
@@ -122,22 +118,15 @@ def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedFleet:
-    """The fleet of a front end, with the front end's controller.  name: among several front ends."""
-
-    controller: ClusterController | ControllerLink
-    fleet: FleetClient
-    instance_registry: InstanceRegistry
-    name: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ControlledFleet(ServedFleet):
-    """A controller of this process, with the fleet."""
+class ControlledFleet:
+    """The fleet of a front end, with a controller of this process."""
 
     controller: ClusterController
+    fleet: FleetClient
+    instance_registry: InstanceRegistry
     routes: Routes
     catch_up: CatchUp
+    name: str | None = None
 
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
         """Return once this number of instances, with these start adapters, is in routing.
@@ -151,8 +140,8 @@ class ControlledFleet(ServedFleet):
         ):
             await asyncio.sleep(_LOOK_S)
         if registry.pool is not None:
-            clients = [one.starting for one in registry.instances]
-            await registry.pool.fill(cast("list[CallableEngine]", clients), adapters, optional)
+            clients: list[Any] = [one.starting for one in registry.instances]
+            await registry.pool.fill(clients, adapters, optional)
         self.catch_up.end_recovery()
         while len(registry.live) < num_instances:
             await asyncio.sleep(_LOOK_S)
@@ -181,6 +170,16 @@ def _migration_controller(
     from .migration_controller import make_migration_controller
 
     return make_migration_controller(cluster, routes, instance_registry)
+
+
+def dialled_fleet(
+    cluster: ClusterConfig, registry: ServedRegistry | None
+) -> AbstractAsyncContextManager[ControlledFleet]:
+    """The fleet of one front end without a controller's process; instances dial the front end."""
+    setting = "front_end.engines_address"
+    address = parse_address(setting, cluster.engines_address())
+    routes = make_routes(cluster)
+    return controlled_fleet(cluster, routes, setting, address, registry=registry, recovery_s=RECOVERY_S)
 
 
 @asynccontextmanager

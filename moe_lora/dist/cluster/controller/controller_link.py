@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from moe_lora.config.cluster import ClusterConfig
@@ -17,7 +18,7 @@ from moe_lora.core.errors import ControllerAwayError
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import InstanceListener
-from moe_lora.dist.cluster.routing_client import client_type
+from moe_lora.dist.cluster.routing_client import FleetClient, client_type
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, keys_of
@@ -26,7 +27,6 @@ from moe_lora.dist.net.session import stay_connected
 from moe_lora.engine.client.messages import Heartbeat
 from moe_lora.provision.online import Visit
 
-from .cluster_controller import ServedFleet
 from .cluster_state import (
     PINGS,
     ClusterState,
@@ -201,8 +201,18 @@ class ControllerLink:
             self._peer.send(Taken(self.state.number))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DirectedFleet:
+    """The fleet of one of several front ends, with the link to their controller."""
+
+    controller: ControllerLink
+    fleet: FleetClient
+    instance_registry: InstanceRegistry
+    name: str
+
+
 @asynccontextmanager
-async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[ServedFleet]:
+async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[DirectedFleet]:
     """Instances that dial the front end of this name, and the link to the controller's process.
 
     Raises ConfigError for errors known at start.
@@ -223,6 +233,6 @@ async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[Ser
     listener = InstanceListener(registry, max_unread=cluster.front_end.max_unread_steps)
     async with listener.open(f"front_ends.{name}.engines_address", place, keys):
         try:
-            yield ServedFleet(controller=link, fleet=fleet, instance_registry=registry, name=name)
+            yield DirectedFleet(controller=link, fleet=fleet, instance_registry=registry, name=name)
         finally:
             await fleet.close()

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.assemble import local_instances
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import VirtualClock
@@ -17,6 +16,7 @@ from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.migration_controller import MigrationController, request_of
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.launch.local import local_instances
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad
 from moe_lora.policies.routing.routing import InstanceView
 from tests.dist.cluster.fleet_parts import CountingEngine

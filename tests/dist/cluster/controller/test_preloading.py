@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.assemble import local_instances, local_lora_server
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import PoolConfig
@@ -21,6 +20,7 @@ from moe_lora.dist.cluster.controller.cluster_state import ClusterState, take_ta
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.launch.local import local_instances, local_lora_server
 from moe_lora.policies.routing.model_routing import ShortestPendingTime
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance.performance_models import FORMAT

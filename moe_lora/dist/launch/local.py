@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances and LoRA Server of this host, as processes of a caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moe_lora.config import FrontEndConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.address import parse_address
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.host import OwnFolder, run_folder
+from moe_lora.core.partition import Layout, Partition
+from moe_lora.core.processes import usable_cores
+from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, controlled_fleet
+from moe_lora.dist.cluster.controller.routes import make_routes
+from moe_lora.families import shape_of
+from moe_lora.policies.routing.routing import Router
+
+from .cluster_file import check_pool, cluster_file, on_sockets, thread_share, write_cluster
+from .devices import log_devices, placed
+from .host_roles import HostRoles, instance_roles, server_roles, spare_of
+
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+
+Listeners = list[Callable[[FrontEndConfig], None]]
+"""Called with reloaded settings."""
+_ALL_ENDED = "each that ended is being started again; send the request again in a while"
+
+
+def checked(cluster: ClusterConfig) -> ClusterConfig:
+    """Settings with devices, for all roles on this host.  Raises ConfigError."""
+    for name, place in cluster.front_ends.items():
+        if place.admin_address is not None:
+            raise ConfigError(
+                f"front_ends.{name}.admin_address={place.admin_address} is one front end's, and all of this "
+                "host share theirs; give it in front_end, or start each role by itself (--role front-end)"
+            )
+
+    make_routes(cluster)
+    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
+        raise ConfigError(
+            "a placement is over several instances; give --instances 2 or more, or leave it out"
+        )
+    check_pool(cluster.engine)
+    cluster = placed(cluster)
+    log_devices(cluster)
+    return cluster
+
+
+@asynccontextmanager
+async def local_instances(
+    cluster: ClusterConfig,
+    registry: ServedRegistry | None = None,
+    router: Router | None = None,
+    at_once: asyncio.Event | None = None,
+    passes_on: Listeners | None = None,
+) -> AsyncIterator[ControlledFleet]:
+    """Engine processes of this host that replace each other, ended with the context.
+
+    An ended process is started again.  registry: see `controlled_fleet`.  router: overrides the settings.
+    at_once: see `HostRoles`.  passes_on: gets the listener of these processes.  Raises the error of a failed
+    start.
+    """
+    cluster = _with_shares(cluster)
+    config = cluster.engine
+    routes = make_routes(cluster)
+    if router is not None:
+        routes = replace(routes, router=router)
+    with ExitStack() as stack:
+        folder = stack.enter_context(OwnFolder())
+        if cluster.lora_server is None:
+            kept = stack.enter_context(run_folder(config.state_dir))
+            config = replace(config, contents_dir=str(kept / "contents"))
+        cluster = on_sockets(replace(cluster, engine=config), 1, str(folder))
+        file = stack.enter_context(cluster_file(cluster))
+        parts = instance_roles(config.num_instances, file)
+        async with controlled_fleet(
+            cluster,
+            routes,
+            "the instances' socket",
+            parse_address("engines_address", cluster.engines_address()),
+            advice=_ALL_ENDED,
+            registry=registry,
+            on_give_up=lambda name: roles.kill(name),
+        ) as controlled:
+            instance_registry = controlled.instance_registry
+            for part in parts:
+                instance_registry.number_of(part.name)
+            dead_s, spare = cluster.front_end.heartbeat_dead_s, spare_of(cluster, file)
+            roles = HostRoles(parts, at_once=at_once, dead_s=dead_s, spare=spare)
+            told = _passed_on(passes_on, file, cluster, roles)
+            try:
+                with told:
+                    await roles.ready()
+                    await controlled.start_together(config.num_instances, config.adapters)
+                    yield controlled
+            finally:
+                await controlled.fleet.close()
+                await roles.stop()
+
+
+def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
+    cluster = placed(cluster)
+    config = cluster.engine
+    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    return replace(cluster, engine=replace(config, num_threads=threads))
+
+
+@contextmanager
+def _passed_on(
+    passes_on: Listeners | None, file: int, cluster: ClusterConfig, roles: HostRoles
+) -> Iterator[None]:
+    """Keep the processes' log level equal to this process's.  file: the processes' settings file, with
+    `cluster`.
+    """
+
+    def tell(now: FrontEndConfig) -> None:
+        front_end = replace(cluster.front_end, log_level=now.log_level)
+        write_cluster(file, replace(cluster, front_end=front_end))
+        roles.hang_up()
+
+    if passes_on is None:
+        yield
+        return
+    passes_on.append(tell)
+    try:
+        yield
+    finally:
+        passes_on.remove(tell)
+
+
+@asynccontextmanager
+async def local_lora_server(
+    cluster: ClusterConfig, at_once: asyncio.Event | None = None, passes_on: Listeners | None = None
+) -> AsyncIterator[ClusterConfig]:
+    """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
+
+    Chooses address and store_dir.  at_once, passes_on: see `local_instances`.  Starts no
+    process without a LoRA Server.
+    """
+    given = cluster.lora_server
+    if given is None:
+        yield cluster
+        return
+
+    cluster = placed(cluster)
+    config = cluster.engine
+    with ExitStack() as stack:
+        folder = stack.enter_context(OwnFolder())
+        kept = stack.enter_context(run_folder(config.state_dir))
+        server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
+        # Check before the start of a process per rank.
+        shape = shape_of(config.hf_config())
+        layout = Layout.parse(server.layout)
+        Partition(shape, layout, config.expert_parallel, sites=server.sites)
+        cluster = replace(cluster, lora_server=server)
+        # The file names no other address, so a rank deletes only this folder.
+        alone = replace(
+            cluster,
+            certificates=None,
+            front_end=replace(cluster.front_end, engines_address=None),
+            front_ends={},
+            controller=None,
+        )
+        file = stack.enter_context(cluster_file(alone))
+        dead_s = cluster.front_end.heartbeat_dead_s
+        roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once, dead_s=dead_s)
+        try:
+            with _passed_on(passes_on, file, alone, roles):
+                await roles.ready()
+                yield cluster
+        finally:
+            await roles.stop()
