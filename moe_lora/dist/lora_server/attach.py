@@ -26,7 +26,7 @@ from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.net.session import stay_connected
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
-from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
+from moe_lora.dist.transport.device_puts import join_device_group
 from moe_lora.lora.row_routing import Source
 
 from .control import REJOIN_S, Hear, ask, called, find_rank, join, network, pings_of
@@ -164,8 +164,6 @@ class LoraServerClient:
         client_ranks: int = 1,
         device: torch.device = CPU,
     ) -> None:
-        if server.device_puts != "none":
-            check_device_puts(server.device_puts)
         self.pushed: PushedBackend | None = None
         self._server = server
         self._instance = instance

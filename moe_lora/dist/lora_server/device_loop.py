@@ -20,9 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moe_lora.config import EngineConfig
+from moe_lora.core.partition import Partition
 from moe_lora.core.shape import MAX_CUDA_LORA_RANK
 from moe_lora.dist.deltas.device_frames import DeviceFrames, DeviceHalf
-from moe_lora.dist.transport.device_puts import PUT_BLOCKS, AnswerRows, DevicePuts, SymmetricWindow
+from moe_lora.dist.transport.device_puts import (
+    PUT_BLOCKS,
+    AnswerRows,
+    DevicePuts,
+    SymmetricWindow,
+    join_device_group,
+)
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 from moe_lora.kernels.page_locked import Staging
@@ -315,3 +323,20 @@ class DeviceLoop:
             session.end()
         for thread in self._threads[1:]:
             thread.join()
+
+
+def device_loop(
+    config: EngineConfig,
+    partition: Partition,
+    server_rank: int,
+    server_store: ServerAdapterStore,
+    meeting: tuple[str, int, int, int],
+) -> DeviceLoop:
+    """The loop of a server rank.  meeting: as `DeviceMembers.join`."""
+    server = config.lora_server
+    assert server is not None
+    address, _, num_clients, max_rows = meeting
+    frames = DeviceFrames(partition.shape, partition, getattr(torch, config.dtype), max_rows, num_clients)
+    place = address, server_rank, frames.size, server_store.arena.device
+    join = partial(join_device_group, server.device_puts, *place)
+    return DeviceLoop(join, frames, server_store, config.lora_kernel, server.answer_timeout_s)

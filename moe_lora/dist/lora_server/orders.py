@@ -13,8 +13,11 @@ from collections.abc import Callable
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.peer import Peer
 
-from .messages import EvictOrder, LoadOrder, Order, ResizeOrder
+from .content import receive_blocks
+from .messages import Content, EvictOrder, LoadOrder, Order, ResizeOrder, RestartOrder
 from .server_store import NUM_TRIES, PASSING, PAUSE_S, ServerAdapterStore
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,26 @@ class Orders:
             await asyncio.to_thread(self.carry_out, order)
         except Exception:
             logger.exception("an order of the leader can't be carried out: %s", order)
+
+    async def hear_from(self, restart: Callable[[], None], leader: Peer, message: Message) -> None:
+        """Carry out a leader's message.  restart: ends this rank, for another start."""
+        if isinstance(message, Content):
+            await self._receive(leader, message)
+        elif isinstance(message, RestartOrder):
+            restart()
+        else:
+            assert isinstance(message, Order)
+            await self.hear(message)
+
+    async def _receive(self, leader: Peer, content: Content) -> None:
+        try:
+            await receive_blocks(leader, self._store, content.adapter_id, content.num_blocks)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            await self.refused(content.adapter_id, error)
+        else:
+            await self.regained(content.adapter_id)
 
     async def regained(self, adapter_id: str) -> None:
         """Start the loads deferred for this content."""

@@ -14,9 +14,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.cache.leases.server_pages import ShardPages, enough_gb
-from moe_lora.config import LoraServerConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Partition
 from moe_lora.core.shape import DEFAULT_LORA_RANK
@@ -95,6 +97,29 @@ def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_
             f"{total_bytes / 1e9:.3g} GB with {num_sharers} ranks, {share / 1e9:.3g} GB for each; lower the "
             "capacity, give lora_server.memory_gb, or let fewer ranks share it (devices: in the cluster file)"
         )
+
+
+def memory_of_all(
+    config: EngineConfig, partition: Partition, dtype: torch.dtype, device: torch.device, store: HostStore
+) -> Memory:
+    """`plan_memory` for the adapters of the instances, put into the store.  Bad adapters are left out: the
+    instance reports a bad adapter, and here the adapter must not block a restart.
+    """
+    server = config.lora_server
+    assert server is not None
+    contents = AdapterContents(
+        partition.shape,
+        dtype,
+        store,
+        root=config.adapter_root,
+        max_lora_rank=config.max_lora_rank,
+        computed_by="lora_server",
+    )
+    packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
+    num_sharers = partition.layout.num_ranks
+    if device.type == "cuda":
+        num_sharers = config.device_shares[0].num_sharers if config.device_shares else 1
+    return plan_memory(server, partition, dtype, packed, spare_bytes(device, num_sharers))
 
 
 def plan_memory(

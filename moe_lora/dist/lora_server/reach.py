@@ -44,8 +44,13 @@ def client_name(instance: str, client_rank: int) -> str:
 def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
     """This process's end of the configured transport.
 
-    put_timeout_s: limit of a put to a stuck peer, on media with blocking puts.
+    put_timeout_s: limit of a put to a stuck peer, on media with blocking puts.  Raises ConfigError for
+    device_puts without their libraries.
     """
+    if server.device_puts != "none":
+        from moe_lora.dist.transport.device_puts import check_device_puts
+
+        check_device_puts(server.device_puts)
     if server.transport == "gloo":
         host = own_host(server.address)
         return make_transport("gloo", name=name, host=host, put_timeout_s=put_timeout_s)

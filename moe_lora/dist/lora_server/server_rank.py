@@ -13,11 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
@@ -25,15 +24,11 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.deltas.device_frames import DeviceFrames
 from moe_lora.dist.deltas.session import FrameLayout
-from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.net.session import stay_connected
-from moe_lora.dist.transport.device_puts import check_device_puts, join_device_group
 
-from .content import receive_blocks
 from .control import (
     REJOIN_S,
     Answer,
@@ -47,13 +42,15 @@ from .control import (
     pings_of,
 )
 from .data_loop import DataLoop, HostCompute, ServerSession
-from .device_loop import DeviceLoop
 from .leader import LEADER, Leader, OwnRank
-from .messages import HANDSHAKE, Content, Memory, Order, RestartOrder
+from .messages import HANDSHAKE, Memory
 from .orders import Orders
-from .rank_memory import check_share, plan_memory, spare_bytes
+from .rank_memory import check_share, memory_of_all
 from .reach import DeviceMembers, agreed_facts, server_transport
 from .server_store import ServerAdapterStore
+
+if TYPE_CHECKING:
+    from .device_loop import DeviceLoop
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +100,6 @@ class ServerRank:
         assert config.lora_server is not None
         server = self._server = config.lora_server
         self._config, self._shape, self._server_rank = config, shape, server_rank
-        if server.device_puts != "none":
-            check_device_puts(server.device_puts)
         self._dtype = getattr(torch, config.dtype)
         self._device = own_device(config, server_rank if local_rank is None else local_rank)
         self._partition = Partition(
@@ -214,21 +209,7 @@ class ServerRank:
 
     def _lead(self) -> None:
         config = self._config
-        # The instance reports a bad adapter; here the adapter must not block a restart.
-        contents = AdapterContents(
-            self._shape,
-            self._dtype,
-            self._store,
-            root=config.adapter_root,
-            max_lora_rank=config.max_lora_rank,
-            computed_by="lora_server",
-        )
-        packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
-        num_sharers = self._partition.layout.num_ranks
-        if self._device.type == "cuda":
-            num_sharers = config.device_shares[0].num_sharers if config.device_shares else 1
-        spare = spare_bytes(self._device, num_sharers)
-        memory = plan_memory(self._server, self._partition, self._dtype, packed, spare)
+        memory = memory_of_all(config, self._partition, self._dtype, self._device, self._store)
         self._build(memory)
         steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         orders = Orders(
@@ -275,7 +256,13 @@ class ServerRank:
         self._start(stay_connected("membership", self._join_leader, self._obey))
 
     async def _join_leader(self) -> Peer:
-        return await join(self._server.address, self._keys, self._hello, REJOIN_S, hear=self._hear)
+        return await join(
+            self._server.address,
+            self._keys,
+            self._hello,
+            REJOIN_S,
+            hear=partial(self._orders.hear_from, self._restart),
+        )
 
     async def _obey(self, peer: Peer) -> None:
         """Follow a leader's orders until its end; start over, as the leader may be new."""
@@ -297,25 +284,6 @@ class ServerRank:
             # Without a leader no loads; resident adapters stay served.
             self.loop.server_store.set_led(False)
 
-    async def _hear(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Content):
-            await self._receive(peer, message)
-        elif isinstance(message, RestartOrder):
-            self._restart()
-        else:
-            assert isinstance(message, Order)
-            await self._orders.hear(message)
-
-    async def _receive(self, peer: Peer, content: Content) -> None:
-        try:
-            await receive_blocks(peer, self._store, content.adapter_id, content.num_blocks)
-        except ConnectionError:
-            raise
-        except Exception as error:
-            await self._orders.refused(content.adapter_id, error)
-        else:
-            await self._orders.regained(content.adapter_id)
-
     def _need(self, adapter_id: str) -> None:
         self._call_leader("need", adapter_id)
 
@@ -328,15 +296,11 @@ class ServerRank:
             self._leader.call(method, *args)
 
     def _serve_devices(self) -> DeviceLoop:
-        server = self._server
-        leader = server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
-        answer = network().run(ask(*leader, "join_devices", ""))
-        address, _, num_clients, max_rows = answer
-        frames = DeviceFrames(self._shape, self._partition, self._dtype, max_rows, num_clients)
-        place = address, self._server_rank, frames.size, self._device
-        join = partial(join_device_group, server.device_puts, *place)
-        kernel, timeout_s = self._config.lora_kernel, server.answer_timeout_s
-        return DeviceLoop(join, frames, self.loop.server_store, kernel, timeout_s)
+        from .device_loop import device_loop
+
+        leader = self._server.address, self._keys, self._hello, _LEADER_TIMEOUT_S
+        meeting = network().run(ask(*leader, "join_devices", ""))
+        return device_loop(self._config, self._partition, self._server_rank, self.loop.server_store, meeting)
 
     async def _open_session(
         self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int
