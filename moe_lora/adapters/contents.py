@@ -13,7 +13,8 @@ import torch
 
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, logged, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.request import COMPOSED
+from moe_lora.core.shape import ModelShape, rank_problem
 
 from .host_store import HostStore, is_intact
 from .packed import PackedAdapter
@@ -96,18 +97,21 @@ class AdapterContents:
             return kept
         called = f"adapter {name!r}: "
         try:
-            packed = logged(
-                read_adapter(
-                    path,
-                    self.shape,
-                    self.dtype,
-                    name,
-                    called=called,
-                    root=self._root,
-                    max_lora_rank=self.max_lora_rank,
-                    base_dir=self._base_dir,
+            if path.startswith(COMPOSED):
+                packed = self._composed(name, path)
+            else:
+                packed = logged(
+                    read_adapter(
+                        path,
+                        self.shape,
+                        self.dtype,
+                        name,
+                        called=called,
+                        root=self._root,
+                        max_lora_rank=self.max_lora_rank,
+                        base_dir=self._base_dir,
+                    )
                 )
-            )
             self._check_place(packed)
             if packed.base_copies:
                 from .peft.base_weights import check_copies_in
@@ -172,6 +176,21 @@ class AdapterContents:
         """The name is not served any more."""
         with self._lock:
             self._remove(self._served.pop(name, []))
+
+    def _composed(self, name: str, path: str) -> PackedAdapter:
+        """The weighted sum at `path`."""
+        from moe_lora.core.composed import parts_in
+
+        from .composed import compose
+
+        parts = parts_in(path)
+        terms = [(self.read(one.name, one.path, one.content_hash), one.weight) for one in parts]
+        packed = compose(name, terms, self.shape)
+        if self.max_lora_rank is not None and packed.max_lora_rank > self.max_lora_rank:
+            raise AdapterError(f"the weighted sum: {rank_problem(packed.max_lora_rank, self.max_lora_rank)}")
+        with self._lock:
+            self._remove([one.content_hash for one in parts])
+        return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:
         """Raises AdapterError for changes that are not computed here."""

@@ -245,7 +245,7 @@ class LayerShard:
 
 
 @lru_cache(maxsize=8)
-def _entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
+def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
     """Row widths of A and B of each entry, with the outer and the column sites: [X] int64 each."""
     shape = held.shape if isinstance(held, ModelShard) else held
     sites = (*shape.sites, *held.outer_sites, *shape.column_sites)
@@ -286,7 +286,7 @@ def shard_layer(
     lora_rank = table[rows, 2]
     starts = np.concatenate([table[rows, 0], table[rows, 1]])
     held = shape if shard is None else shard
-    sizes = np.concatenate([lora_rank * width[rows] for width in _entry_widths(held)])
+    sizes = np.concatenate([lora_rank * width[rows] for width in entry_widths(held)])
     align = MATRIX_ALIGN_BYTES // layer.data.element_size()
     sizes = -(-sizes // align) * align
     unique, first = np.unique(starts, return_index=True)
@@ -330,7 +330,7 @@ def _divided(
     where: from, to, number of elements.
     """
     starts, places, sizes = where
-    strides, out_strides = (np.stack(_entry_widths(one))[matrices] for one in (shard.whole, shard))
+    strides, out_strides = (np.stack(entry_widths(one))[matrices] for one in (shard.whole, shard))
     whole = strides == out_strides
     found: list[tuple[int, ...]] = []
     column = np.zeros_like(starts)

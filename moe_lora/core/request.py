@@ -28,6 +28,8 @@ BACKGROUND = 1 << 20
 """Least priority of background requests: they compute in steps without other requests."""
 
 MAX_ADAPTER_NAME_CHARS = 256
+COMPOSED = "composed:"
+"""Start of names and paths of weighted sums of adapters."""
 
 
 def name_problem(name: str) -> str | None:

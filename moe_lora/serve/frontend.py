@@ -59,8 +59,8 @@ class Frontend:
     tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
     cuts requests at shutdown.  batches: from the first file or batch on.  model_name: the base model's main
     name; every name outside model_names is an adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks
-    large bodies; None: starts with the first large body.  aliases: by name.  The creator
-    closes the client.
+    large bodies; None: starts with the first large body.  aliases: by name.  composed_s: last uses of
+    weighted sums.  The creator closes the client.
     """
 
     client: FleetClient
@@ -71,6 +71,7 @@ class Frontend:
     adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None
     checks: CheckingProcess | None = None
     aliases: Mapping[str, Alias] = field(default_factory=dict)
+    composed_s: dict[str, float] = field(default_factory=dict)
     ending: Ending = field(default_factory=Ending)
     batches: Batches | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))

@@ -105,7 +105,6 @@ def test_fields_that_choose_an_adapter_are_always_refused(tokenizer, path, body,
             "lora_name",
             "adapter",
             "lora_adapter",
-            "lora",
         ):
             for value in ("shout", {"lora_name": "shout"}, [{"id": 0}], 1, True):
                 error = error_of(served.post(path, {**body, name: value}))

@@ -345,12 +345,17 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     adapter = None if model in frontend.model_names else model
     if adapter is not None and ":" in adapter:
         adapter = await frontend.adapter_of(adapter)
+    caller = request.state.caller
+    if body.lora is not None:
+        from moe_lora.serve.composing import composed
+
+        adapter, caller = await composed(frontend, model, body.lora, caller)
     is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics
     make = _rare_generation(body) if is_rare else Generation
     generation = make(
         frontend=frontend,
         client=client_of(request.scope),
-        caller=request.state.caller,
+        caller=caller,
         adapter=adapter,
         prompts=prepared.prompts,
         answer_tokens=prepared.answer_tokens,

@@ -170,7 +170,7 @@ def drop_neutral(
     own: names of the endpoint's own fields.  neutral: foreign fields, and their values without an effect.
     """
     for name in CHOOSES_ADAPTER:
-        if data.get(name) not in (None, "", [], {}):
+        if name not in own and data.get(name) not in (None, "", [], {}):
             raise FieldError(
                 name, f"{name} is not supported; name the adapter in model, and leave {name} out"
             )

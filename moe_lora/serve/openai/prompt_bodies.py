@@ -110,6 +110,7 @@ class EmbeddingRequest(PromptBody):
     max_tokens: ClassVar[int] = 1
     num_choices: ClassVar[int] = 1
     return_token_ids: ClassVar[bool] = False
+    lora: ClassVar[None] = None
 
     input: Text | Listed[Text] | Listed[int] | Listed[Listed[int]] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
@@ -118,6 +118,8 @@ TokenId = Annotated[int, Field(ge=0)]
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_SALT_CHARS = 1024
+MAX_TERMS, MAX_WEIGHT = 8, 1e4
+"""Of a weighted sum of adapters."""
 NO_SEED = -1
 """Value for "no seed" in clients of several servers."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -147,6 +149,23 @@ class StructuredFields(ApiRequest):
 
 
 STRUCTURED_FIELDS = frozenset(StructuredFields.model_fields) | {"tool_choice", "parse_context"}
+
+
+class WeightedAdapter(ApiModel):
+    """A term of a weighted sum of adapters."""
+
+    name: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)]
+    weight: Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+
+
+def _terms(value: Any) -> Any:
+    """None for an unused field.  Raises FieldError for a form without weights."""
+    if value in (None, "", [], {}):
+        return None
+    if not isinstance(value, list):
+        what = 'lora is a list of {"name": ..., "weight": ...}'
+        raise FieldError("lora", f"{what}; name a single adapter in model, and leave lora out")
+    return value
 
 
 class SamplingFields(StructuredFields):
@@ -192,6 +211,7 @@ class SamplingFields(StructuredFields):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    lora: Annotated[list[WeightedAdapter] | None, Field(max_length=MAX_TERMS), BeforeValidator(_terms)] = None
 
     @property
     def num_choices(self) -> int:

@@ -106,6 +106,8 @@ class Endpoints:
         prepared: Prepared = request.state.prepared
         name, num_prompts = name_request(request, body.request_id), len(prepared.prompts)
         common = {**_common(body, prepared), "model": body.model or self._frontend.model_name}
+        if body.lora is not None:
+            common["lora"] = [one.model_dump() for one in body.lora]
         shown = [
             {
                 "request_id": f"{body.id_prefix}{name}" + (f"-{number}" if num_prompts > 1 else ""),
