@@ -28,12 +28,11 @@ def convert(source: Path, target: Path, model_dir: Path, initial: Path | None) -
     SRC may have any form that the server of --model serves; both adapters compute the same deltas.
     """
     from moe_lora.adapters.peft.base_weights import check_copies_in
-    from moe_lora.adapters.peft.config import shown
     from moe_lora.adapters.peft.files import read_json
     from moe_lora.adapters.peft.plain import plain_pairs, without_initial, write_plain
     from moe_lora.adapters.peft.reader import read_adapter, read_pairs
     from moe_lora.adapters.registry.base_model import model_shape
-    from moe_lora.core.errors import AdapterError
+    from moe_lora.core.errors import AdapterError, shown
     from moe_lora.families import family_named
 
     shape = model_shape(model_dir)

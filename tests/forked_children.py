@@ -37,7 +37,7 @@ _COMMAND_LINE = "." * 400
 _LOADED = (
     "moe_lora.dist.host_workers.worker",
     "moe_lora.engine.ranks.follower",
-    "moe_lora.dist.launch.devices",
+    "moe_lora.dist.launch.cluster_file",
     "moe_lora.dist.launch.roles",
     "moe_lora.engine.build",
     "moe_lora.engine.loop",

@@ -32,7 +32,7 @@ class NodeMover:
         self.held: set[Node] = set()
         self.moving: dict[int, Node] = {}
         self.num_device_adapters = 0
-        self._orders: list[Order] = []
+        self.orders: list[Order] = []
         self._copy_ids = itertools.count()
         self.any_dying = False
         self._to_sweep: list[int] = []
@@ -156,10 +156,6 @@ class NodeMover:
                 tier.hand_over(pages, head.row)
         return head
 
-    def take_orders(self) -> list[Order]:
-        orders, self._orders = self._orders, []
-        return orders
-
     def copied(self, copy_id: int) -> None:
         """An order is done."""
         node = self.moving.pop(copy_id)
@@ -196,7 +192,7 @@ class NodeMover:
             self.on_load_end(node.namespace)
 
     def _enqueue(self, order: Order, node: Node) -> None:
-        self._orders.append(order)
+        self.orders.append(order)
         self.moving[order.copy_id] = node
 
     def _leave(self, node: Node) -> None:

@@ -343,7 +343,8 @@ class UnifiedCache:
 
     def take_orders(self) -> list[Order]:
         """Orders since the last call, in any order of execution."""
-        return self._mover.take_orders()
+        orders, self._mover.orders = self._mover.orders, []
+        return orders
 
     def copied(self, copy_id: int) -> None:
         """An order is done.  Raises KeyError for an unknown id."""

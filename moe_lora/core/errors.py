@@ -125,3 +125,22 @@ class LastProblem:
     def over(self) -> None:
         """Reset after a success: the next problem is new."""
         self._last = ""
+
+
+_MAX_SHOWN_CHARS = 100
+MAX_REASON_CHARS = 300
+"""Of a foreign error or a path in our errors."""
+
+
+def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
+    """repr for an error's text, cut to max_chars."""
+    try:
+        return cut(repr(value), max_chars)
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__} of too many digits"
+
+
+def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
+    """A text for an error or the log: cut to max_chars, line breaks escaped."""
+    text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the cause of an unreadable file by its first bytes, and of a folder without weights by its files."""
+"""Untrusted files without torch: headers of tensors, and the causes of files and folders that can't be read.
+
+Sizes, names and offsets are checked before any allocation.  Callers choose a file's name in errors.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+import msgspec
 
 from moe_lora.core.errors import ConfigError
+
+from .errors import MAX_REASON_CHARS, AdapterError, cut, shown
 
 HEAD_BYTES = 512
 MAX_LISTED = 10
@@ -215,3 +226,181 @@ def _instead(model_dir: Path) -> str:
         return "; this one is of an adapter: give its base model, and the adapter by --lora-modules"
     found = other_content(model_dir)
     return f"; {found}" if found else ""
+
+
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMS = 8
+_MAX_PATH_CHARS = 4096
+"""Linux PATH_MAX; resolving links takes quadratic time."""
+_MAX_KEY_CHARS = 500
+"""Longest tensor name, shown whole in errors."""
+_DTYPES = {
+    **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
+    **{
+        f"{sign}{8 * size}": (f"{word}{8 * size}", size)
+        for sign, word in (("I", "int"), ("U", "uint"))
+        for size in (1, 2, 4, 8)
+    },
+    **{"BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1)},
+}
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor in a safetensors header; offsets count from the header's end."""
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_DECODE_ENTRY = msgspec.json.Decoder(_Entry).decode
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a safetensors header.
+
+    dtype: torch's name.  code: the header's.  span: byte offsets in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    code: str
+    span: tuple[int, int]
+
+
+def confined(path: str | Path, root: str | None) -> bool:
+    """True if `path`, with links and `..` resolved, lies in the folder `root`; None: any path."""
+    if root is None:
+        return True
+    if len(str(path)) > _MAX_PATH_CHARS:
+        return False
+    try:
+        real, base = os.path.realpath(path), os.path.realpath(root)
+    except (OSError, ValueError):
+        return False
+    return real == base or real.startswith(base.rstrip(os.sep) + os.sep)
+
+
+def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
+    """A regular file, open to read.
+
+    called: its name in errors.  root: folder that must contain the resolved file.  Raises AdapterError for
+    anything else (a pipe is not opened), and OSError.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(handle, "rb")
+    # The opened file: the path may have changed.
+    opened = Path(f"/proc/self/fd/{handle}")
+    if stat.S_ISREG(os.fstat(handle).st_mode) and confined(opened if opened.exists() else path, root):
+        return file
+    file.close()
+    raise AdapterError(f"{called}: no regular file in the folder of adapters; copy the adapter there")
+
+
+def read_header(weights: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file, values unread.  Raises AdapterError as `header_entries`."""
+    try:
+        with open_file(weights, str(weights)) as file:
+            return header_entries(file, str(weights))
+    except OSError as error:
+        raise not_readable(weights, error) from error
+
+
+def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
+    """The tensors of an open safetensors file, values unread.
+
+    Raises AdapterError with `where` unless names are unique, bytes match shapes and dtypes, and data are
+    contiguous from the header's end to the file's end.
+    """
+    try:
+        length = _header_length(file)
+        text = file.read(length)
+        found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = found.pop("__metadata__", msgspec.Raw(b"{}"))
+        msgspec.json.decode(metadata, type=dict[str, str])
+        entries = {key: _DECODE_ENTRY(raw) for key, raw in found.items()}
+        json.loads(text, object_pairs_hook=without_twins)
+        _check_spans(entries, os.fstat(file.fileno()).st_size - 8 - length)
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
+        raise not_readable(where, error, file) from error
+    start = 8 + length
+    return {
+        key: TensorEntry(
+            f"torch.{_DTYPES[one.dtype][0]}",
+            tuple(one.shape),
+            one.dtype,
+            (start + one.data_offsets[0], start + one.data_offsets[1]),
+        )
+        for key, one in entries.items()
+    }
+
+
+def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
+    end = 0
+    for (first, last), key in sorted((tuple(one.data_offsets), key) for key, one in entries.items()):
+        one = entries[key]
+        if len(key) > _MAX_KEY_CHARS or not key.isprintable():
+            raise ValueError(
+                f"{shown(key)} is the name of no tensor: at most {_MAX_KEY_CHARS} printable characters"
+            )
+        if one.dtype not in _DTYPES:
+            raise ValueError(f"{shown(key)} has the unknown dtype {shown(one.dtype)}")
+        if first != end:
+            how = "overlaps the tensor before it" if first < end else "leaves a gap before it"
+            raise ValueError(f"{shown(key)} {how}: it begins at {first}, what is before ends at {end}")
+        needed = math.prod(one.shape) * _DTYPES[one.dtype][1]
+        if last - first != needed:
+            raise ValueError(f"{shown(key)} of shape {one.shape} needs {needed} bytes, not {last - first}")
+        end = last
+    if end != num_bytes:
+        raise ValueError(f"it has {num_bytes} bytes of tensors, its header names {end}")
+
+
+def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object.  Raises ValueError for a doubled name, as readers differ there."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {shown(name)} is given twice")
+        found[name] = value
+    return found
+
+
+def _header_length(file: BinaryIO) -> int:
+    length, num_bytes = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+        raise ValueError(f"its header is cut short: {length} bytes are announced, the file has {num_bytes}")
+    return length
+
+
+def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file without free text, and the offset of the data.
+
+    Raises ValueError without a header, with the kind of the file if known.
+    """
+    try:
+        length = _header_length(file)
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+    except (AttributeError, ValueError, RecursionError) as error:
+        content = _other_content(file)
+        raise ValueError(f"its header is none of safetensors: {content or error}") from error
+    return header, 8 + length
+
+
+def _other_content(file: BinaryIO) -> Content | None:
+    """Kind of an open file that is not safetensors; None for damaged safetensors."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    return None if head[8:9] == b"{" else content_of(head)
+
+
+def not_readable(where: Path | str, error: Exception, file: BinaryIO | None = None) -> AdapterError:
+    """The error for a file that is not safetensors.  file: the open file, if opened."""
+    content = None if file is None or isinstance(error, OSError) else _other_content(file)
+    if content is not None:
+        return AdapterError(f"{where}: not a readable safetensors file ({content.kind}); {content.way_out}")
+    problem = error.strerror if isinstance(error, OSError) else cut(str(error), MAX_REASON_CHARS)
+    return AdapterError(f"{where}: not a readable safetensors file ({problem}); copy it again")

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_lora.adapters.peft.files import header_entries, open_file
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.wrong_files import (
     file_content,
+    header_entries,
     listed,
     missing_shards,
+    open_file,
     other_content,
     pickled_weights,
     read_json_file,

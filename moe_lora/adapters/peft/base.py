@@ -16,14 +16,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.errors import MAX_REASON_CHARS, AdapterError, StorageError, cut, shown
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.wrong_files import pointer_problem, read_config, read_json_file
+from moe_lora.core.wrong_files import (
+    TensorEntry,
+    confined,
+    header_entries,
+    open_file,
+    pointer_problem,
+    read_config,
+    read_json_file,
+)
 from moe_lora.families import family_of, model_spec, shape_of
 from moe_lora.families.schema.family import Place
 
-from .config import MAX_REASON_CHARS, AdapterConfig, cut, shown
-from .files import MAX_CONFIG_BYTES, TensorEntry, confined, header_entries, open_file
+from .config import AdapterConfig
+from .files import MAX_CONFIG_BYTES
 from .places import FLOATS, Shaped
 
 _SAME_BASE = (

@@ -15,9 +15,10 @@ from typing import BinaryIO, TypeAlias
 import torch
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.wrong_files import TensorEntry, header_entries, open_file
 
 from .base import base_file, base_tensor
-from .files import TensorEntry, header_entries, open_file, unreadable, weights_file
+from .files import unreadable, weights_file
 from .match import Match
 from .replaced import base_rows
 

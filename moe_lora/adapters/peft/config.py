@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, shown
 
 if TYPE_CHECKING:
     from .patterns import Patterns
@@ -154,9 +154,6 @@ _MOST_ITEMS = {
     "layers_to_transform": (10_000, "layers", "leave out those that the model has not"),
     "alora_invocation_tokens": (1024, "tokens", "train with a shorter invocation"),
 }
-_MAX_SHOWN_CHARS = 100
-MAX_REASON_CHARS = 300
-"""Of a foreign error or a path in our errors."""
 _DUMMY_TARGET = "dummy-target-modules"
 
 
@@ -199,20 +196,6 @@ def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = Fal
             f"{where}: unknown key{'s' * (len(unknown) > 1)} {', '.join(map(shown, unknown[:10]))}: such a "
             "key may change what the adapter computes; remove it, or set it to null, if it does not"
         )
-
-
-def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """repr for an error's text, cut to max_chars."""
-    try:
-        return cut(repr(value), max_chars)
-    except ValueError:  # an integer of thousands of digits
-        return f"a {type(value).__name__} of too many digits"
-
-
-def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """A text for an error or the log: cut to max_chars, line breaks escaped."""
-    text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
-    return text if text.isprintable() else repr(text)[1:-1]
 
 
 _RANKS = f"an integer from 1 to {_MAX_LORA_RANK}"

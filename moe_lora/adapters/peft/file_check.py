@@ -14,20 +14,11 @@ import numpy as np
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import TensorEntry, confined, header_entries, open_file
 
 from .base import read_base
 from .config import AdapterConfig
-from .files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    TensorEntry,
-    confined,
-    header_entries,
-    open_file,
-    read_json,
-    unreadable,
-    weights_file,
-)
+from .files import CONFIG_FILE, WEIGHTS_FILE, read_json, unreadable, weights_file
 from .match import Match, check_rank, match
 from .places import STRANGERS, max_tensors
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, shown
 from moe_lora.core.shape import ModelShape, rank_problem
 
 from .base import base_copies, check_base, one_place, quantised_base
-from .config import AdapterConfig, shown, suffixes
+from .config import AdapterConfig, suffixes
 from .names import TINKER_HEAD, Names, OuterPaths, TensorName, read_names, stranger, unplaced
 from .places import (
     STACKED_NAMES,

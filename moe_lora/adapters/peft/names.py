@@ -12,10 +12,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, cut
 from moe_lora.core.wrong_files import WHOLE_EXPERTS
-
-from .config import cut
 
 WRAPPERS = {
     "_orig_mod": "torch.compile",

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, shown
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.wrong_files import read_config
+from moe_lora.core.wrong_files import TensorEntry, read_config
 from moe_lora.families import model_spec
 
 from .base import base_tensor, one_place, resized
-from .config import AdapterConfig, shown
-from .files import TensorEntry
+from .config import AdapterConfig
 from .names import OuterPaths, outer_path, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, site_named
 

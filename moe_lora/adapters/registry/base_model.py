@@ -9,10 +9,9 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from moe_lora.adapters.peft.files import header_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.wrong_files import read_json_file
+from moe_lora.core.wrong_files import header_of, read_json_file
 from moe_lora.families import shape_of
 
 NUM_SAMPLES = 64

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, open_file
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.core.wrong_files import open_file
 
 MANIFEST_FILE = "manifest.json"
 _BLOCK_BYTES = 1 << 20

@@ -13,11 +13,12 @@ from sqlite3 import Connection
 from typing import Any
 
 from moe_lora.adapters.peft.config import AdapterConfig
-from moe_lora.adapters.peft.files import max_rank, read_config, read_header, target_names, weights_file
+from moe_lora.adapters.peft.files import max_rank, read_config, target_names, weights_file
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from moe_lora.core.records import BROKEN, READY, REMOVED, RegisteredAdapter
 from moe_lora.core.request import name_problem
 from moe_lora.core.shape import rank_problem
+from moe_lora.core.wrong_files import read_header
 
 from .content_store import ContentStore, Staged
 from .database import RegistryDatabase

@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import re
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, confined
+from moe_lora.adapters.peft.files import CONFIG_FILE
 from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import name_problem
+from moe_lora.core.wrong_files import confined
 
 from . import AdapterSources
 

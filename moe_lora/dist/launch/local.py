@@ -14,15 +14,20 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder, run_folder
-from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.processes import usable_cores
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, controlled_fleet
 from moe_lora.dist.cluster.controller.routes import make_routes
-from moe_lora.families import shape_of
 from moe_lora.policies.routing.routing import Router
 
-from .cluster_file import check_pool, cluster_file, on_sockets, thread_share, write_cluster
-from .devices import log_devices, placed
+from .cluster_file import (
+    check_pool,
+    cluster_file,
+    log_devices,
+    on_sockets,
+    placed,
+    thread_share,
+    write_cluster,
+)
 from .host_roles import HostRoles, instance_roles, server_roles, spare_of
 
 if TYPE_CHECKING:
@@ -148,6 +153,9 @@ async def local_lora_server(
     if given is None:
         yield cluster
         return
+
+    from moe_lora.core.partition import Layout, Partition
+    from moe_lora.families import shape_of
 
     cluster = placed(cluster)
     config = cluster.engine

@@ -116,7 +116,7 @@ def serve_instance(
         leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
     if config.device_shares:
-        from .devices import use_devices
+        from .cluster_file import use_devices
 
         use_devices(config.device_shares)
     if place.dist_rank:

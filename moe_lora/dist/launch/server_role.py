@@ -13,7 +13,7 @@ from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.processes import worker_environment
 from moe_lora.families import shape_of
 
-from .devices import use_devices
+from .cluster_file import use_devices
 from .host_roles import say_started
 from .roles import RESTART_CODE, JobPlace, end_for_restart, stop_on_signals
 

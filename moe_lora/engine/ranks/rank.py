@@ -269,7 +269,7 @@ def _stored_dtype(hf_config: dict) -> str:
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
-    """Rank r has the r-th device visible to this instance's processes (`dist.launch.devices`).
+    """Rank r has the r-th device visible to this instance's processes (`dist.launch.cluster_file`).
 
     Raises ConfigError for too few.
     """

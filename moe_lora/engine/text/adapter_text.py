@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lora.adapters.peft.files import confined
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import confined
 
 from .tokenizer_files import (
     ADDED_TOKENS,

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.adapters.peft.files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    adapter_folder,
-    confined,
-    header_entries,
-    open_file,
-)
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
@@ -32,6 +25,7 @@ from moe_lora.core.errors import (
     PeerUnreachableError,
 )
 from moe_lora.core.request import AdapterInfo, name_problem
+from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error

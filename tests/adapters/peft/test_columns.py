@@ -17,10 +17,11 @@ from moe_lora.adapters.packed import num_table_entries, shard_layer
 from moe_lora.adapters.peft.column_values import norms
 from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.adapters.peft.file_check import bad_adapters
-from moe_lora.adapters.peft.files import WEIGHTS_FILE, read_header
+from moe_lora.adapters.peft.files import WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.shard import ModelShard
+from moe_lora.core.wrong_files import read_header
 from tests.adapters.peft.test_outer_sites import change
 from tests.adapters.peft.test_replaced import SHORTER, TRANSPOSED, also, only, without
 from tests.families import load_model, make_adapter

@@ -20,11 +20,12 @@ from safetensors.torch import load, save_file
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft import base, file_check, reader
 from moe_lora.adapters.peft.file_check import check_adapter
-from moe_lora.adapters.peft.files import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, read_header
+from moe_lora.adapters.peft.files import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from moe_lora.adapters.peft.patterns import MAX_PATTERN_CHARS
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.wrong_files import read_header
 from tests.families import make_adapter
 
 Q_A = "model.layers.0.self_attn.q_proj.lora_A.weight"

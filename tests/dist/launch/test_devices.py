@@ -22,9 +22,9 @@ from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.config.devices import LORA_SERVER, DeviceShare
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import RestartPolicy
-from moe_lora.dist.launch import devices, host_roles, local, roles, server_role
-from moe_lora.dist.launch.cluster_file import cluster_file
-from moe_lora.dist.launch.devices import count_devices, log_devices, placed, use_devices
+from moe_lora.dist.launch import cluster_file as host_settings
+from moe_lora.dist.launch import host_roles, local, roles, server_role
+from moe_lora.dist.launch.cluster_file import cluster_file, count_devices, log_devices, placed, use_devices
 from moe_lora.dist.launch.host_roles import HostRoles, Role
 from moe_lora.dist.launch.local import local_instances, local_lora_server
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
@@ -49,7 +49,7 @@ def environment(monkeypatch) -> dict[str, str]:
 @pytest.fixture
 def four(monkeypatch, environment) -> None:
     """A host with four devices."""
-    monkeypatch.setattr(devices, "count_devices", lambda: 4)
+    monkeypatch.setattr(host_settings, "count_devices", lambda: 4)
 
 
 def cluster_of(server: str | None = None, **engine) -> ClusterConfig:
@@ -92,13 +92,13 @@ def test_a_torch_that_can_not_be_asked_is_told_with_its_last_word(monkeypatch, t
 
 
 def test_nothing_is_counted_for_the_cpu(monkeypatch):
-    monkeypatch.setattr(devices, "count_devices", lambda: pytest.fail("counted"))
+    monkeypatch.setattr(host_settings, "count_devices", lambda: pytest.fail("counted"))
     cluster = cluster_of("EP2-PP1", device="cpu", num_instances=9)
     assert placed(cluster) is cluster
 
 
 def test_without_devices_all_is_as_it_was_unless_some_are_listed(monkeypatch, environment):
-    monkeypatch.setattr(devices, "count_devices", lambda: 0)
+    monkeypatch.setattr(host_settings, "count_devices", lambda: 0)
     cluster = cluster_of("EP2-PP1", num_instances=2)
     assert placed(cluster) is cluster
     with pytest.raises(ConfigError, match="no device 0, this host has 0; leave devices: out"):
@@ -215,7 +215,7 @@ def test_devices_are_shared_only_where_the_file_says_so(four, monkeypatch, tmp_p
 SEEN = """
 import os, sys
 from moe_lora.config.cluster import read_cluster
-from moe_lora.dist.launch.devices import use_devices
+from moe_lora.dist.launch.cluster_file import use_devices
 use_devices(read_cluster(sys.argv[1]).instance(sys.argv[2]).device_shares)
 with open(sys.argv[3], "a") as file:
     print(os.environ["CUDA_VISIBLE_DEVICES"], *sys.argv[4:], file=file)
