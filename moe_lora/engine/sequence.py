@@ -139,9 +139,10 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
     """
     prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
     limit = info.max_model_len
+    most = limit if sampling.hidden_state else limit - 1  # nobody reads the token after a hidden state
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
-    if len(prompt) >= limit:
+    if len(prompt) > most:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
             "shorten it or raise max_model_len"

@@ -88,7 +88,7 @@ def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
     tokens = ask(demo, "/tokenize", messages=CHAT)["tokens"]
     assert chat["data"] == ask(demo, "/v1/embeddings", input=tokens)["data"]
     long = ask(demo, "/v1/embeddings", input="hello " * 300, truncate_prompt_tokens=-1)
-    assert long["usage"]["prompt_tokens"] == 255
+    assert long["usage"]["prompt_tokens"] == 256
     short = ask(demo, "/v1/embeddings", input=tokens, truncate_prompt_tokens=2)
     assert short["data"] == ask(demo, "/v1/embeddings", input=tokens[-2:])["data"]
 

@@ -164,7 +164,7 @@ class Endpoints:
     async def _prompts(self, found: ReadBody) -> list[tuple[int, ...]]:
         info = await self._frontend.client.model_info()
         self._check(found.body, len(found.prompts))
-        prompts = [tuple(shortened(one, found.body, info, 1)) for one in found.prompts]
+        prompts = [tuple(shortened(one, found.body, info, 0)) for one in found.prompts]
         for one in prompts:
             check_prompt(one, _SAMPLING, info)
         return prompts

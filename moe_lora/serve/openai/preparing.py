@@ -491,15 +491,17 @@ def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelIn
 def check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
     """Raises ApiError for an empty or too long prompt, and for unknown token ids."""
     limit, num_tokens = info.max_model_len, len(token_ids)
+    num_read = num_tokens - sampling.hidden_state  # a hidden state needs no room for an answer
     if not token_ids:
         raise bad_request("the prompt has no tokens; give at least one", "prompt")
     length = f"This model's maximum context length is {limit} tokens."
-    if num_tokens >= limit:
-        what = f"{length} However, the prompt has {num_tokens} tokens, and the answer needs one"
+    if num_read >= limit:
+        what = f"{length} However, the prompt has {num_tokens} tokens"
+        what += "" if sampling.hidden_state else ", and the answer needs one"
         raise ContextLengthError(400, f"{what}; shorten the prompt", "prompt")
     for name in ("max_tokens", "min_tokens"):
         asked = getattr(sampling, name) or 0
-        if num_tokens + asked > limit:
+        if num_read + asked > limit:
             what = f"{length} However, the prompt has {num_tokens} tokens, and {name}={asked}"
             raise ContextLengthError(400, f"{what}; shorten the prompt or lower {name}", name)
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:

@@ -105,6 +105,21 @@ def test_embeddings_are_hidden_states(family, way, served):  # noqa: F811
                 torch.testing.assert_close(row, expected / expected.norm(), **CLOSE)
 
 
+@pytest.mark.parametrize("length", [31, 32])
+def test_a_prompt_as_long_as_the_context_has_a_hidden_state(length, served):  # noqa: F811
+    model, prompt = served("llama"), (max(make_prompts(), key=len) * 2)[:length]
+    settings = {"dtype": "float32", "eager": True, "max_model_len": length, "block_size": 16}
+    with LLM(model.model_dir, **settings) as llm:
+        for _ in range(2):
+            [row] = llm.embed([prompt])
+        with pytest.raises(ValueError, match=f"the prompt has {length + 1} tokens"):
+            llm.embed([[*prompt, 5]])
+        with pytest.raises(ValueError, match=f"the prompt has {length} tokens"):
+            llm.generate([prompt])
+    expected = reference_hidden(model.model_dir, None, prompt)[-1]
+    torch.testing.assert_close(row, expected / expected.norm(), **CLOSE)
+
+
 def test_scores_beside_edits_and_answers(served):  # noqa: F811
     """A request with edits of logits is scored before the edits, like its neighbours."""
     model, prompt = served("llama"), make_prompts()[0]
