@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.clock import Clock
+from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, EngineSilentError
 from moe_lora.core.request import (
     AdapterInfo,
@@ -341,13 +341,20 @@ class FleetClient:
         await asyncio.gather(*(client.close() for client in self._instance_registry.close()))
 
 
-def client_type(cluster: ClusterConfig) -> type[FleetClient]:
-    """The class of a front end's client."""
-    if not cluster.has_resolver:
-        return FleetClient
-    from .resolving import ResolvingClient
+def make_client(
+    cluster: ClusterConfig,
+    instance_registry: InstanceRegistry,
+    routes: Routes,
+    call: Callable[..., Coroutine[Any, Any, Any]],
+    name: str = "",
+) -> FleetClient:
+    """A front end's client.  call: as for `FleetClient`.  name: of one of several front ends."""
+    kind = FleetClient
+    if cluster.has_resolver:
+        from .resolving import ResolvingClient
 
-    return ResolvingClient
+        kind = ResolvingClient
+    return kind(instance_registry, routes, WallClock(), call, seed=f"{name} {cluster.engine.seed}")
 
 
 def _unavailable(name: str, served: ServedVersion) -> AdapterInfo:

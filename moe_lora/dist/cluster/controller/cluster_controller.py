@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, MoeLoraError
 from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import RECOVERY_S, CatchUp, InstanceListener
-from moe_lora.dist.cluster.routing_client import FleetClient, client_type
+from moe_lora.dist.cluster.routing_client import FleetClient, make_client
 from moe_lora.dist.net.codec import verb, verbs_of
 from moe_lora.engine.client.messages import Alias, AliasChange, Heartbeat
 
@@ -209,8 +208,7 @@ async def controlled_fleet(
     heartbeat = Heartbeat.of(cluster.front_end)
     instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
     adapters = FleetAdapters(instance_registry, routes.ranks)
-    client = client_type(cluster)
-    fleet = client(instance_registry, routes, WallClock(), adapters.call, seed=config.seed)
+    fleet = make_client(cluster, instance_registry, routes, adapters.call)
     controller = ClusterController(
         adapters,
         _capacity_controller(cluster, fleet),

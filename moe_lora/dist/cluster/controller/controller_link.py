@@ -13,12 +13,11 @@ from typing import Any
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import InstanceListener
-from moe_lora.dist.cluster.routing_client import FleetClient, client_type
+from moe_lora.dist.cluster.routing_client import FleetClient, make_client
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, keys_of
@@ -224,8 +223,7 @@ async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[Dir
     routes = make_routes(cluster)
     watched = cluster.provisioning is not None
     link = ControllerLink(address, keys, name, registry, routes, watched=watched)
-    client = client_type(cluster)
-    fleet = client(registry, routes, WallClock(), link.call, seed=f"{name} {cluster.engine.seed}")
+    fleet = make_client(cluster, registry, routes, link.call, name)
     if cluster.has_resolver:
         from moe_lora.dist.cluster.resolving import attach_resolver
 
