@@ -22,14 +22,16 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import PauseOrder, PoolEntry
+from moe_lora.engine.client.messages import Alias, AliasChange, PauseOrder, PoolEntry
 from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
 from .reports import merge_adapters
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
     from moe_lora.dist.cluster.pool.pool import FleetPool
+    from moe_lora.dist.cluster.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -127,6 +129,7 @@ class FleetAdapters:
         self.ranks = {} if ranks is None else ranks
         self.instance_registry = instance_registry
         self._own = verbs_of(self)
+        self._rollouts: Rollouts | None = None
         # Calls for one adapter run in sequence: instances must agree on the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -158,6 +161,14 @@ class FleetAdapters:
         except asyncio.CancelledError:
             task.add_done_callback(lambda done: _tell(name, done))
             raise
+
+    async def change_alias(self, name: str, change: AliasChange, versions: ServedRegistry | None) -> Alias:
+        """As `Rollouts.change`."""
+        if self._rollouts is None:
+            from .rollouts import Rollouts
+
+            self._rollouts = Rollouts(self, versions)
+        return await self._rollouts.change(name, change)
 
     async def _on_all(self, verb: str, args: tuple[Any, ...]) -> list[Any] | None:
         """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None.

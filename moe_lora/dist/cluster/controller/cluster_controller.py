@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .cluster_state import Figures
     from .migration_controller import MigrationController
     from .placement_controller import PlacementController
-    from .rollouts import Rollouts
     from .served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class ClusterController:
 
             self._verbs |= verbs_of(RegistryVerbs(registry, adapters.devices))
         self.window = None if provision is None else provision.window
-        self._rollouts: Rollouts | None = None
 
     @property
     def figures(self) -> Figures:
@@ -82,11 +80,7 @@ class ClusterController:
     @verb
     async def change_alias(self, name: str, change: AliasChange) -> Alias:
         """As `Rollouts.change`."""
-        if self._rollouts is None:
-            from .rollouts import Rollouts
-
-            self._rollouts = Rollouts(self.adapters, self.registry)
-        return await self._rollouts.change(name, change)
+        return await self.adapters.change_alias(name, change, self.registry)
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run a verb by name (see `protocol`).  Raises the errors of the verb."""

@@ -19,22 +19,14 @@ from moe_lora.core.errors import (
     MoeLoraError,
 )
 from moe_lora.core.request import version_name
-from moe_lora.dist.cluster.aliases import (
-    MAX_ALIASES,
-    STEPS,
-    check_exists,
-    learn,
-    of_adapter,
-    rolled_out,
-    targets,
-)
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import Alias, AliasChange
 
-if TYPE_CHECKING:
-    from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from .aliases import MAX_ALIASES, STEPS, check_exists, learn, of_adapter, rolled_out, targets
 
-    from .served_registry import ServedRegistry
+if TYPE_CHECKING:
+    from .adapter_calls import FleetAdapters
+    from .controller.served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"v([1-9]\d{0,8})")
