@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weighted sums of plain LoRA adapters, exact by concatenated ranks.
 
-Legend: R LoRA rank, D features, K adapters of the sum.
+Legend: R LoRA rank, D features, K adapters.
 """
 
 from __future__ import annotations

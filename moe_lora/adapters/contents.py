@@ -183,13 +183,14 @@ class AdapterContents:
 
         from .composed import compose
 
-        parts = parts_in(path)
+        parts, store = parts_in(path), self.store
+        new = [one.content_hash for one in parts if store is not None and one.content_hash not in store]
         terms = [(self.read(one.name, one.path, one.content_hash), one.weight) for one in parts]
         packed = compose(name, terms, self.shape)
         if self.max_lora_rank is not None and packed.max_lora_rank > self.max_lora_rank:
             raise AdapterError(f"the weighted sum: {rank_problem(packed.max_lora_rank, self.max_lora_rank)}")
         with self._lock:
-            self._remove([one.content_hash for one in parts])
+            self._remove(new)
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:

@@ -22,13 +22,12 @@ class Part:
 
 
 def name_of(parts: Sequence[Part]) -> str:
-    """The sum's name: equal for equal contents and weights."""
+    """Equal for equal contents and weights."""
     text = json.dumps([(part.content_hash, part.weight) for part in parts])
     return f"{COMPOSED}{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def path_of(parts: Sequence[Part]) -> str:
-    """The sum's path, for `parts_in`."""
     fields = [(part.name, part.path, part.content_hash, part.weight) for part in parts]
     return f"{COMPOSED}{json.dumps(fields)}"
 

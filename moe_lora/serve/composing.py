@@ -44,11 +44,11 @@ async def composed(
     if len({part.name for part in parts}) < len(parts):
         raise bad_request("lora names an adapter twice; add its weights", "lora")
     name = name_of(parts)
-    frontend.composed_s[name] = time.monotonic()
-    if name not in infos:
+    if name not in infos or infos[name].residency == "unavailable":
         await _make_room(frontend, infos)
         with suppress(AdapterExistsError):  # of another request
             await frontend.client.call("load_adapter", name, path_of(parts))
+    frontend.composed_s[name] = time.monotonic()
     if (key := caller.key) is not None:
         caller = copy(caller)
         caller.key = msgspec.structs.replace(key, adapters=(escape(name),))
@@ -69,17 +69,14 @@ async def _make_room(frontend: Frontend, infos: dict[str, AdapterInfo]) -> None:
     """Unload idle sums beyond `MAX_COMPOSED`, the longest idle first.  Raises ApiError without room."""
     sums = [info for info in infos.values() if info.name.startswith(COMPOSED)]
     used_s, now_s = frontend.composed_s, time.monotonic()
-    idle = [
-        info
-        for info in sums
-        if not info.num_running + info.num_waiting and now_s >= used_s.get(info.name, 0.0) + START_S
-    ]
+    for name in [name for name, last_s in used_s.items() if now_s >= last_s + START_S]:
+        del used_s[name]
+    idle = [info for info in sums if not info.num_running + info.num_waiting and info.name not in used_s]
     idle.sort(key=lambda info: (info.idle_s is None, -(info.idle_s or 0.0)))
     idle = idle[: max(0, len(sums) + 1 - MAX_COMPOSED)]
     if len(sums) - len(idle) >= 2 * MAX_COMPOSED:
         what = f"{len(sums)} weighted sums of adapters are in use; send the request again later"
         raise ApiError(503, what, retry_s=RETRY_S)
     for info in idle:
-        used_s.pop(info.name, None)
         with suppress(AdapterNotFoundError):  # another front end was faster
             await frontend.client.call("unload_adapter", info.name)

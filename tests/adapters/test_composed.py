@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from moe_lora.adapters.composed import compose
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, entry_widths
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.adapters.registry.base_model import model_shape
@@ -92,3 +94,16 @@ def test_a_term_of_another_kind_is_refused_by_name(change, said):
 def test_values_beyond_the_dtype_are_refused():
     with pytest.raises(AdapterError, match="too large"):
         compose("sum", [(read("upper", torch.float16), 1e9)], SHAPE)
+
+
+def test_a_sum_leaves_the_store_of_contents_as_it_was(tmp_path):
+    """A term that was kept stays, for the restart of another instance; a term read for the sum goes."""
+    store = HostStore(tmp_path)
+    contents = AdapterContents(SHAPE, torch.float32, store)
+    upper, rot13 = (read(name) for name in ("upper", "rot13"))
+    store.put(upper)
+    parts = [
+        Part(one.name, str(DEMO / "adapters" / one.name), one.content_hash, 0.5) for one in (upper, rot13)
+    ]
+    made = contents.read(name_of(parts), path_of(parts))
+    assert [one.content_hash in store for one in (upper, rot13, made)] == [True, False, True]

@@ -15,13 +15,17 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from moe_lora.core.errors import AdapterError
+from moe_lora.serve import composing
 from moe_lora.serve.api_keys import add_key
 from moe_lora.serve.composing import MAX_COMPOSED, START_S
+from moe_lora.serve.server import create_app
 from tests.dist.cluster_jobs import until
 from tests.families import load_model
 
+from .conftest import as_served, frontend_of
 from .demo_server import DEMO, DemoServer, demo_server
-from .live_server import wait_until
+from .live_server import ServerThread, wait_until
 from .test_access import rights
 from .test_controls import OPTIONS, SEVERAL, Http
 
@@ -239,3 +243,24 @@ def test_rights_to_each_term_ranks_and_room(tmp_path):
         complete(ops, {"upper": 99}, max_tokens=1)
         names = [one["id"] for one in ops.ok("GET", "/v1/adapters")["data"]]
         assert sum(name.startswith("composed:") for name in names) == MAX_COMPOSED
+
+
+def test_sums_that_fail_or_ended_are_not_remembered(engine, tokenizer, monkeypatch):
+    frontend = frontend_of(engine, tokenizer)
+    body = {"prompt": "a", "max_tokens": 1}
+    with ServerThread(create_app(frontend)) as thread, as_served(thread.url, engine) as served:
+
+        def status(weight: float) -> int:
+            return served.post("/v1/completions", {**body, "lora": terms({"shout": weight})}).status_code
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "call", refuse)
+            assert status(0.5) == 400
+        assert not frontend.composed_s
+        monkeypatch.setattr(composing, "START_S", 0.0)
+        assert [status(number) for number in range(4)] == [200] * 4
+        assert len(frontend.composed_s) == 1
+
+
+async def refuse(*args: Any, **words: Any) -> None:
+    raise AdapterError("no adapter fits")

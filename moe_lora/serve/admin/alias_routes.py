@@ -35,7 +35,7 @@ class Endpoints:
         self._frontend = frontend
 
     async def rollout(self, request: Request) -> Response:
-        """Send a share of the alias's requests to an adapter; a first rollout makes the alias."""
+        """A first rollout makes the alias."""
         body = await read_json(request, RolloutBody, self._frontend)
         name = request.path_params["name"]
         check_new_name(name, self._frontend)
@@ -45,15 +45,12 @@ class Endpoints:
         return await self._change(request, AliasChange("rollout", body.to, body.share))
 
     async def promote(self, request: Request) -> Response:
-        """Send the requests to the adapter under rollout; the former adapter stays loaded."""
         return await self._step(request, "promote")
 
     async def rollback(self, request: Request) -> Response:
-        """Send the requests to the adapter before the last rollout, also after a promotion."""
         return await self._step(request, "rollback")
 
     async def drop(self, request: Request) -> Response:
-        """Let the adapter without requests be evicted."""
         return await self._step(request, "drop")
 
     async def remove(self, request: Request) -> Response:
