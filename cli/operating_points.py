@@ -18,7 +18,7 @@ from .errors import user_errors
 from .options import WholeNumbers, setting_options
 
 if TYPE_CHECKING:
-    from moe_lora.provision.performance.operating_points import OperatingPoint, PointLoad, SloGoal, Trial
+    from moe_lora.provision.performance.operating_points import OperatingPoint, PointLoad, RateRun, SloGoal
 
 _OVERLOAD_TTFTS = 3.0
 """A run is stopped once a request has waited this many times the SLO's TTFT."""
@@ -122,7 +122,7 @@ def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, An
 @contextlib.contextmanager
 def _runs(
     model_dir: str | None, rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
-) -> Iterator[Callable[[float, int], Trial]]:
+) -> Iterator[Callable[[float, int], RateRun]]:
     """What runs the load at a rate: an engine with adapters of this rank, or the simulator."""
     if model_dir is None:
         yield _simulation(rank, load, slo, options)
@@ -137,7 +137,7 @@ def _runs(
 
     warm_up = replace(load, num_requests=8 * len(names), duration_s=0.0).plan(1e3, names, 0)
 
-    def run(rate_per_s: float, seed: int) -> Trial:
+    def run(rate_per_s: float, seed: int) -> RateRun:
         plan = load.plan(rate_per_s, names, seed)
         try:
             served = serve_open_loop(core, plan, longest_wait_s=_OVERLOAD_TTFTS * slo.ttft_s)
@@ -155,7 +155,7 @@ def _runs(
 
 def _simulation(
     rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
-) -> Callable[[float, int], Trial]:
+) -> Callable[[float, int], RateRun]:
     from moe_lora.provision.performance.operating_points import simulated_run
     from moe_lora.provision.performance.performance_models import read_step_model
 
@@ -164,10 +164,10 @@ def _simulation(
     return functools.partial(simulated_run, model, rank, load, slo, **limits)
 
 
-def _told(run: Callable[[float, int], Trial], rank: int) -> Callable[[float, int], Trial]:
+def _told(run: Callable[[float, int], RateRun], rank: int) -> Callable[[float, int], RateRun]:
     """The run, and a line on stderr about each."""
 
-    def telling(rate_per_s: float, seed: int) -> Trial:
+    def telling(rate_per_s: float, seed: int) -> RateRun:
         trial = run(rate_per_s, seed)
         found = "overloaded" if trial.overloaded else f"mean TPOT {trial.mean_tpot_s:.4f} s"
         click.echo(

@@ -30,7 +30,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)(?P<suffix>\
 _MAX_SHARDS = 100_000
 
 
-class Content(NamedTuple):
+class FileKind(NamedTuple):
     """Kind of a file's content, and the way out."""
 
     kind: str
@@ -40,26 +40,29 @@ class Content(NamedTuple):
         return f"{self.kind}; {self.way_out}"
 
 
-_POINTER = Content(
+_POINTER = FileKind(
     "a Git LFS pointer, not the file",
     "run git lfs pull in its repository, or download the file itself",
 )
 _STARTS = (
     (b"version https://git-lfs.github.com/spec/", _POINTER),
     (b"version https://hawser.github.com/spec/", _POINTER),
-    (b"# xet version ", Content("an XET pointer, not the file", "install git-xet and pull, or " + _DOWNLOAD)),
-    (b"GGUF", Content("a GGUF file", "give the safetensors file that it was converted from")),
-    (b"\x89HDF", Content("an HDF5 file", "save it as safetensors")),
+    (
+        b"# xet version ",
+        FileKind("an XET pointer, not the file", "install git-xet and pull, or " + _DOWNLOAD),
+    ),
+    (b"GGUF", FileKind("a GGUF file", "give the safetensors file that it was converted from")),
+    (b"\x89HDF", FileKind("an HDF5 file", "save it as safetensors")),
     (
         b"PK\x03\x04",
-        Content("a ZIP archive, as torch.save writes it", "save it with safetensors.torch.save_file"),
+        FileKind("a ZIP archive, as torch.save writes it", "save it with safetensors.torch.save_file"),
     ),
-    (b"\x1f\x8b", Content("a gzip archive", "unpack it")),
-    (b"BZh", Content("a bzip2 archive", "unpack it")),
-    (b"\xfd7zXZ", Content("an XZ archive", "unpack it")),
-    (b"\x28\xb5\x2f\xfd", Content("a Zstandard archive", "unpack it")),
+    (b"\x1f\x8b", FileKind("a gzip archive", "unpack it")),
+    (b"BZh", FileKind("a bzip2 archive", "unpack it")),
+    (b"\xfd7zXZ", FileKind("an XZ archive", "unpack it")),
+    (b"\x28\xb5\x2f\xfd", FileKind("a Zstandard archive", "unpack it")),
     *(
-        (b"\x80" + bytes([number]), Content("a pickle", "save it with safetensors.torch.save_file"))
+        (b"\x80" + bytes([number]), FileKind("a pickle", "save it with safetensors.torch.save_file"))
         for number in range(2, 6)
     ),
 )
@@ -67,35 +70,35 @@ _ANNEX = re.compile(rb"(?:\.\./)*(?:\.git)?/annex/objects/")
 _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
-def content_of(head: bytes, *, is_text: bool = False) -> Content | None:
+def content_of(head: bytes, *, is_text: bool = False) -> FileKind | None:
     """Kind of an unreadable file by its first HEAD_BYTES bytes; None if unknown.
 
     is_text: the reader expected text, so text is no finding.
     """
     if not head:
-        return Content("an empty file", _DOWNLOAD)
+        return FileKind("an empty file", _DOWNLOAD)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     for start, content in _STARTS:
         if head.startswith(start) or text.startswith(start):
             return content
     if _ANNEX.match(text):
-        return Content("a git-annex pointer, not the file", "run git annex get in its repository")
+        return FileKind("a git-annex pointer, not the file", "run git annex get in its repository")
     if _HTML.match(text):
-        return Content(
+        return FileKind(
             "a web page, such as one to sign in", "download the file itself, with the access that it needs"
         )
     if not any(head):
-        return Content("only zero bytes, as an unfinished download leaves them", _DOWNLOAD)
+        return FileKind("only zero bytes, as an unfinished download leaves them", _DOWNLOAD)
     if is_text:
         return None
     shown = text.decode("utf-8", "ignore")
     line = shown.splitlines()[0] if shown else ""
     if line and all(char.isprintable() or char in "\r\n\t" for char in shown):
-        return Content(f"a text: {line[:_SHOWN_TEXT_CHARS]!r}", _DOWNLOAD)
+        return FileKind(f"a text: {line[:_SHOWN_TEXT_CHARS]!r}", _DOWNLOAD)
     return None
 
 
-def file_content(path: Path, *, is_text: bool = False) -> Content | None:
+def file_content(path: Path, *, is_text: bool = False) -> FileKind | None:
     """As `content_of`, for a file.  Raises OSError."""
     with path.open("rb") as file:
         return content_of(file.read(HEAD_BYTES), is_text=is_text)
@@ -390,7 +393,7 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _other_content(file: BinaryIO) -> Content | None:
+def _other_content(file: BinaryIO) -> FileKind | None:
     """Kind of an open file that is not safetensors; None for damaged safetensors."""
     file.seek(0)
     head = file.read(HEAD_BYTES)

@@ -188,12 +188,9 @@ class EngineLoop(threading.Thread):
             self._emit(Reply(call.call_id, error=error))
         else:
             if isinstance(wait, Future):
-                wait.add_done_callback(partial(self._in_loop, call, steps))
+                wait.add_done_callback(lambda done: self.inbox.put(partial(self._go_on, call, steps, done)))
             else:
                 self._until.append((wait, call, steps))
-
-    def _in_loop(self, call: Call, steps: Steps[Any], done: Future[Any]) -> None:
-        self.inbox.put(partial(self._go_on, call, steps, done))
 
     def _resume_verbs(self) -> None:
         waiting, self._until = self._until, []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from unittest.mock import patch
 
 from trl.experimental.async_grpo import AsyncGRPOTrainer as TrlTrainer
 from trl.experimental.async_grpo import async_rollout_worker
@@ -24,8 +23,12 @@ class PublishesInPlace:
 
     def __init__(self: Any, *args: Any, **words: Any) -> None:
         # TRL's worker needs vLLM's package installed, but speaks HTTP alone.
-        with patch.object(async_rollout_worker, "is_vllm_available", lambda: True):
+        is_available = async_rollout_worker.is_vllm_available
+        async_rollout_worker.is_vllm_available = lambda min_version=None: True
+        try:
             super().__init__(*args, **words)
+        finally:
+            async_rollout_worker.is_vllm_available = is_available
         worker = self.rollout_worker
         if self._lora_sync and isinstance(worker, async_rollout_worker.AsyncRolloutWorker):
             # By default rollouts ask for a new name at each version.

@@ -62,7 +62,8 @@ class Checkpoint:
                     f"{'does' if len(absent) == 1 else 'do'} not exist; download the missing shards"
                 )
         else:
-            self.file_of = {key: path for path in self._without_index() for key in _names(self._open(path))}
+            files = {path: list(self._open(path).keys()) for path in self._without_index()}
+            self.file_of = {key: path for path, keys in files.items() for key in keys}
         self.scheme = scheme_of(config or {}, self._metadata)
 
     def _metadata(self) -> dict[str, str]:
@@ -165,10 +166,6 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
         return iter(self.file_of)
-
-
-def _names(file: Any) -> list[str]:
-    return list(file.keys())
 
 
 def _way_to_safetensors(model_dir: Path) -> str:

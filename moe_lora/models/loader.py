@@ -227,23 +227,20 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
     missing = weights.keys() ^ targets.keys()
     assert all(name.endswith(".bias") and name in weights for name in missing), missing
     refuse_unexpected(model, checkpoint, weights)
-    files = checkpoint if isinstance(checkpoint, Checkpoint) else None
     ranges = held_ranges(model)
     held = {name: _held_pieces(weights[name], ranges[name]) for name in targets}
     sizes = {name: _num_bytes(target) for name, target in targets.items()}
     done, total, following = 0, sum(sizes.values()), iter([*held.values(), []])
     next(following)
     for name, target in targets.items():
-        if files is not None:
-            files.will_read(piece for _, piece, _ in next(following))
+        checkpoint.will_read(piece for _, piece, _ in next(following))
         opened = stored.pop(name, {})
         for i, piece, cuts in held[name]:
             tensor = opened.pop(i) if i in opened else checkpoint.tensor(piece)
             _check_shape(piece, tensor, ranges[name], checkpoint)
             for cut in cuts:
                 _fill_part(target, cut, _part(tensor, cut, piece), piece, checkpoint)
-        if files is not None:
-            files.release(piece for _, piece, _ in held[name])
+        checkpoint.release(piece for _, piece, _ in held[name])
         done += sizes[name]
         show(f"{done / 1e9:.3g} of {total / 1e9:.3g} GB of weights loaded", done, total)
 
@@ -286,8 +283,7 @@ def _fill_part(
 ) -> None:
     if isinstance(into, torch.Tensor):
         if isinstance(tensor, torch.Tensor):
-            is_read = isinstance(checkpoint, Checkpoint) and checkpoint.read_into(piece, into[cut.target])
-            if not is_read:
+            if not checkpoint.read_into(piece, into[cut.target]):
                 into[cut.target].copy_(tensor)
         else:
             _dequantise_into(into[cut.target], tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,15 @@ class RandomCheckpoint:
     def tensor(self, piece: Piece) -> torch.Tensor | StoredWeight:
         """Tensor of the piece."""
         return self._mxfp4(piece.key) if piece.extra_keys else self[piece.key]
+
+    def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
+        """False: `tensor` makes the values."""
+        return False
+
+    def will_read(self, pieces: Iterable[Piece]) -> None:
+        """No effect, as of `release`: no file is read."""
+
+    release = will_read
 
     def __contains__(self, key: object) -> bool:
         return key in self._shapes

@@ -23,8 +23,8 @@ from moe_lora.policies.routing.model_routing import CostModel
 from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.provision.performance.operating_points import (
     PointLoad,
+    RateRun,
     SloGoal,
-    Trial,
     find_operating_point,
     simulated_run,
 )
@@ -208,7 +208,7 @@ def simulated_points(
 ) -> dict[int, float]:
     """Operating points in tokens/s, from the simulator on one instance per rank."""
 
-    def run(lora_rank: int, rate_per_s: float, seed: int) -> Trial:
+    def run(lora_rank: int, rate_per_s: float, seed: int) -> RateRun:
         batch = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
         return simulated_run(model, lora_rank, load, slo, rate_per_s, seed, **batch)
 

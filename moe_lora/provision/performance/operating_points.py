@@ -84,7 +84,7 @@ class PointLoad(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class RateRun:
     """Result of a run at one rate.  overloaded: the run stopped, after waits far beyond the SLO."""
 
     rate_per_s: float
@@ -102,26 +102,26 @@ class OperatingPoint:
     rate_per_s: float
     fails_at_per_s: float
     tokens_per_s: float
-    trials: tuple[Trial, ...]
+    trials: tuple[RateRun, ...]
 
 
-def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> Trial:
+def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> RateRun:
     """Judge the requests by the SLO; skips the first tenth, on an empty server."""
     served = sorted(requests, key=lambda request: request.arrival_s)
     served = served[len(served) // 10 :]
     ttft = float(np.percentile([one.first_token_s - one.arrival_s for one in served], 95))
     tpot = float(np.mean([(one.finish_s - one.first_token_s) / (one.output_tokens - 1) for one in served]))
     holds = ttft <= slo.ttft_s and tpot <= slo.tpot_s
-    return Trial(rate_per_s=rate_per_s, p95_ttft_s=ttft, mean_tpot_s=tpot, holds=holds)
+    return RateRun(rate_per_s=rate_per_s, p95_ttft_s=ttft, mean_tpot_s=tpot, holds=holds)
 
 
-def overload(rate_per_s: float, waited_s: float) -> Trial:
+def overload(rate_per_s: float, waited_s: float) -> RateRun:
     """A run stopped by a wait of waited_s."""
-    return Trial(rate_per_s=rate_per_s, p95_ttft_s=waited_s, mean_tpot_s=0.0, holds=False, overloaded=True)
+    return RateRun(rate_per_s=rate_per_s, p95_ttft_s=waited_s, mean_tpot_s=0.0, holds=False, overloaded=True)
 
 
 def find_operating_point(
-    run: Callable[[float, int], Trial],
+    run: Callable[[float, int], RateRun],
     *,
     lora_rank: int,
     tokens_per_request: int,
@@ -141,7 +141,7 @@ def find_operating_point(
         raise ConfigError(
             f"start_per_s={start_per_s}, tolerance={tolerance} and repeats={repeats} must be positive"
         )
-    trials: list[Trial] = []
+    trials: list[RateRun] = []
 
     def holds(rate_per_s: float) -> bool:
         found = 0
@@ -170,7 +170,7 @@ def _bracket(
     start_per_s: float,
     max_steps: tuple[int, int],
     lora_rank: int,
-    trials: list[Trial],
+    trials: list[RateRun],
 ) -> tuple[float, float]:
     rate = start_per_s
     if holds(rate):
@@ -246,7 +246,7 @@ def simulated_run(
     *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-) -> Trial:
+) -> RateRun:
     """One simulated instance, all adapters resident, step times by a performance model."""
     names = [str(index) for index in range(load.num_adapters)]
     config = SystemConfig(

@@ -192,7 +192,7 @@ class _Packing:
             self._max_rank[server] = max(self._max_rank[server], int(self._problem.ranks[adapter]))
 
 
-def _by_names(place: Callable[..., Shares]) -> Callable[..., Table]:
+def _by_names(place: Callable[..., Table]) -> Callable[..., Table]:
 
     @functools.wraps(place)
     def placed(
@@ -204,13 +204,13 @@ def _by_names(place: Callable[..., Shares]) -> Callable[..., Table]:
         **options: Any,
     ) -> Table:
         problem = placement_problem(adapters, servers, operating_points, demand)
-        return problem.table(place(problem, problem.shares(previous), **options))
+        return place(problem, problem.shares(previous), **options)
 
     return placed
 
 
 @_by_names
-def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -> Shares:
+def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -> Table:
     """Each adapter on one random server; placed adapters stay, as S-LoRA Random is static.
 
     Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters`.
@@ -218,21 +218,22 @@ def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -
     rng = random.Random(seed)
     drawn = [rng.randrange(len(problem.servers)) for _ in problem.names]
     had = {adapter: max(row, key=lambda one: (row[one], -one)) for adapter, row in before.items()}
-    return {adapter: {had.get(adapter, server): 1.0} for adapter, server in enumerate(drawn)}
+    return problem.table({adapter: {had.get(adapter, server): 1.0} for adapter, server in enumerate(drawn)})
 
 
 @_by_names
-def contiguous_placement(problem: PlacementProblem, before: Shares) -> Shares:
+def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
     """By rank, an equal number of adapters on each server; ignores demand and `before`.
 
     Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters`.
     """
     order = np.argsort(problem.ranks, kind="stable").tolist()
-    return {a: {place * len(problem.servers) // len(order): 1.0} for place, a in enumerate(order)}
+    num_servers = len(problem.servers)
+    return problem.table({a: {place * num_servers // len(order): 1.0} for place, a in enumerate(order)})
 
 
 @_by_names
-def disjoint_placement(problem: PlacementProblem, before: Shares) -> Shares:
+def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
     """Each adapter on one server: heaviest first, on the least loaded server.
 
     Servers then exchange names to move few bytes from `before`.
@@ -241,25 +242,19 @@ def disjoint_placement(problem: PlacementProblem, before: Shares) -> Shares:
     loads = dict(zip(problem.names, problem.load.tolist(), strict=True))
     owner = balanced_assignment(loads, len(problem.servers))
     shares = {adapter: {owner[name]: 1.0} for adapter, name in enumerate(problem.names)}
-    return least_moves(problem, shares, before)
+    return problem.table(least_moves(problem, shares, before))
 
 
 @_by_names
-def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Shares:
+def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Table:
     """Each adapter on all servers, in equal shares.  Source: Toppings section 5, as LoRAServe section V-D."""
     row = dict.fromkeys(range(len(problem.servers)), 1.0)
-    return dict.fromkeys(range(len(problem.names)), row)
+    return problem.table(dict.fromkeys(range(len(problem.names)), row))
 
 
-def _optimal(
-    adapters: Mapping[str, int],
-    servers: Sequence[Server],
-    operating_points: Mapping[int, float],
-    demand: Mapping[str, float],
-    previous: Placed | None = None,
-) -> Table:
-    problem = placement_problem(adapters, servers, operating_points, demand)
-    return optimal_placement(problem, problem.shares(previous), slack=0.05).table
+@_by_names
+def _optimal(problem: PlacementProblem, before: Shares) -> Table:
+    return optimal_placement(problem, before, slack=0.05).table
 
 
 PLACEMENTS: dict[str, Callable[..., Table]] = {

@@ -316,7 +316,7 @@ class StageTimes:
 
 
 class SimulatedLayers:
-    """`provision.replayed.system_config.LayerTimes`.
+    """`provision.replayed.system_config.LayerModel`.
 
     ep: of the LoRA Server; None: the instance computes its deltas.
     One request with an adapter makes every row of a step count as a row with an adapter.

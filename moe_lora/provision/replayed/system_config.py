@@ -57,7 +57,7 @@ class StepRows(Protocol):
     def num_prompts(self) -> int: ...
 
 
-class LayerTimes(Protocol):
+class LayerModel(Protocol):
     """Times of an instance's equal layers, including prompt tokens."""
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
@@ -78,7 +78,7 @@ class InstanceConfig(Settings):
     profile: StepProfile | None = None
     num_layers: int = setting(1, least=1)
     steps: StepModel | None = None
-    layers: LayerTimes | None = None
+    layers: LayerModel | None = None
     max_num_seqs: int = setting(256, least=1)
     kv_tokens: float | None = setting(None, least=1)
     prefill: StageTime | None = None

@@ -43,7 +43,7 @@ class BatchLine(NamedTuple):
     model: str
 
 
-class Problem(NamedTuple):
+class WrongLine(NamedTuple):
     """A line without a request."""
 
     number: int
@@ -55,7 +55,7 @@ class BatchLines:
     """Requests by adapter, in the order of the adapters' first lines; and the first wrong lines."""
 
     lines: list[BatchLine] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[WrongLine] = field(default_factory=list)
     num_wrong: int = 0
 
     @property
@@ -95,7 +95,7 @@ def read_lines(
             what = "too many nested lists" if isinstance(error, RecursionError) else str(error)
             found.num_wrong += 1
             if len(found.problems) < MAX_PROBLEMS:
-                found.problems.append(Problem(number, what))
+                found.problems.append(WrongLine(number, what))
             continue
         numbers[custom_id] = number
         first.setdefault(model, number)

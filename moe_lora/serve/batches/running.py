@@ -68,13 +68,13 @@ class BackgroundCaller(Caller):
         self.tenant = f"{self.tenant}(batch)"
 
 
-class Answer(NamedTuple):
+class BatchAnswer(NamedTuple):
     status: int
     body: Any
     retry_s: float = 0.0
 
 
-async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: str) -> Answer:
+async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: str) -> BatchAnswer:
     """The application's answer to a request of this caller; an aborted answer is a passing error."""
     start, parts, bodies = dict[str, Any](), list[bytes](), [body]
 
@@ -97,12 +97,12 @@ async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: 
         await AsyncExitStackMiddleware(app.router)(scope, receive, send)
     except Exception as error:
         failure = to_api_error(error)
-        return Answer(failure.status, failure.body, failure.retry_s or 0.0)
+        return BatchAnswer(failure.status, failure.body, failure.retry_s or 0.0)
     answered = json.loads(b"".join(parts))
     if was_aborted(answered):
         failure = ApiError(503, ABORTED)
-        return Answer(failure.status, failure.body)
-    return Answer(start["status"], answered)
+        return BatchAnswer(failure.status, failure.body)
+    return BatchAnswer(start["status"], answered)
 
 
 class Batches:
@@ -301,7 +301,7 @@ class Run:
     async def _add(self, results: Results, text: bytes, custom_id: str, status: int) -> None:
         results.add(text, custom_id, is_whole=status == 200)
 
-    async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> Answer:
+    async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> BatchAnswer:
         """The answer after passing errors, and after the end of the key's rate."""
         batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
         while True:

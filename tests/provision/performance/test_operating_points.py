@@ -15,8 +15,8 @@ from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.provision.performance.operating_points import (
     OperatingPoint,
     PointLoad,
+    RateRun,
     SloGoal,
-    Trial,
     find_operating_point,
     judge,
     overload,
@@ -30,8 +30,8 @@ SLO = SloGoal(ttft_s=0.2, tpot_s=0.05)
 LOAD = PointLoad(prompt_tokens=32, output_tokens=16, num_adapters=4, num_requests=60, duration_s=4.0)
 
 
-def trial(rate_per_s: float, holds: bool) -> Trial:
-    return Trial(rate_per_s=rate_per_s, p95_ttft_s=0.1, mean_tpot_s=0.01, holds=holds)
+def trial(rate_per_s: float, holds: bool) -> RateRun:
+    return RateRun(rate_per_s=rate_per_s, p95_ttft_s=0.1, mean_tpot_s=0.01, holds=holds)
 
 
 @given(limit=st.floats(1e-3, 1e4), start=st.floats(1e-2, 1e3), tolerance=st.floats(0.01, 0.5))
@@ -54,7 +54,7 @@ def test_search_ends_just_below_the_limit(limit: float, start: float, tolerance:
 def test_repeats_are_voted_on_and_end_when_decided() -> None:
     asked: list[tuple[float, int]] = []
 
-    def run(rate: float, seed: int) -> Trial:
+    def run(rate: float, seed: int) -> RateRun:
         asked.append((rate, seed))
         return trial(rate, rate < 10 and not (rate > 5 and seed == 0))
 
@@ -110,7 +110,7 @@ def test_the_first_tenth_is_left_out() -> None:
 
 
 def test_a_stopped_run_fails() -> None:
-    assert overload(2.0, 9.0) == Trial(
+    assert overload(2.0, 9.0) == RateRun(
         rate_per_s=2.0, p95_ttft_s=9.0, mean_tpot_s=0.0, holds=False, overloaded=True
     )
 
