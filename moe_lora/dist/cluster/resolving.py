@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import SourcesConfig
-from moe_lora.core.errors import AdapterNotFoundError, AdapterVersionError, MoeLoraError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, AdapterVersionError, MoeLoraError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 
 from .instances import ServedVersion
@@ -114,9 +114,14 @@ class ResolvingClient(FleetClient):
         await self._resolver.load(name)
 
     def _resolved(self) -> dict[str, ServedVersion]:
-        """Adapters that the resolvers of all front ends loaded, except pinned adapters."""
-        served = self._instance_registry.adapters.items()
-        return {name: one for name, one in served if one.path.endswith(MARK) and not one.pinned}
+        """Adapters that the resolvers of all front ends loaded, except pinned and aliased adapters."""
+        registry = self._instance_registry
+        kept = {name for one in registry.aliases.values() for name in (one.current, one.second)}
+        return {
+            name: one
+            for name, one in registry.adapters.items()
+            if one.path.endswith(MARK) and not one.pinned and name not in kept
+        }
 
     async def _unload_idle(self) -> None:
         """Unload the adapters with the longest idle time, to four fifths of the number."""
@@ -132,7 +137,7 @@ class ResolvingClient(FleetClient):
             idle.sort(key=lambda one: (one.idle_s is None, -(one.idle_s or 0.0)))
             for one in idle[: max(0, len(resolved) - self._most * 4 // 5)]:
                 if not self._is_used(one.name):
-                    with suppress(AdapterNotFoundError):  # another front end unloaded or replaced the version
+                    with suppress(AdapterError, AdapterNotFoundError):  # others changed it
                         await self.call("unload_adapter", one.name, resolved[one.name])
         except MoeLoraError as error:
             logger.warning("idle adapters stay: %s", error)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -62,40 +63,68 @@ class Rollouts:
                 check_exists(name, before)
                 after = STEPS[change.step](name, before)
             if after is not before:
-                number = 1 + max((one.number for one in registry.aliases.values()), default=0)
-                loaded, pinned = (
-                    [one for one in names if one in targets(after)] for names in (after.loaded, after.pinned)
-                )
-                after = replace(after, loaded=tuple(loaded), pinned=tuple(pinned), number=number)
-                learn(registry.aliases, {name: after})
+                self._record(name, after)
+                left = set(targets(before)) - set(targets(after))
+                freed = [adapter for adapter in left if not self._is_inherited(adapter, before)]
                 await self._send()
-                self._release(before, after)
-            return after
+                for adapter in freed:
+                    self._release(adapter, adapter in before.loaded, adapter in before.pinned)
+            return registry.aliases[name] if after is not before else after
+
+    def _record(self, name: str, alias: Alias) -> None:
+        """Numbers are above those of an earlier controller, whose last steps may be unknown here."""
+        aliases = self._registry.aliases
+        number = max([int(time.time() * 1000), *(1 + one.number for one in aliases.values())])
+        kept = [
+            tuple(one for one in names if one in targets(alias)) for names in (alias.loaded, alias.pinned)
+        ]
+        learn(aliases, {name: replace(alias, loaded=kept[0], pinned=kept[1], number=number)})
+
+    def _is_inherited(self, adapter: str, before: Alias) -> bool:
+        """True if another alias has the adapter; that alias undoes its pin and load later."""
+        heir = next(of_adapter(self._registry.aliases, adapter), None)
+        if heir is None:
+            return False
+        alias, one = self._registry.aliases[heir], (adapter,)
+        if adapter in before.loaded or adapter in before.pinned:
+            loaded = alias.loaded + one * (adapter in before.loaded)
+            pinned = alias.pinned + one * (adapter in before.pinned)
+            self._record(heir, replace(alias, loaded=loaded, pinned=pinned))
+        return True
 
     async def _rolled_out(self, name: str, before: Alias, change: AliasChange) -> Alias:
         registry = self._registry
         if not before.current and sum(bool(one.current) for one in registry.aliases.values()) >= MAX_ALIASES:
             raise ConfigError(f"there are {MAX_ALIASES} aliases, the most; remove an alias first")
+        for one in (self._target(name, change.to)[0], before.current or name):
+            if (task := self._releasing.get(one)) is not None:
+                await asyncio.wait([task])
         target, version = self._target(name, change.to)
-        if (task := self._releasing.get(target)) is not None:
-            await asyncio.wait([task])
-            target, version = self._target(name, change.to)
         after = rolled_out(name, before, target, change.share, registry.adapters)
-        loaded, pinned = before.loaded, before.pinned
+        loaded, pinned = list[str](), list[str]()
         try:
             if version is not None:
                 versions = self._versions
                 assert versions is not None
                 found = await in_daemon_thread(versions.registry.resolve, name, versions.base_hash, version)
                 await self._adapters.call("load_adapter", target, found.path)
-                loaded = (*loaded, target)
+                loaded.append(target)
             for one in targets(after):
+                self._check_served(one)
                 if not registry.adapters[one].pinned and await self._pin(one):
-                    pinned = (*pinned, one)
+                    pinned.append(one)
+            for one in targets(after):
+                self._check_served(one)
         except BaseException:
-            self._release(replace(after, loaded=loaded, pinned=pinned), before)
+            for one in {*loaded, *pinned}:
+                self._release(one, one in loaded, one in pinned)
             raise
-        return replace(after, loaded=loaded, pinned=pinned)
+        return replace(after, loaded=(*before.loaded, *loaded), pinned=(*before.pinned, *pinned))
+
+    def _check_served(self, adapter: str) -> None:
+        """Raises AdapterNotFoundError after an unload by others."""
+        if adapter not in self._registry.adapters:
+            raise AdapterNotFoundError(f"adapter {adapter!r} was unloaded meanwhile; load it again")
 
     async def _pin(self, adapter: str) -> bool:
         """False for an adapter of a LoRA Server, which decides by itself.  Raises CapacityError."""
@@ -129,23 +158,20 @@ class Rollouts:
             with suppress(EngineDeadError):
                 await instance.client.call("remember_aliases", self._registry.aliases)
 
-    def _release(self, before: Alias, after: Alias) -> None:
-        """Undo pins and loads of rollouts, of adapters that left the alias."""
-        for adapter in set(targets(before)) - set(targets(after)):
-            if not any(of_adapter(self._registry.aliases, adapter)):
-                task = self._releasing[adapter] = asyncio.create_task(self._free(adapter, before))
-                task.add_done_callback(partial(self._forget, adapter))
+    def _release(self, adapter: str, loaded: bool, pinned: bool) -> None:
+        """Undo a rollout's load and pin of an adapter; running requests end first."""
+        task = self._releasing[adapter] = asyncio.create_task(self._free(adapter, loaded, pinned))
+        task.add_done_callback(partial(self._forget, adapter))
 
     def _forget(self, adapter: str, task: asyncio.Task[None]) -> None:
         if self._releasing.get(adapter) is task:
             del self._releasing[adapter]
 
-    async def _free(self, adapter: str, before: Alias) -> None:
-        """Running requests end first."""
+    async def _free(self, adapter: str, loaded: bool, pinned: bool) -> None:
         try:
-            if adapter in before.pinned:
+            if pinned:
                 await self._adapters.call("pin_adapter", adapter, False)
-            if adapter in before.loaded:
+            if loaded:
                 await self._adapters.call("unload_adapter", adapter)
         except MoeLoraError as error:
             logger.warning("adapter %s stays loaded or pinned after its rollout: %s", adapter, error)
