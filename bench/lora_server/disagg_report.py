@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.policies.routing.routing import balanced_assignment
+from moe_lora.provision.placement.placement import balanced_assignment
 from moe_lora.report.latency import SloTargets
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.traces.records import Trace

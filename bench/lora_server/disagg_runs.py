@@ -18,7 +18,7 @@ from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
 from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing.routers import PhiRouting
-from moe_lora.policies.routing.routing import balanced_assignment
+from moe_lora.provision.placement.placement import balanced_assignment
 from moe_lora.report.latency import RequestRecord, SloTargets
 from moe_lora.report.replay import replay
 from moe_lora.report.run_file import summarize

@@ -12,7 +12,8 @@ from bench.provision.plan_cases import model_inputs, zipf
 from moe_lora.config.optional_parts import StepProfile
 from moe_lora.core.partition import Layout
 from moe_lora.policies.routing.routers import PhiRouting, make_router
-from moe_lora.policies.routing.routing import Router, balanced_assignment
+from moe_lora.policies.routing.routing import Router
+from moe_lora.provision.placement.placement import balanced_assignment
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.coupled import Coupled
 from moe_lora.provision.plan.stages import StepTokens

@@ -16,7 +16,7 @@ from bench.lora_server.disagg_plan import Plan, System
 from bench.lora_server.disagg_runs import Files, planned, tokens_per_s
 from moe_lora.config.optional_parts import StageTime
 from moe_lora.policies.routing.routers import PhiRouting
-from moe_lora.policies.routing.routing import balanced_assignment
+from moe_lora.provision.placement.placement import balanced_assignment
 from moe_lora.provision.replayed.running import SimRequest
 from moe_lora.provision.replayed.system import simulate
 from moe_lora.provision.replayed.system_config import (

@@ -161,13 +161,6 @@ def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connect
     return child, Connection(child.socket.detach())
 
 
-def ignore_ctrl_c(priority: int | None = None) -> None:
-    """For a child that its keeper ends.  priority: of this process from now on; None: unchanged."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if priority is not None:
-        os.setpriority(os.PRIO_PROCESS, 0, priority)
-
-
 def set_log_level(level: str) -> None:
     """Set the level of this package's log."""
     logging.getLogger("moe_lora").setLevel(level.upper())

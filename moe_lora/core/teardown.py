@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -30,10 +31,15 @@ def quick_teardown() -> None:
     atexit.register(gc.freeze)
 
 
+def ignore_ctrl_c(priority: int | None = None) -> None:
+    """For a child that its keeper ends.  priority: of this process from now on; None: unchanged."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if priority is not None:
+        os.setpriority(os.PRIO_PROCESS, 0, priority)
+
+
 def run_child(serve: Callable[[int], None]) -> None:
     """Main of `processes.start_child`: serve the socket of this number, until the keeper hangs up."""
-    from .processes import ignore_ctrl_c
-
     ignore_ctrl_c()
     quick_teardown()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")

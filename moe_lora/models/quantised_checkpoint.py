@@ -31,7 +31,6 @@ from .checkpoint import INDEX_NAME, Checkpoint
 from .linear import Fp32Linear, Fp32Vector
 from .loader import linear_layers, refuse_unexpected
 from .quantised_weight import Quantisation, rows_at_once
-from .stored_weight import packed_fields
 from .weights import Piece, is_as_stored, linear_weight_map, weight_map
 
 SHARD_BYTES = 1 << 30
@@ -215,7 +214,7 @@ def _tensors(part: _Part, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[st
     if form.name == "fp8":
         return {part.key: torch.cat([q for q, _ in made]), f"{part.key}_scale": scale}
     return {
-        f"{part.key}_packed": torch.cat([packed_fields(q, form.bits) for q, _ in made]),
+        f"{part.key}_packed": torch.cat([_packed_fields(q, form.bits) for q, _ in made]),
         f"{part.key}_scale": scale,
         f"{part.key}_shape": torch.tensor(part.shape),
     }
@@ -259,3 +258,13 @@ def _changes(
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
     changes |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
     return changes | ({"tie_word_embeddings": False} if quantisation.head else {})
+
+
+def _packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Fields as stored: int8 [R, K] as int32 [R, K * bits / 32], its last word padded."""
+    codes = values.view(torch.uint8) + (1 << bits - 1)
+    codes = torch.nn.functional.pad(codes, (0, -values.shape[1] % (32 // bits)))
+    if bits == 4:
+        low, high = codes.unflatten(1, (-1, 2)).unbind(2)
+        codes = low | high << 4
+    return codes.contiguous().view(torch.int32)

@@ -279,16 +279,6 @@ def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes - (1 << bits - 1)).view(torch.int8)
 
 
-def packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse: int8 [R, K] as int32 [R, K * bits / 32], its last word padded."""
-    codes = values.view(torch.uint8) + (1 << bits - 1)
-    codes = torch.nn.functional.pad(codes, (0, -values.shape[1] % (32 // bits)))
-    if bits == 4:
-        low, high = codes.unflatten(1, (-1, 2)).unbind(2)
-        codes = low | high << 4
-    return codes.contiguous().view(torch.int32)
-
-
 def _integers(bits: int, group_size: int, width: int) -> Format:
     """The format of integers of up to 4 or 8 bits; at 4 bits a whole output is a group."""
     if bits <= 4:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
 from moe_lora.core.request import RoutingStats
@@ -186,28 +185,6 @@ class RoundRobin:
         chosen = next((one for one in instances if one.index > self._last_index), instances[0])
         self._last_index = chosen.index
         return chosen
-
-
-def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
-    """Adapter -> instance: the heaviest adapter first, to the instance of least load (ties: fewest adapters).
-
-    loads: expected load of each adapter, in any unit, >= 0.  The heaviest instance carries at most
-    4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
-    Source: InfiniLoRA, section 6.1: disjoint subsets, "determined by a greedy algorithm that targets load
-    balance".  Raises ValueError for num_instances < 1 and for loads that are negative or no numbers.
-    """
-    if num_instances < 1:
-        raise ValueError(f"num_instances={num_instances} must be 1 or more")
-    for name, load in loads.items():
-        if not 0 <= load < float("inf"):
-            raise ValueError(f"the load of adapter {name!r} is {load}; it must be a number >= 0")
-    heap = [(0.0, 0, index) for index in range(num_instances)]
-    assignment = {}
-    for name in sorted(loads, key=lambda name: (-loads[name], name)):
-        load, num_adapters, index = heap[0]
-        assignment[name] = index
-        heapq.heapreplace(heap, (load + loads[name], num_adapters + 1, index))
-    return assignment
 
 
 def with_room(

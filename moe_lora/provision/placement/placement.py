@@ -8,6 +8,7 @@ step 6: `policies.routing.routers`.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from moe_lora.policies.routing.routing import balanced_assignment
 
 from .burst_tolerance import place_by_burst_tolerance
 from .optimal import optimal_placement
@@ -230,6 +229,28 @@ def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
     order = np.argsort(problem.ranks, kind="stable").tolist()
     num_servers = len(problem.servers)
     return problem.table({a: {place * num_servers // len(order): 1.0} for place, a in enumerate(order)})
+
+
+def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
+    """Adapter -> instance: the heaviest adapter first, to the instance of least load (ties: fewest adapters).
+
+    loads: expected load of each adapter, in any unit, >= 0.  The heaviest instance carries at most
+    4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
+    Source: InfiniLoRA, section 6.1: disjoint subsets, "determined by a greedy algorithm that targets load
+    balance".  Raises ValueError for num_instances < 1 and for loads that are negative or no numbers.
+    """
+    if num_instances < 1:
+        raise ValueError(f"num_instances={num_instances} must be 1 or more")
+    for name, load in loads.items():
+        if not 0 <= load < float("inf"):
+            raise ValueError(f"the load of adapter {name!r} is {load}; it must be a number >= 0")
+    heap = [(0.0, 0, index) for index in range(num_instances)]
+    assignment = {}
+    for name in sorted(loads, key=lambda name: (-loads[name], name)):
+        load, num_adapters, index = heap[0]
+        assignment[name] = index
+        heapq.heapreplace(heap, (load + loads[name], num_adapters + 1, index))
+    return assignment
 
 
 @_by_names

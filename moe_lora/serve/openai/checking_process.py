@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import fail_after, to_process
 
-from moe_lora.core.processes import ignore_ctrl_c
+from moe_lora.core.teardown import ignore_ctrl_c
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.policies.routing.routers import PhiRouting
-from moe_lora.policies.routing.routing import LeastOutstanding, RoundRobin, balanced_assignment
+from moe_lora.policies.routing.routing import LeastOutstanding, RoundRobin
+from moe_lora.provision.placement.placement import balanced_assignment
 
 
 @dataclass
