@@ -14,7 +14,7 @@ from moe_lora.core.errors import AdapterError
 from moe_lora.dist.deltas.host_deltas import HostDeltas
 from moe_lora.dist.host_workers.stream_link import StreamWorkerLink
 from moe_lora.dist.host_workers.worker_link import WorkerLink
-from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.ranks import host_settings
 from tests.dist.host_workers.queued_stream import InlineStream
 from tests.engine.test_host_assisted import HeldCopies, ask, expected_of, start, worker_pids
 from tests.models.conftest import served  # noqa: F401  (the fixture)
@@ -61,7 +61,7 @@ def test_requests_of_adapters_that_the_host_can_not_compute_wait_for_the_device(
 ):
     model = served("mixtral")
     if streamed:
-        monkeypatch.setattr(Rank, "host_stream", lambda rank: InlineStream())
+        monkeypatch.setattr(host_settings, "stream_of", lambda device: InlineStream())
     copies = HeldCopies(monkeypatch, 0)
     with start(model, way) as llm:
         hashes = [one.content_hash for one in llm.list_adapters()]

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
-from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.ranks import host_settings
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Source
 from tests.dist.host_workers.queued_stream import InlineStream
@@ -34,11 +35,11 @@ def streams(monkeypatch):
     """Those of the ranks that are built."""
     found: list[InlineStream] = []
 
-    def host_stream(rank: Rank) -> InlineStream:
+    def stream_of(device: torch.device) -> InlineStream:
         found.append(InlineStream())
         return found[-1]
 
-    monkeypatch.setattr(Rank, "host_stream", host_stream)
+    monkeypatch.setattr(host_settings, "stream_of", stream_of)
     return found
 
 

@@ -74,17 +74,13 @@ class HostSettings:
                 f"host_workers={self.num_workers} would have nothing to compute: the LoRA Server computes "
                 "all sites; set lora_server.host_workers instead"
             )
-        stream: Stream | None = None
-        if rank.device.type == "cuda":  # elsewhere the engine's thread calls the workers
-            from moe_lora.dist.deltas.stream_backend import CudaStream
-
-            stream = CudaStream(rank.device)
-            if config.num_ranks > 1:
-                raise ConfigError(
-                    f"host_workers={self.num_workers} and {config.num_ranks} ranks do not go together on "
-                    "CUDA: rank 0 would take a step's tokens before it hears of an error at another rank; "
-                    "leave one out"
-                )
+        stream = stream_of(rank.device)
+        if stream is not None and config.num_ranks > 1:
+            raise ConfigError(
+                f"host_workers={self.num_workers} and {config.num_ranks} ranks do not go together on "
+                "CUDA: rank 0 would take a step's tokens before it hears of an error at another rank; "
+                "leave one out"
+            )
         tokens = self.tokens_per_worker
         layout = FrameLayout(rank.shape, rank.dtype, tokens * max(1, rank.shape.num_experts_per_token))
         times = WorkerTimes(slowdown=config.emulation.host_slowdown)
@@ -163,3 +159,12 @@ def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[
         number = int(end_of_name) % num_instances
     first = (number * ranks + dist_rank) * share
     return config.host_cores[first : first + min(share, num_workers)]
+
+
+def stream_of(device: torch.device) -> Stream | None:
+    """The stream on which a rank's device calls host workers; None if the engine's thread does."""
+    if device.type != "cuda":
+        return None
+    from moe_lora.dist.deltas.stream_backend import CudaStream
+
+    return CudaStream(device)
