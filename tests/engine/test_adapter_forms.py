@@ -38,5 +38,6 @@ def test_each_served_form_continues_as_peft_does(family, tmp_path):
         assert completion.token_ids == expected.tokens[0], name
 
 
+@pytest.mark.slow
 def test_the_page_of_forms_is_what_the_reader_says():
     assert PAGE.read_text() == page(), "python -m tests.adapter_forms writes the page"

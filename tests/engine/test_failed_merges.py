@@ -62,8 +62,15 @@ def half_written(monkeypatch, name: str, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["fold_in", "take_out"])
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        ("llama", 1),
+        ("mixtral", 3),
+        pytest.param("llama", 3, marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_merge_that_fails_half_way_leaves_exact_weights_and_all_tokens(
     name,
     number,

@@ -132,7 +132,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = ("experts and attention, by a regular expression", "router", "ranks of their own")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in WAYS]
+)
 def test_tokens_are_those_of_peft_on_the_split_model(way, model_dir, tmp_path):
     model = trained(model_dir, tmp_path / "a", **WAYS[way])
     with LLM(model_dir, adapters={"a": str(tmp_path / "a")}, dtype="float32", eager=True) as llm:
