@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from .api_keys import ApiKey
     from .batches.running import Batches
+    from .openai.load_report import LoadReport
 
 
 CUT = "the server is shutting down and does not finish this request; send it again"
@@ -57,10 +58,10 @@ class Frontend:
     """One engine and the HTTP application.
 
     tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
-    cuts requests at shutdown.  batches: from the first file or batch on.  model_name: the base model's main
-    name; every name outside model_names is an adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks
-    large bodies; None: starts with the first large body.  aliases: by name.  composed_s: last uses of
-    weighted sums.  The creator closes the client.
+    cuts requests at shutdown.  batches: from the first file or batch on.  load_report: from the first
+    request for the load on.  model_name: the base model's main name; every name outside model_names is an
+    adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks large bodies; None: starts with the first
+    large body.  aliases: by name.  composed_s: last uses of weighted sums.  The creator closes the client.
     """
 
     client: FleetClient
@@ -74,6 +75,7 @@ class Frontend:
     composed_s: dict[str, float] = field(default_factory=dict)
     ending: Ending = field(default_factory=Ending)
     batches: Batches | None = None
+    load_report: LoadReport | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from moe_lora.core.errors import PeerUnreachableError
+from moe_lora.serve.openai import load_report
+from tests.patience import PATIENCE_S
+
 from .conftest import app_of, as_served, scripted, serving
-from .live_server import ServerThread
+from .live_server import ServerThread, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 ENDPOINTS = pytest.mark.parametrize(
@@ -152,9 +157,67 @@ def test_a_gateway_gets_the_load_in_a_header(server, path, body, prefix, stream)
     kind, _, found = report("json").headers["endpoint-load-metrics"].partition(" ")
     named = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 5.0}
     assert (kind, json.loads(found)) == ("JSON", {"named_metrics": named})
-    assert report("BIN").status_code == 400
-    assert "allowed are TEXT, JSON" in report("BIN").text
     assert "endpoint-load-metrics" not in server.http.post(path, json={**body, "max_tokens": 1}).headers
+
+
+TEXT = {"Endpoint-Load-Metrics-Format": "TEXT"}
+
+
+def answer_with(server, header):
+    answer = server.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1}, headers=header)
+    assert answer.status_code == 200
+    return answer
+
+
+def test_an_unknown_format_of_the_load_is_logged_once_and_gets_no_report(server, caplog):
+    for form in ("BIN", "BIN", "proto"):
+        answer = answer_with(server, {"Endpoint-Load-Metrics-Format": form})
+        assert "endpoint-load-metrics" not in answer.headers
+    assert caplog.text.count("'BIN' is not allowed") == 1
+    assert "proto" not in caplog.text
+    assert "endpoint-load-metrics" in answer_with(server, TEXT).headers
+
+
+def test_requests_share_a_call_for_the_load(server, engine, monkeypatch):
+    monkeypatch.setattr(load_report, "FRESH_S", PATIENCE_S)
+    stats, calls = engine.stats, []
+
+    async def counted():
+        calls.append(1)
+        return await stats()
+
+    monkeypatch.setattr(engine, "stats", counted)
+    reports = {answer_with(server, TEXT).headers["endpoint-load-metrics"] for _ in range(3)}
+    assert len(reports) == len(calls) == 1
+    monkeypatch.setattr(load_report, "FRESH_S", 0.0)
+    answer_with(server, TEXT)
+    assert len(calls) == 2
+
+
+def test_an_instance_that_refuses_its_figures_costs_the_report_alone(server, engine, monkeypatch):
+    async def refused():
+        raise PeerUnreachableError("gone")
+
+    monkeypatch.setattr(engine, "stats", refused)
+    assert "endpoint-load-metrics" not in answer_with(server, TEXT).headers
+
+
+def test_no_request_waits_for_the_figures_of_a_hanging_instance(server, engine, monkeypatch):
+    ends, loops, stats = asyncio.Event(), [], engine.stats
+
+    async def hanging():
+        loops.append(asyncio.get_running_loop())
+        await ends.wait()
+        return await stats()
+
+    monkeypatch.setattr(engine, "stats", hanging)
+    for _ in range(2):
+        assert "endpoint-load-metrics" not in answer_with(server, TEXT).headers
+    [loop] = loops
+    loop.call_soon_threadsafe(ends.set)
+    wait_until(
+        lambda: "endpoint-load-metrics" in answer_with(server, TEXT).headers, "a report after the call"
+    )
 
 
 def test_requests_of_one_id_run_side_by_side(any_server):

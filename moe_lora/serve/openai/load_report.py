@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fastapi import Request
 
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import MoeLoraError
 from moe_lora.serve.access import caller_of
-from moe_lora.serve.http_errors import bad_request
 
 from .endpoints import LOAD_FORMAT
 
@@ -22,23 +25,67 @@ REPORT = "endpoint-load-metrics"
 FORMATS = ("TEXT", "JSON")
 NAMES = {"kv_usage": "kv_cache_usage_perc", "num_waiting": "num_requests_waiting"}
 """Of fields of `EngineStats`."""
+FRESH_S = 1.0
+"""Age of figures until the next call to the instances."""
+WAIT_S = 0.1
+"""Time of a call in which requests wait for the figures; later requests get no report."""
+
+logger = logging.getLogger(__name__)
+
+
+class LoadReport:
+    """The load of all instances, of a front end with requests for the load: one call serves all requests."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._figures: Mapping[str, float] = {}
+        self._read_s = -FRESH_S
+        self._reading: asyncio.Task[None] | None = None
+        self._waits_until_s = 0.0
+        self._has_logged = False
+
+    async def header(self, given: str) -> dict[str, str]:
+        """The header in the given format; none for an unknown format, and without figures in time."""
+        form = given.upper()
+        if form not in FORMATS:
+            self._log_unknown(given)
+            return {}
+        figures = await self._current_figures()
+        if not figures:
+            return {}
+        if form == "JSON":
+            return {REPORT: f"JSON {json.dumps({'named_metrics': figures})}"}
+        return {REPORT: "TEXT " + ", ".join(f"named_metrics.{name}={num}" for name, num in figures.items())}
+
+    async def _current_figures(self) -> Mapping[str, float]:
+        now_s = time.monotonic()
+        if now_s < self._read_s + FRESH_S:
+            return self._figures
+        if self._reading is None:
+            self._reading, self._waits_until_s = asyncio.create_task(self._read()), now_s + WAIT_S
+        done, _ = await asyncio.wait({self._reading}, timeout=self._waits_until_s - now_s)
+        return self._figures if done else {}
+
+    async def _read(self) -> None:
+        self._figures = {}
+        try:
+            with suppress(MoeLoraError):
+                stats = await self._frontend.client.stats()
+                self._figures = {name: float(getattr(stats, field)) for field, name in NAMES.items()}
+        finally:
+            self._read_s, self._reading = time.monotonic(), None
+
+    def _log_unknown(self, given: str) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            what = "%s: %.50r is not allowed, and such requests get no report; allowed are %s"
+            logger.warning(what, LOAD_FORMAT, given, ", ".join(FORMATS))
 
 
 async def load_header(request: Request, frontend: Frontend) -> dict[str, str]:
-    """The header with the load at the request's start; none without the rights for /metrics.
-
-    Raises ApiError for an unknown format.
-    """
-    given = request.headers[LOAD_FORMAT]
-    form = given.upper()
-    if form not in FORMATS:
-        raise bad_request(f"{LOAD_FORMAT}: {given[:50]!r} is not allowed; allowed are {', '.join(FORMATS)}")
+    """The header with the load of about the last second; none without the rights for /metrics."""
     if not caller_of(request.scope).is_admin:
         return {}
-    with suppress(EngineDeadError):
-        stats = await frontend.client.stats()
-        values = {name: float(getattr(stats, field)) for field, name in NAMES.items()}
-        if form == "JSON":
-            return {REPORT: f"JSON {json.dumps({'named_metrics': values})}"}
-        return {REPORT: "TEXT " + ", ".join(f"named_metrics.{name}={num}" for name, num in values.items())}
-    return {}
+    if frontend.load_report is None:
+        frontend.load_report = LoadReport(frontend)
+    return await frontend.load_report.header(request.headers[LOAD_FORMAT])
