@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import pickle
@@ -15,9 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from starlette.requests import Request
+from starlette.types import Message
 
+from moe_lora.core.request import AdapterInfo
+from moe_lora.serve.admin import received
+from moe_lora.serve.http_errors import ApiError
 from tests.dist.cluster_jobs import until
 
+from .conftest import frontend_of
 from .demo_server import DEMO, DemoServer, demo_server
 from .test_controls import SEVERAL, Http
 
@@ -181,3 +188,47 @@ def test_a_wrong_body_in_base64_is_named(http, body, problem):
     answer = http("POST", "/load_lora_adapter_from_tensors", json=body)
     assert answer.status_code == (413 if "received_mb" in problem else 400)
     assert problem in answer.json()["error"]["message"]
+
+
+def upload(name: str, num_bytes: int) -> Request:
+    content = json.dumps(in_base64(b"x" * num_bytes, lora_name=name)).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    messages = [{"type": "http.request", "body": content}]
+
+    async def receive() -> Message:
+        return messages.pop()
+
+    return Request({"type": "http", "method": "POST", "headers": head, "client": ("10.0.0.1", 1)}, receive)
+
+
+def test_a_body_in_base64_counts_until_its_folder_does(engine, tokenizer, monkeypatch, tmp_path):
+    """Each of two bodies has more than a half of the limit; the first waits between body and folder."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    endpoints = received.Endpoints(frontend_of(engine, tokenizer, received_mb=1), None)
+    list_adapters = engine.list_adapters
+
+    async def run() -> None:
+        arrived: asyncio.Queue[None] = asyncio.Queue()
+        ends = asyncio.Event()
+
+        async def waiting() -> list[AdapterInfo]:
+            arrived.put_nowait(None)
+            await ends.wait()
+            return await list_adapters()
+
+        monkeypatch.setattr(engine, "list_adapters", waiting)
+        first = asyncio.create_task(endpoints.load(upload("first", 600_000)))
+        await arrived.get()
+        second = asyncio.create_task(endpoints.load(upload("second", 600_000)))
+        arrives = asyncio.create_task(arrived.get())
+        done, _ = await asyncio.wait({second, arrives}, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {second}
+        arrives.cancel()
+        with pytest.raises(ApiError, match="received_mb=1"):
+            await second
+        ends.set()
+        assert (await first).status_code == 200
+        assert endpoints.bodies.in_all == 0
+
+    asyncio.run(run())
+    assert [*engine.adapters] == ["shout", "first"]

@@ -21,7 +21,7 @@ from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import PauseMode, PauseScope
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, describe_validation
-from moe_lora.serve.limits import SMALL_BODY_BYTES, BodyCounts, body_of
+from moe_lora.serve.limits import SMALL_BODY_BYTES, body_of
 
 if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
@@ -231,21 +231,20 @@ class Endpoints:
         return await read_json(request, kind, self._frontend)
 
 
-async def read_json(
-    request: Request,
-    kind: type[Form],
-    frontend: Frontend,
-    most_bytes: int = SMALL_BODY_BYTES,
-    own: BodyCounts | None = None,
-) -> Form:
-    """The values of a JSON body; an absent body is an empty one.  own: as of `body_of`.  Raises ApiError."""
-    async with body_of(request, frontend.limits, most_bytes, own) as content:
-        try:
-            return kind.model_validate(await in_daemon_thread(json.loads, content) if content else {})
-        except ValidationError as error:
-            raise describe_validation(error) from None
-        except (ValueError, RecursionError):
-            raise bad_request(NOT_JSON) from None
+async def read_json(request: Request, kind: type[Form], frontend: Frontend) -> Form:
+    """The values of a small JSON body; an absent body is an empty one.  Raises ApiError."""
+    async with body_of(request, frontend.limits, SMALL_BODY_BYTES) as content:
+        return await parse_json(content, kind)
+
+
+async def parse_json(content: bytearray, kind: type[Form]) -> Form:
+    """The values of a body of `body_of`.  Raises ApiError."""
+    try:
+        return kind.model_validate(await in_daemon_thread(json.loads, content) if content else {})
+    except ValidationError as error:
+        raise describe_validation(error) from None
+    except (ValueError, RecursionError):
+        raise bad_request(NOT_JSON) from None
 
 
 def read_query(request: Request, kind: type[Form]) -> Form:

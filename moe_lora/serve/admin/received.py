@@ -10,6 +10,7 @@ import sys
 import tempfile
 from base64 import b64decode
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +24,11 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
-from moe_lora.serve.limits import Quota
+from moe_lora.serve.limits import Quota, body_of
 from moe_lora.serve.openai.protocol import LoadAdapterRequest
 
 from .adapter_routes import DONE, AdapterLoads, adapter_card, check_new_name
-from .controls import Query, read_json
+from .controls import Query, parse_json
 
 if TYPE_CHECKING:
     from moe_lora.core.request import AdapterInfo
@@ -68,7 +69,7 @@ class Endpoints:
         """By folder."""
         self._receiving: set[Path] = set()
         self.bodies = Quota(sys.maxsize, sys.maxsize)
-        """Bytes of bodies in base64; `take_body` bounds them."""
+        """Bytes of bodies in base64, until their folders count; `take_body` bounds them."""
 
     async def put(self, request: Request) -> Response:
         """Serve the body's tensors as the next version of the name; running requests keep theirs."""
@@ -81,21 +82,31 @@ class Endpoints:
 
     async def load(self, request: Request) -> Response:
         """As `put`, for SGLang's body with a safetensors file in base64; a pickle is refused."""
-        body = await read_json(request, TensorsBody, self._frontend, sys.maxsize, self)
+        async with AsyncExitStack() as counted:
+            counts = body_of(request, self._frontend.limits, sys.maxsize, self)
+            content = await counted.enter_async_context(counts)
+            name, config, file = await self._decoded(content)
+            content.clear()
+
+            async def pieces() -> AsyncIterator[bytes]:
+                await counted.aclose()  # The folder counts the file from here on.
+                yield file
+
+            await self._serve(name, config, pieces(), 0)
+        return JsonResponse(DONE)
+
+    async def _decoded(self, content: bytearray) -> tuple[str, str, bytes]:
+        """The name, config and file in SGLang's body.  Raises ApiError."""
+        body = await parse_json(content, TensorsBody)
         check_new_name(body.lora_name, self._frontend)
         given = body.serialized_tensors
         if not isinstance(given, str):
             given = given[0]
         try:
-            content = await in_daemon_thread(b64decode, given, None, True)
+            file = await in_daemon_thread(b64decode, given, None, True)
         except ValueError:
             raise bad_request("serialized_tensors is not base64", "serialized_tensors") from None
-
-        async def pieces() -> AsyncIterator[bytes]:
-            yield content
-
-        await self._serve(body.lora_name, json.dumps(body.config_dict), pieces(), len(content))
-        return JsonResponse(DONE)
+        return body.lora_name, json.dumps(body.config_dict), file
 
     def take_body(self, client: str, num_bytes: int) -> None:
         """Count bytes of a body in base64.  Raises ApiError beyond the room."""
