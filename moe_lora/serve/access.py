@@ -7,9 +7,12 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from glob import escape
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -125,6 +128,13 @@ class Caller:
 
     def may_use(self, adapter: str | None) -> bool:
         return adapter is None or self.key is None or self.key.may_use(adapter)
+
+    def with_right(self, *adapters: str) -> Caller:
+        """The caller with a right to these adapters too."""
+        found = copy(self)
+        if self.key is not None:
+            found.key = replace(self.key, adapters=(*self.key.adapters, *map(escape, adapters)))
+        return found
 
 
 @contextmanager

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import Scope
 
-from moe_lora.dist.cluster.aliases import chosen
+from moe_lora.dist.cluster.aliases import chosen, targets
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import adapter_in
 
@@ -20,29 +20,50 @@ from .metric_families import family
 if TYPE_CHECKING:
     from moe_lora.engine.client.messages import Alias
 
+    from .access import Caller
     from .api_keys import ApiKey
 
 
 @dataclass(frozen=True)
 class AliasChoice:
-    """The aliases at a request's arrival.  bases: names of the base model.  key: of the caller."""
+    """The aliases at a request's arrival.
+
+    bases: names of the base model.  key: of the caller.  granted: adapters for this request by the key's
+    right to an alias.
+    """
 
     aliases: Mapping[str, Alias]
     bases: Sequence[str]
     key: ApiKey | None
     request_id: str
+    granted: set[str] = field(default_factory=set)
 
     def adapter(self, model: str, body: Any) -> str:
         """The adapter of an alias, sticky by the body's user, else by request; else the model.
 
-        A key without a right to the second adapter stays with the current adapter.
+        A key without a right to the drawn adapter stays with the other.  A key without a right to either
+        gets the model unchanged: no adapter of the alias's name is within its rights.
         """
         name = adapter_in(model, self.bases, self.aliases)
         alias = self.aliases.get(name)
         if alias is None or not alias.current:
             return model
         found = chosen(name, alias, user_of(body) or self.request_id)
-        return found if self.key is None or self.key.may_use(found) else alias.current
+        allowed = usable(name, alias, self.key)
+        for one in (found, alias.current, alias.second if alias.share else ""):
+            if one in allowed:
+                if self.key is not None and not self.key.may_use(one):
+                    self.granted.add(one)
+                return one
+        return model
+
+
+def usable(name: str, alias: Alias, key: ApiKey | None) -> tuple[str, ...]:
+    """The key's adapters through the alias: all by a right to the alias's name, else by rights to each."""
+    found = targets(alias)
+    if key is None or key.may_use(name):
+        return found
+    return tuple(filter(key.may_use, found))
 
 
 def choice_of(aliases: Mapping[str, Alias], bases: Sequence[str], scope: Scope) -> AliasChoice:
@@ -68,8 +89,13 @@ def shares(alias: Alias) -> Iterator[tuple[str, float]]:
         yield alias.second, alias.share
 
 
-def alias_card(name: str, alias: Alias) -> dict[str, Any]:
-    rows = [{"adapter": adapter, "share": round(share, 6)} for adapter, share in shares(alias)]
+def alias_card(name: str, alias: Alias, key: ApiKey | None = None) -> dict[str, Any]:
+    """The alias as a key sees it: adapters within its rights; the share of an only one is 1."""
+    allowed = usable(name, alias, key)
+    if len(allowed) < len(targets(alias)):
+        rows = [{"adapter": adapter, "share": 1.0} for adapter in allowed]
+    else:
+        rows = [{"adapter": adapter, "share": round(share, 6)} for adapter, share in shares(alias)]
     return {"id": name, "object": "alias", "stage": alias.stage, "targets": rows}
 
 
@@ -77,18 +103,19 @@ def alias_cards(aliases: Mapping[str, Alias]) -> list[dict[str, Any]]:
     return [alias_card(name, alias) for name, alias in sorted(aliases.items()) if alias.current]
 
 
-def with_aliases(cards: Sequence[dict[str, Any]], aliases: Mapping[str, Alias]) -> list[dict[str, Any]]:
-    """Models of the caller with the aliases of these adapters.
+def with_aliases(
+    cards: Mapping[str, dict[str, Any]], aliases: Mapping[str, Alias], caller: Caller
+) -> list[dict[str, Any]]:
+    """The caller's adapters of these cards by name, and the caller's aliases.
 
     An alias hides an adapter of the same name.
     """
     current = {name: one for name, one in aliases.items() if one.current}
-    by_name = {card["id"]: card for card in cards}
-    shown = [card for card in cards if card["id"] not in current]
+    shown = [card for name, card in cards.items() if name not in current and caller.may_use(name)]
     for name, alias in current.items():
-        if alias.current in by_name:
-            about = alias_card(name, alias)
-            shown.append({**by_name[alias.current], "id": name, "alias": about})
+        allowed = [one for one in usable(name, alias, caller.key) if one in cards]
+        if allowed and (alias.current in allowed or alias.share):
+            shown.append({**cards[allowed[0]], "id": name, "alias": alias_card(name, alias, caller.key)})
     return shown
 
 

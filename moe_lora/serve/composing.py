@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from copy import copy
-from glob import escape
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from moe_lora.core.composed import Part, name_of, path_of
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError
@@ -49,10 +45,7 @@ async def composed(
         with suppress(AdapterExistsError):  # of another request
             await frontend.client.call("load_adapter", name, path_of(parts))
     frontend.composed_s[name] = time.monotonic()
-    if (key := caller.key) is not None:
-        caller = copy(caller)
-        caller.key = msgspec.structs.replace(key, adapters=(escape(name),))
-    return name, caller
+    return name, caller.with_right(name)
 
 
 def _part(term: WeightedAdapter, infos: dict[str, AdapterInfo], caller: Caller) -> Part:

@@ -148,13 +148,17 @@ class AdapterTexts:
         """True if the model is an adapter, or `base:adapter`."""
         return model is not None and adapter_in(model, self.bases, self.adapters) in self.adapters
 
-    def applied(self, model: str, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files."""
+    def applied(self, model: str, tokenizer: Tokenizer, granted: Collection[str] = ()) -> Tokenizer:
+        """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files.
+
+        granted: adapters for the request beyond the key's own.
+        """
         from moe_lora.engine.text.adapter_text import with_adapter_text
 
         name = adapter_in(model, self.bases, self.adapters)
         adapter = self.adapters.get(name)
-        if adapter is None or (self.key is not None and not self.key.may_use(name)):
+        may_use = self.key is None or name in granted or self.key.may_use(name)
+        if adapter is None or not may_use:
             return tokenizer
         return with_adapter_text(tokenizer, adapter.path, adapter.version, self.root)
 

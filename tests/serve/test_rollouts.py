@@ -333,11 +333,36 @@ def test_an_adapter_of_the_name_is_the_current_version_and_rights_decide_the_sha
     card = ops.ok("POST", "/v1/aliases/upper/rollout", json={"to": "blue", "share": 1})
     assert [one["adapter"] for one in card["targets"]] == ["upper", "blue"]
     assert adapter_of(ops, model="upper") == "blue"
-    assert adapter_of(clients["upper"], model="upper") == "upper", "no right to the other adapter"
-    ops.ok("POST", "/v1/aliases/upper/promote")
-    body = {"model": "upper", "prompt": PROMPT}
-    assert clients["upper"]("POST", "/v1/completions", json=body).status_code == 404
-    assert adapter_of(clients["blue"], model="upper") == "blue"
+    for step in ("promote", "rollback"):
+        assert adapter_of(clients["upper"], model="upper") == "blue", "by a right to the alias's name"
+        refused = clients["upper"]("POST", "/v1/completions", json={"model": "blue", "prompt": PROMPT})
+        assert refused.status_code == 404, "the right holds through the alias only"
+        ops.ok("POST", f"/v1/aliases/upper/{step}")
+    assert adapter_of(clients["upper"], model="upper") == "upper"
+    check_key_of_one_adapter(ops, clients)
+
+
+def check_key_of_one_adapter(ops: Http, clients: dict[str, Http]) -> None:
+    """The key for `blue` alone sees and reaches nothing else."""
+    blue = clients["blue"]
+    unknown = blue("POST", "/v1/completions", json={"model": "upper", "prompt": PROMPT})
+    assert unknown.status_code == 404
+    ops.ok("POST", "/v1/aliases/team/rollout", json={"to": "upper"})
+    hidden = blue("POST", "/v1/completions", json={"model": "team", "prompt": PROMPT})
+    assert hidden.status_code == 404
+    assert "'team'" in hidden.json()["error"]["message"]
+    assert "upper" not in hidden.text
+    assert [one["id"] for one in blue.ok("GET", "/v1/models")["data"]] == ["demo", "blue"]
+    ops.ok("POST", "/v1/aliases/team/rollout", json={"to": "blue", "share": 0.5})
+    shown = {one["id"]: one for one in blue.ok("GET", "/v1/models")["data"]}
+    assert shown["team"]["alias"]["targets"] == [{"adapter": "blue", "share": 1.0}]
+    assert {adapter_of(blue, model="team", user=f"u{number}") for number in range(8)} == {"blue"}
+    body = {"prompt": PROMPT, "max_tokens": 2, "lora": [{"name": "team", "weight": 1.0}]}
+    assert blue("POST", "/v1/completions", json=body).status_code == 200
+    twice = {**body, "lora": [{"name": "team"}, {"name": "blue", "weight": 2}]}
+    refused = blue("POST", "/v1/completions", json=twice)
+    assert refused.status_code == 400
+    assert "twice" in refused.json()["error"]["message"]
 
 
 def test_a_lora_server_keeps_adapters_by_itself(tmp_path):

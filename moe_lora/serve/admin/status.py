@@ -107,8 +107,8 @@ def models_router(frontend: Frontend) -> APIRouter:
             "parent": None,
             "max_model_len": info.max_model_len,
         }
-        adapters = [
-            {
+        known = {
+            adapter.name: {
                 **base,
                 "id": adapter.name,
                 "root": (caller.is_admin and adapter.path) or adapter.name,
@@ -118,12 +118,13 @@ def models_router(frontend: Frontend) -> APIRouter:
                 "residency": adapter.residency,
             }
             for adapter in await frontend.client.list_adapters()
-            if caller.may_use(adapter.name)
-        ]
+        }
         if frontend.aliases:
             from moe_lora.serve.aliases import with_aliases
 
-            adapters = with_aliases(adapters, frontend.aliases)
+            adapters = with_aliases(known, frontend.aliases, caller)
+        else:
+            adapters = [card for name, card in known.items() if caller.may_use(name)]
         bases = [{**base, "id": name} for name in frontend.model_names]
         return [*bases, *adapters]
 

@@ -334,6 +334,8 @@ async def prepared_answer(
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         prepared = await prepare(kind, content, info, request.scope)
     request.state.prepared = prepared
+    if prepared.granted:
+        request.state.caller = request.state.caller.with_right(*prepared.granted)
     return await endpoint(prepared.body, request)
 
 

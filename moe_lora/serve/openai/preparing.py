@@ -69,6 +69,11 @@ class Bounds:
     adapter_texts: AdapterTexts | None
     aliases: AliasChoice | None = None
 
+    @property
+    def granted(self) -> tuple[str, ...]:
+        """Adapters for the request by a right to an alias."""
+        return () if self.aliases is None else tuple(self.aliases.granted)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -77,7 +82,7 @@ class Prepared:
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
     asked: a grammar to check.  echo: text before each prompt's answer.  offsets: first and last character of
-    each token, by prompt; None for token ids.
+    each token, by prompt; None for token ids.  granted: as `Bounds`'s.
     """
 
     body: SamplingFields
@@ -89,6 +94,7 @@ class Prepared:
     asked: BodyGrammar | None = None
     echo: tuple[str, ...] | None = None
     offsets: tuple[Sequence[tuple[int, int]] | None, ...] | None = None
+    granted: tuple[str, ...] = ()
 
     def within(self, grammar: str) -> Prepared:
         """The request with a checked grammar."""
@@ -246,8 +252,11 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds
         raise describe_validation(error) from None
     if bounds.limits.unknown_fields == "error":
         refuse_unknown(body)
-    if bounds.aliases is not None and body.model is not None:
-        body.model = bounds.aliases.adapter(body.model, data)
+    if bounds.aliases is not None:
+        if body.model is not None:
+            body.model = bounds.aliases.adapter(body.model, data)
+        for term in getattr(body, "lora", None) or ():
+            term.name = bounds.aliases.adapter(term.name, data)
     return body
 
 
@@ -276,7 +285,7 @@ def tokenizer_of(model: str | None, tokenizer: Tokenizer | None, bounds: Bounds)
     if bounds.adapter_texts is None or tokenizer is None or model is None:
         return tokenizer
     try:
-        return bounds.adapter_texts.applied(model, tokenizer)
+        return bounds.adapter_texts.applied(model, tokenizer, bounds.granted)
     except ConfigError as error:
         raise bad_request(f"the text files of adapter {model!r} can't be used: {error}", "model") from error
 
@@ -409,6 +418,7 @@ def prepared(
         asked = body_grammar(body, tokenizer, parsers)
     return Prepared(
         body=body.without_prompt(),
+        granted=bounds.granted,
         sampling=sampling,
         prompts=[tuple(one) for one in prompts],
         answer_tokens=answer_tokens,

@@ -162,11 +162,15 @@ class DetokenizeRequest(ApiRequest):
 
 @dataclass(frozen=True)
 class ReadBody:
-    """body: checked.  prompts: token ids; empty for a body without prompts.  ignored: as `Prepared`'s."""
+    """body: checked.  prompts: token ids; empty for a body without prompts.
+
+    ignored, granted: as `Prepared`'s.
+    """
 
     body: Any
     prompts: Sequence[Sequence[int]] = ()
     ignored: tuple[str, ...] = ()
+    granted: tuple[str, ...] = ()
 
 
 def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds) -> ReadBody:
@@ -176,12 +180,12 @@ def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None
         ignored = tuple(map(shown_name, body.unknown_fields()))
         body.drop_unknown()
         if not isinstance(body, PromptBody):
-            return ReadBody(body, ignored=ignored)
+            return ReadBody(body, ignored=ignored, granted=bounds.granted)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         prompts = encoded(body.texts(tokenizer), tokenizer, add_special=special)
         body = body.model_copy(update={"messages": None, body.prompt_field: None})
-        return ReadBody(body, prompts, ignored)
+        return ReadBody(body, prompts, ignored, bounds.granted)
     finally:
         if len(content) >= INLINE_BYTES:  # in the other process
             return_memory()
@@ -205,6 +209,8 @@ async def read_body(
             found = await preparer.elsewhere(client_of(request.scope), read_now, *args)
         else:
             found = await asyncio.to_thread(read_now, *args)
+    if found.granted:
+        caller = request.state.caller = caller.with_right(*found.granted)
     await check_model(found.body.model, frontend, caller)
     if isinstance(found.body, PromptBody):
         check_total(sum(map(len, found.prompts)), limits, found.body.prompt_field)
