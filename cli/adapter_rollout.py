@@ -75,5 +75,5 @@ def rollback(name: str, url: str, api_key: str | None) -> None:
 @server_options
 @user_errors
 def drop(name: str, url: str, api_key: str | None) -> None:
-    """End a rollout of NAME for good: the adapter without requests may leave memory."""
+    """Keep the former adapter of NAME no longer, after a promotion or a rollback: it may leave memory."""
     _step(url, api_key, name, "drop")

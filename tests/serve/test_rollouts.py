@@ -297,7 +297,12 @@ def check_refusals(ops: Http) -> None:
     refused(404, rollout, {"to": "nobody", "share": 0.1}, "is not loaded")
     refused(400, rollout, {"to": "demo", "share": 0.1}, "base model")
     refused(400, rollout, {"to": "v2", "shares": 0.1}, "shares")
-    refused(400, "/v1/aliases/demo/rollout", {"to": "other"}, "base model")
+    refused(400, "/v1/aliases/demo/rollout", {"to": "other"}, "name 'demo' is the base model's name")
+    refused(400, "/v1/load_lora_adapter", {"lora_name": "demo:support"}, "reaches the alias 'support'")
+    prefixed = {"lora_name": "demo:blue", "lora_path": str(DEMO / "adapters" / "upper")}
+    ops.ok("POST", "/v1/load_lora_adapter", json=prefixed)
+    refused(400, "/v1/aliases/blue/rollout", {"to": "other"}, "would hide the adapter 'demo:blue'")
+    ops.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": "demo:blue"})
     refused(404, "/v1/aliases/nobody/promote", {}, "is no alias")
     refused(400, "/v1/unload_lora_adapter", {"lora_name": V1}, "keeps adapter")
     refused(400, "/v1/load_lora_adapter", {"lora_name": "support", "load_inplace": True}, "alias of adapter")

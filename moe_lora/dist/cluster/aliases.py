@@ -104,7 +104,15 @@ def promoted(name: str, alias: Alias) -> Alias:
 
 
 def rolled_back(name: str, alias: Alias) -> Alias:
-    """The alias before the last rollout, also after the promotion.  Idempotent."""
+    """The alias before the last rollout, also after the promotion.
+
+    A second rollback changes nothing.  Raises ConfigError without a former adapter.
+    """
+    if alias.stage == "settled":
+        raise ConfigError(
+            f"{name!r} has no rollout to roll back: it serves {alias.current!r} alone; roll another adapter "
+            "out, or remove the alias"
+        )
     if alias.stage == "promoted":
         return replace(alias, current=alias.second, second=alias.current, share=0.0, stage="rolled_back")
     return replace(alias, share=0.0, stage="rolled_back") if alias.stage == "rollout" else alias

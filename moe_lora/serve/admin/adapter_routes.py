@@ -27,7 +27,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import AdapterInfo, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
-from moe_lora.serve.frontend import Frontend, log_text_of
+from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
 from moe_lora.serve.openai.fields import shown_name
@@ -50,17 +50,19 @@ _CHUNK_BYTES = 1 << 20
 Stamps = tuple[tuple[int, ...], ...]
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, param: str = "lora_name") -> None:
     """Raises ApiError for an invalid name."""
     if problem := name_problem(name):
-        raise bad_request(f"lora_name {problem}", "lora_name")
+        raise bad_request(f"{param} {problem}", param)
 
 
-def check_new_name(name: str, frontend: Frontend) -> None:
-    """Raises ApiError for a name unfit for an adapter."""
-    check_name(name)
+def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> None:
+    """Raises ApiError for a name unfit for an adapter, and for an alias's other name `base:alias`."""
+    check_name(name, param)
     if name in frontend.model_names:
-        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
+        raise bad_request(f"{param} {name!r} is the base model's name; choose another", param)
+    if (alias := adapter_in(name, frontend.model_names, ())) != name and alias in frontend.aliases:
+        raise bad_request(f"{param} {name!r} reaches the alias {alias!r}; choose another", param)
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:

@@ -38,7 +38,12 @@ class Endpoints:
         """A first rollout makes the alias."""
         body = await read_json(request, RolloutBody, self._frontend)
         name = request.path_params["name"]
-        check_new_name(name, self._frontend)
+        check_new_name(name, self._frontend, "name")
+        hidden = {f"{base}:{name}" for base in self._frontend.model_names}
+        for adapter in await self._frontend.client.list_adapters():
+            if adapter.name in hidden:
+                what = f"name={name!r} would hide the adapter {adapter.name!r}; choose another name"
+                raise bad_request(what, "name")
         if body.to in self._frontend.model_names:
             raise bad_request(f"to={body.to!r} is the base model's name; name an adapter", "to")
         await self._frontend.client.is_served(body.to)  # a resolver loads the adapter

@@ -81,7 +81,7 @@ LATER = (
     ("POST /v1/aliases/{name:path}/rollout", ALIASES, "rollout", "Send a share of requests to an adapter."),
     ("POST /v1/aliases/{name:path}/promote", ALIASES, "promote", "Send every request to the new adapter."),
     ("POST /v1/aliases/{name:path}/rollback", ALIASES, "rollback", "Undo the last rollout."),
-    ("POST /v1/aliases/{name:path}/drop", ALIASES, "drop", "Let the former adapter go."),
+    ("POST /v1/aliases/{name:path}/drop", ALIASES, "drop", "Keep the former adapter no longer."),
     ("DELETE /v1/aliases/{name:path}", ALIASES, "remove", "Remove an alias."),
     ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )

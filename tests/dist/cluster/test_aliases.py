@@ -80,6 +80,7 @@ RUNNING = Alias("v7", "v8", 0.05, "rollout")
         (lambda: rolled_out("a", RUNNING, "v9", 0.1, SERVED), "roll back first"),
         (lambda: promoted("a", Alias("v7")), "no rollout"),
         (lambda: promoted("a", Alias("v8", "v7", 0.0, "promoted")), "no rollout"),
+        (lambda: rolled_back("a", Alias("v7")), "no rollout to roll back"),
         (lambda: dropped("a", RUNNING), "roll back first"),
         *(
             (lambda share=share: rolled_out("a", RUNNING, "v8", share, SERVED), "share=")
