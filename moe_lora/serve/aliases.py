@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AliasChoice:
-    """The aliases at a request's arrival.
+    """Aliases at a request's arrival.
 
     bases: names of the base model.  key: of the caller.  granted: adapters for this request by the key's
     right to an alias.
@@ -41,8 +41,7 @@ class AliasChoice:
     def adapter(self, model: str, body: Any) -> str:
         """The adapter of an alias, sticky by the body's user, else by request; else the model.
 
-        A key without a right to the drawn adapter stays with the other.  A key without a right to either
-        gets the model unchanged: no adapter of the alias's name is within its rights.
+        A key with a right to one of two gets that one; a key without any gets the model unchanged.
         """
         name = adapter_in(model, self.bases, self.aliases)
         alias = self.aliases.get(name)
@@ -59,7 +58,7 @@ class AliasChoice:
 
 
 def usable(name: str, alias: Alias, key: ApiKey | None) -> tuple[str, ...]:
-    """The key's adapters through the alias: all by a right to the alias's name, else by rights to each."""
+    """The key's adapters of the alias: by a right to its name all."""
     found = targets(alias)
     if key is None or key.may_use(name):
         return found

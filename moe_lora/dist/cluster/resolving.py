@@ -21,11 +21,7 @@ from .routing_client import FleetClient
 
 logger = logging.getLogger(__name__)
 MARK = "/."
-"""Ends the path of an adapter that a resolver loaded; other loads have plain paths.
-
-Instances and controller keep an adapter's path, so all front ends know the resolvers' adapters, also after a
-restart.
-"""
+"""Ends the path of an adapter that a resolver loaded: all front ends know paths, also after a restart."""
 _TRIES = 3
 """Another front end may unload an adapter between load and request."""
 
@@ -91,7 +87,7 @@ class ResolvingClient(FleetClient):
     async def _is_ready(self, request: GenerateRequest, *, refused: bool) -> bool:
         """True once the request's adapter is served; False after an abort.  Raises as `_load`.
 
-        refused: an instance does not know the adapter, which this front end may not know yet.
+        refused: by an instance without the adapter.
         """
         adapter = request.adapter
         if adapter is None or (not refused and await super().is_served(adapter)):

@@ -36,8 +36,7 @@ _VERSION = re.compile(r"v([1-9]\d{0,8})")
 class Rollouts:
     """Executes steps of aliases, in sequence.  versions: the registry of adapters, if any.
 
-    Pins keep both adapters of an alias loaded.  Instances and front ends remember the aliases for a later
-    controller.
+    Instances and front ends remember the aliases for a later controller.
     """
 
     def __init__(self, adapters: FleetAdapters, versions: ServedRegistry | None) -> None:

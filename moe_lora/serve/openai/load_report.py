@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadReport:
-    """The load of all instances, of a front end with requests for the load: one call serves all requests."""
+    """The load of all instances; one call serves all requests of a second."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend

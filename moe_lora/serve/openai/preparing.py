@@ -368,7 +368,7 @@ def _check_work(
     scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
     scores += max(map(len, sampling.prompt_logprob_token_ids), default=0)
     work = num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
-    if work > most and (num_choices * len(prompts) > 1 or others or scores):
+    if work > most:
         what = f"all choices of the request may take {work} tokens, log probabilities of others included, "
         what += f"more than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs"
         raise bad_request(what, "max_tokens", limit="request_tokens")
@@ -400,7 +400,9 @@ def prepared(
     sampling = for_engine(sampling, max(map(len, prompts)), body.default_max_tokens, tokenizer, info)
     limit, room = sampling.max_tokens, info.max_model_len
     answer_tokens = [limit or min(room - len(one), _UNBOUNDED_ANSWER_TOKENS) for one in prompts]
-    _check_work(sampling, prompts, answer_tokens, body.num_choices, bounds)
+    scored = sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids
+    if body.num_choices * len(prompts) > 1 or scored or sampling.logprobs or sampling.logprob_token_ids:
+        _check_work(sampling, prompts, answer_tokens, body.num_choices, bounds)
     ignored: tuple[str, ...] = ()
     if body.model_extra or body.stream_options is not None:
         ignored = tuple(map(shown_name, body.unknown_fields()))

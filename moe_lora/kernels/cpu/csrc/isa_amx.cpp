@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AMX tile registers for the dots of bf16, over plain and quantised weights, and of bytes; the rest is avx512_bf16's. The unit and
-// the vector ports do not work at once, so what unpacks weights beside it is short (unpack_amx.inl).
+// AMX tile registers for the dots of bf16, over plain and quantised weights, and of bytes; the rest is avx512_bf16's.
+// The unit and the vector ports do not work at once, so what unpacks weights beside it is short (unpack_amx.inl).
 // Nothing of the C++ standard library may be used below: the linker could hand its copy to other sources.
 #include <cstdlib>
 
