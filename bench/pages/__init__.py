@@ -26,6 +26,7 @@ TABLES = {
     "plan-check": "plans:checked",
     "plans": "plans:plans",
     "plans-qwen": "plans:qwen",
+    "quantised-amx": "quantised:with_amx",
     "server-overlap": "server:overlap",
     "server-rates": "server:rates",
     "simulator": "simulated:nearness",

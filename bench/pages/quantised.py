@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps of quantised bases on a processor with AMX: docs/results/quantised.md."""
+
+from __future__ import annotations
+
+from .evidence import records
+from .markdown import table
+
+
+def with_amx() -> str:
+    """Tokens/s of bf16 and each format's share over it, Llama / Mixtral, by requests (+ adapters)."""
+    found: dict[tuple[str, str, str], tuple[float, float]] = {}
+    for one in records("quantised_amx.jsonl"):
+        config, result = one["config"], one["result"]
+        if config["bench"] == "quantised":
+            requests, adapters = config["num_requests"], config["num_adapters"]
+            cell = f"{requests} + {adapters}" if adapters else str(requests)
+            speed = result["tokens_per_s"], result["over_bf16"]["median"]
+            found[config["quantize"], cell, config["model"]] = speed
+    cells = list(dict.fromkeys(cell for _, cell, _ in found))
+    rows = [("bf16, tokens/s", *(_pair(found, "none", cell, 0, ".0f") for cell in cells))]
+    formats = dict.fromkeys(form for form, _, _ in found if form != "none")
+    rows += [(f"`{form}`", *(_pair(found, form, cell, 1, ".2f") for cell in cells)) for form in formats]
+    return table(("requests", *cells), rows)
+
+
+def _pair(
+    found: dict[tuple[str, str, str], tuple[float, float]], form: str, cell: str, which: int, shown: str
+) -> str:
+    return " / ".join(f"{found[form, cell, model][which]:{shown}}" for model in ("llama", "mixtral"))
