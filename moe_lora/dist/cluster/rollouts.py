@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .controller.served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
-_VERSION = re.compile(r"v([1-9]\d{0,8})")
+VERSION = re.compile(r"v([1-9]\d{0,8})")
+"""A version of the registry in a rollout's `to`."""
 
 
 class Rollouts:
@@ -141,7 +142,7 @@ class Rollouts:
         served = self._registry.adapters
         if to in served:
             return to, None
-        version = _VERSION.fullmatch(to)
+        version = VERSION.fullmatch(to)
         if version is None:
             raise AdapterNotFoundError(
                 f"adapter {to!r} is not loaded; load it first, or name a version of the registry, as v8"

@@ -36,6 +36,8 @@ class Endpoints:
 
     async def rollout(self, request: Request) -> Response:
         """A first rollout makes the alias."""
+        from moe_lora.dist.cluster.rollouts import VERSION
+
         body = await read_json(request, RolloutBody, self._frontend)
         name = request.path_params["name"]
         check_new_name(name, self._frontend, "name")
@@ -46,7 +48,8 @@ class Endpoints:
                 raise bad_request(what, "name")
         if body.to in self._frontend.model_names:
             raise bad_request(f"to={body.to!r} is the base model's name; name an adapter", "to")
-        await self._frontend.client.is_served(body.to)  # a resolver loads the adapter
+        if self._frontend.cluster.registry is None or not VERSION.fullmatch(body.to):
+            await self._frontend.client.is_served(body.to)  # a resolver loads the adapter
         return await self._change(request, AliasChange("rollout", body.to, body.share))
 
     async def promote(self, request: Request) -> Response:
