@@ -11,12 +11,11 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
-
-import msgspec
 
 from moe_lora.core.errors import ConfigError
 
@@ -246,18 +245,20 @@ _DTYPES = {
     },
     **{"BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1)},
 }
-_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor in a safetensors header; offsets count from the header's end."""
+@cache
+def _entry_decoder() -> Callable[[Any], Any]:
+    """msgspec is imported at the first header: checks of kernels go without."""
+    import msgspec
 
-    dtype: str
-    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
-    data_offsets: tuple[_Size, _Size]
-
-
-_DECODE_ENTRY = msgspec.json.Decoder(_Entry).decode
+    size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    fields = [
+        ("dtype", str),
+        ("shape", Annotated[list[size], msgspec.Meta(max_length=_MAX_DIMS)]),
+        ("data_offsets", tuple[size, size]),
+    ]
+    return msgspec.json.Decoder(msgspec.defstruct("Entry", fields, forbid_unknown_fields=True)).decode
 
 
 @dataclass(frozen=True)
@@ -317,13 +318,15 @@ def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
     Raises AdapterError with `where` unless names are unique, bytes match shapes and dtypes, and data are
     contiguous from the header's end to the file's end.
     """
+    import msgspec
+
     try:
         length = _header_length(file)
         text = file.read(length)
         found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = found.pop("__metadata__", msgspec.Raw(b"{}"))
         msgspec.json.decode(metadata, type=dict[str, str])
-        entries = {key: _DECODE_ENTRY(raw) for key, raw in found.items()}
+        entries = {key: _entry_decoder()(raw) for key, raw in found.items()}
         json.loads(text, object_pairs_hook=without_twins)
         _check_spans(entries, os.fstat(file.fileno()).st_size - 8 - length)
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
@@ -340,7 +343,7 @@ def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
     }
 
 
-def _check_spans(entries: dict[str, _Entry], num_bytes: int) -> None:
+def _check_spans(entries: dict[str, Any], num_bytes: int) -> None:
     end = 0
     for (first, last), key in sorted((tuple(one.data_offsets), key) for key, one in entries.items()):
         one = entries[key]
