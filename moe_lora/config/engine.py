@@ -71,8 +71,8 @@ class EngineConfig(Settings):
     num_layers: int | None = setting(None, least=1, metavar="N", unset="all")
     """With dummy weights, the number of first layers to serve."""
     generation_config: str = setting(GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS)
-    """Sampling defaults.  auto: temperature, top_p, top_k, min_p and the end tokens of the checkpoint's
-    generation_config.json.  none: 1, 1, 0 and 0."""
+    """Sampling defaults.  auto: temperature, top_p, top_k, min_p, repetition_penalty and end tokens of the
+    checkpoint's generation_config.json.  none: 1, 1, 0, 0 and 1."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize", metavar="FORMAT")
     """Hold weights as none, int8, int4 or fp8.  checkpoint keeps the checkpoint's format, and none is the
     dtype.  The formats cover weights of attention, MLP and experts, quantised at the load: int8 and fp8 with

@@ -28,7 +28,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that become defaults of requests."""
 NEUTRAL: dict[str, Any] = {
     "diversity_penalty": 0,
@@ -40,7 +40,6 @@ NEUTRAL: dict[str, Any] = {
     "num_beam_groups": 1,
     "num_beams": 1,
     "num_return_sequences": 1,
-    "repetition_penalty": 1,
     "typical_p": 1,
 }
 """Values of other fields without an effect; for further fields: null, false, 0 and empty values."""

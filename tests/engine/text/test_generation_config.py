@@ -26,9 +26,10 @@ def write(folder, **fields):
         ({"top_k": -1}, {"top_k": 0}),
         ({"temperature": 0}, {"temperature": 0}),
         ({"temperature": None, "top_k": None}, {}),
+        ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
     ],
 )
-def test_four_fields_are_defaults(tmp_path, fields, defaults):
+def test_five_fields_are_defaults(tmp_path, fields, defaults):
     found = read_sampling_defaults(write(tmp_path, **fields))
     assert found == defaults
     assert isinstance(found.get("top_k", 0), int)
@@ -51,6 +52,7 @@ def test_no_file_gives_no_defaults(tmp_path):
         {"top_k": float("inf")},
         {"top_k": -2},
         {"min_p": [1]},
+        {"repetition_penalty": 0},
     ],
 )
 def test_a_value_out_of_range_names_file_field_and_way_out(tmp_path, fields):
@@ -62,7 +64,7 @@ def test_a_value_out_of_range_names_file_field_and_way_out(tmp_path, fields):
 
 def test_fields_without_an_effect_are_named_unless_they_ask_for_nothing(tmp_path):
     asking = {
-        "repetition_penalty": 1.3,
+        "encoder_repetition_penalty": 1.3,
         "do_sample": False,
         "no_repeat_ngram_size": 3,
         "max_new_tokens": 32,
@@ -71,7 +73,7 @@ def test_fields_without_an_effect_are_named_unless_they_ask_for_nothing(tmp_path
         "a_field_of_tomorrow": "x",
     }
     silent = {
-        "repetition_penalty": 1.0,
+        "encoder_repetition_penalty": 1.0,
         "num_beams": 1,
         "do_sample": True,
         "no_repeat_ngram_size": 0,
@@ -85,8 +87,8 @@ def test_fields_without_an_effect_are_named_unless_they_ask_for_nothing(tmp_path
 
 def test_the_log_names_what_is_used_and_what_is_not(tmp_path, caplog):
     caplog.set_level("INFO")
-    log_generation_config(str(write(tmp_path, temperature=0.6, top_k=20, repetition_penalty=1.3)))
+    log_generation_config(str(write(tmp_path, temperature=0.6, repetition_penalty=1.3, num_beams=4)))
     assert [record.getMessage() for record in caplog.records] == [
-        "generation_config.json: where a request is silent, temperature=0.6, top_k=20",
-        "generation_config.json: no effect here: repetition_penalty=1.3",
+        "generation_config.json: where a request is silent, temperature=0.6, repetition_penalty=1.3",
+        "generation_config.json: no effect here: num_beams=4",
     ]
