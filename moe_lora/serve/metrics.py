@@ -94,20 +94,16 @@ class Metrics:
         self._registry.register(self)
         labels = ["model_name", "finished_reason"]
         self._success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
-        refused = Counter(
+        self._refused = self._counts_by_reason(
             "moe_lora:http_refused",
             "Requests and connections that limits of the front end, keys and their rates refused or ended.",
-            ["model_name", "reason"],
-            registry=self._registry,
+            refusals,
         )
-        self._refused = {reason: refused.labels(model_name, reason) for reason in refusals}
-        rejected = Counter(
+        self._rejected = self._counts_by_reason(
             "vllm:admission_rejections",
             "Of moe_lora:http_refused, requests that limits of the queue refused.",
-            ["model_name", "reason"],
-            registry=self._registry,
+            QUEUE_REFUSALS,
         )
-        self._rejected = {reason: rejected.labels(model_name, reason) for reason in QUEUE_REFUSALS}
         self.histograms = {
             key: Histogram(name, text, labels[:1], buckets=buckets, registry=self._registry).labels(
                 model_name
@@ -125,6 +121,10 @@ class Metrics:
             self.by_tenant = CountsByName("tenant", limit, WAIT_BUCKETS_S)
         self._gap_counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
         self._gaps_s = 0.0
+
+    def _counts_by_reason(self, name: str, text: str, reasons: Iterable[str]) -> dict[str, Counter]:
+        counter = Counter(name, text, ["model_name", "reason"], registry=self._registry)
+        return {reason: counter.labels(self.model_name, reason) for reason in reasons}
 
     def gaps(self, gap_s: float, count: int) -> None:
         """Count `count` equal times between tokens."""

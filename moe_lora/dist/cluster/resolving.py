@@ -15,6 +15,7 @@ from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, AdapterVersionError, MoeLoraError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 
+from .aliases import targets
 from .instances import ServedVersion
 from .resolver import MissingNames, Resolver, finder
 from .routing_client import FleetClient
@@ -112,7 +113,7 @@ class ResolvingClient(FleetClient):
     def _resolved(self) -> dict[str, ServedVersion]:
         """Adapters that the resolvers of all front ends loaded, except pinned and aliased adapters."""
         registry = self._instance_registry
-        kept = {name for one in registry.aliases.values() for name in (one.current, one.second)}
+        kept = {name for one in registry.aliases.values() for name in targets(one)}
         return {
             name: one
             for name, one in registry.adapters.items()

@@ -65,11 +65,11 @@ class Rollouts:
             if after is not before:
                 self._record(name, after)
                 left = set(targets(before)) - set(targets(after))
-                freed = [adapter for adapter in left if not self._is_inherited(adapter, before)]
+                freed = [adapter for adapter in left if not self._hand_over(adapter, before)]
                 await self._send()
                 for adapter in freed:
                     self._release(adapter, adapter in before.loaded, adapter in before.pinned)
-            return registry.aliases[name] if after is not before else after
+            return registry.aliases[name]
 
     def _record(self, name: str, alias: Alias) -> None:
         """Numbers are above those of an earlier controller, whose last steps may be unknown here."""
@@ -80,8 +80,8 @@ class Rollouts:
         ]
         learn(aliases, {name: replace(alias, loaded=kept[0], pinned=kept[1], number=number)})
 
-    def _is_inherited(self, adapter: str, before: Alias) -> bool:
-        """True if another alias has the adapter; that alias undoes its pin and load later."""
+    def _hand_over(self, adapter: str, before: Alias) -> bool:
+        """Have another alias of the adapter undo its pin and load later; False without one."""
         heir = next(of_adapter(self._registry.aliases, adapter), None)
         if heir is None:
             return False
