@@ -143,7 +143,11 @@ class _Build:
                 runner = make_runner(rank, host=store.host, find=store.find)
             else:
                 exchanges = rank.join(followers.directory)
-                runner = make_runner(rank, exchanges, followers.tell, store.host, find=store.find)
+                runner = make_runner(rank, exchanges, followers, store.host, find=store.find)
+                if rank.device.type == "cpu":
+                    from .ranks.regroup import Regroup
+
+                    runner.regroup = Regroup(rank, followers)
             followers.settle()
             manager, transfers, scheduler = self._moving_parts(store)
             info = model_info(config, rank, size.max_kv_pages)

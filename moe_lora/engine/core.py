@@ -191,7 +191,7 @@ class EngineCore:
         try:
             step = self._launch(plan)
         except Exception as error:
-            if isinstance(error, EngineDeadError) or not self._runner.can_repeat:
+            if not self._runner.can_repeat(error):
                 raise
             return self._run_apart(plan, error)
         gains = self.catch_up()

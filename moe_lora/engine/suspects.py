@@ -44,18 +44,19 @@ def run_apart(
         exc_info=error,
     )
     found = Found()
-    runner.abandon()
+    error = runner.abandon(error)
     for part in parts.values():
         try:
             complete(part)
             found.num_done += 1
         except Exception as problem:
-            runner.abandon()
-            first = part[0].sequence
+            if not runner.can_repeat(problem):
+                raise
+            cause, first = runner.abandon(problem), part[0].sequence
             if first.adapter is None:
-                found.requests.append((first, problem))
+                found.requests.append((first, cause))
             else:
-                found.adapters.append((first.adapter, problem))
+                found.adapters.append((first.adapter, cause))
     if not found.num_done:
         try:
             runner.probe()

@@ -118,7 +118,7 @@ def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(
 @pytest.mark.parametrize(
     "ranks", [{"expert_parallel": 2}, {"tensor_parallel": 2}], ids=lambda one: next(iter(one))
 )
-def test_rank_0_that_raises_in_a_step_of_all_ranks_ends_the_engine(monkeypatch, ranks):
+def test_rank_0_whose_every_step_raises_ends_the_engine_of_all_ranks(monkeypatch, ranks):
     core = build_engine(replace(CONFIG, **ranks))
 
     def broken(self, batch):

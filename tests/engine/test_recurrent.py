@@ -102,7 +102,7 @@ def test_a_step_with_stored_states_does_not_run_again(base, monkeypatch):
         monkeypatch.setattr(core.sampler, "draw", fails)
         with pytest.raises(EngineDeadError, match="no draw"):
             llm.generate([[5, 6, 7]], None, GREEDY)
-        assert not core._runner.can_repeat
+        assert not core._runner.can_repeat(RuntimeError())
 
 
 def test_pages_of_the_state_are_counted_and_given_back(base):

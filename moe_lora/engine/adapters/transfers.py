@@ -17,7 +17,7 @@ import torch
 from moe_lora.cache.orders import Copy, Namespace, Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.engine.ranks.followers import BeginOrder, Followers, OrdersDone
+from moe_lora.engine.ranks.followers import BeginOrder, Followers
 from moe_lora.timing.host_times import LinkTime
 
 from .adapter_store import AdapterVersion
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 LOOK_S = 0.0002
+FOLLOWERS_LOOK_S = 0.001
 
 
 class Mover(threading.Thread):
@@ -126,8 +127,8 @@ class Transfers:
     for ended copies. interval_s: between the cache's checks for moves ahead of need. A second mover loads
     adapters from a pool, so that slow peers delay no other copy. Called by the engine's own thread.
 
-    Followers also copy beside steps, and may be slower. Before a step that needs a copy or reuses pages,
-    rank 0 announces the end of the copy, and followers wait for their copies.
+    Followers also copy beside steps, and may be slower. A copy counts as done, or failed, once it has ended
+    on all ranks: no step waits for a copy.
     """
 
     blocking = False
@@ -177,10 +178,11 @@ class Transfers:
         """Confirm done and failed copies; the cache continues without the failed ones."""
         if not self._under_way:
             return
-        finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
-        if finished:
-            failed = tuple(number for number, error in finished if error is not None)
-            self.followers.tell(OrdersDone(tuple(number for number, _ in finished), failed))
+        ended = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
+        lagged = self.followers.lagging
+        finished = self.followers.ended_everywhere(ended)
+        if lagged and finished:
+            self._tell()
         for number, error in finished:
             adapter = self._under_way.pop(number)
             if error is not None:
@@ -206,6 +208,8 @@ class Transfers:
             self._next_tick_s = now_s + self._interval_s
             more = self._cache.tick(now_s, batch_size)
             self._balanced = not (self._send() or more)
+        if self.followers.lagging:
+            return FOLLOWERS_LOOK_S
         return None if self._balanced else self._next_tick_s - now_s
 
     def send(self) -> None:
@@ -274,6 +278,8 @@ class Transfers:
             first_pages = self._cache.layer_first_pages(adapter.uid)
             pages = order if isinstance(order, Copy) else None
             group = None if self._host_loads is None else self._host_loads.first_group(adapter.uid)
+            if self.followers.layers is not None:
+                self.followers.layers.clear(slot)
             rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, group)
             self.on_bring(adapter)
         self._under_way[order.copy_id] = adapter

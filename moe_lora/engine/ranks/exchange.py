@@ -44,7 +44,7 @@ class RowExchange:
     """Own rows to every other rank.  num_messages, sent_bytes: since the start."""
 
     def __init__(self, group: Backend, num_experts: int) -> None:
-        self._group = group
+        self.group = group
         self._dist_rank, self._size = group.rank(), group.size()
         self._experts_per_rank = num_experts // self._size
         self.num_messages = self.sent_bytes = 0
@@ -61,9 +61,9 @@ class RowExchange:
         arriving = {peer: y.new_empty(len(rows[peer]), y.shape[1]) for peer in peers if len(rows[peer])}
         own = y[rows[self._dist_rank]]
         try:
-            works = [self._group.recv([part], peer, 0) for peer, part in arriving.items()]
+            works = [self.group.recv([part], peer, 0) for peer, part in arriving.items()]
             if len(own):
-                works += [self._group.send([own], peer, 0) for peer in peers]
+                works += [self.group.send([own], peer, 0) for peer in peers]
                 self.num_messages += len(peers)
                 self.sent_bytes += len(peers) * own.nbytes
             for work in works:
@@ -78,12 +78,12 @@ class ReduceExchange:
     """All rows summed as integers over the ranks."""
 
     def __init__(self, group: Backend) -> None:
-        self._group = group
+        self.group = group
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
         """As `RowExchange.fill`."""
         try:
-            self._group.allreduce([y.view(-1).view(torch.int32)]).wait()
+            self.group.allreduce([y.view(-1).view(torch.int32)]).wait()
         except RuntimeError as error:
             raise _lost(error) from error
 
@@ -119,7 +119,7 @@ class RankSums:
     """
 
     def __init__(self, group: Backend) -> None:
-        self._group = group
+        self.group = group
         self._dist_rank, self._size = group.rank(), group.size()
         self.num_messages = self.sent_bytes = 0
 
@@ -131,7 +131,7 @@ class RankSums:
         size, flat = self._size, y.view(-1)
         if size > 2 and y.nbytes >= TWO_ROUNDS_BYTES and len(flat) % size == 0:
             parts = torch.empty_like(flat)
-            self._wait(lambda: self._group.alltoall_base(_bytes(parts), _bytes(flat), [], []))
+            self._wait(lambda: self.group.alltoall_base(_bytes(parts), _bytes(flat), [], []))
             own = _in_order(parts.view(size, -1))
             self._count(flat.nbytes // size)
             self._all_gather(flat, own)
@@ -157,7 +157,7 @@ class RankSums:
             return out
         parts = logits.new_empty(self._size, num_rows, share)
         for peer in range(1, self._size):
-            self._wait(partial(self._group.recv, [_bytes(parts[peer])], peer, 0))
+            self._wait(partial(self.group.recv, [_bytes(parts[peer])], peer, 0))
         for columns, part in zip(out.split(share, dim=1), [logits, *parts[1:]], strict=False):
             columns.copy_(part[:, : columns.shape[1]])  # the last ranks may have no columns
         return out
@@ -165,11 +165,11 @@ class RankSums:
     def _send_to_first(self, sent: torch.Tensor) -> None:
         self.num_messages += 1
         self.sent_bytes += sent.nbytes
-        self._wait(lambda: self._group.send([_bytes(sent)], 0, 0))
+        self._wait(lambda: self.group.send([_bytes(sent)], 0, 0))
 
     def _all_gather(self, out: torch.Tensor, own: torch.Tensor) -> None:
         self._count(own.nbytes)
-        self._wait(lambda: self._group._allgather_base(_bytes(out), _bytes(own)))
+        self._wait(lambda: self.group._allgather_base(_bytes(out), _bytes(own)))
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += self._size - 1
@@ -209,8 +209,12 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-def _lost(error: RuntimeError) -> EngineDeadError:
-    return EngineDeadError(
+class RankLostError(EngineDeadError):
+    """Another rank left the step, ended, or does not answer."""
+
+
+def _lost(error: RuntimeError) -> RankLostError:
+    return RankLostError(
         "another rank of this instance ended or does not answer; "
         f"restart the instance ({str(error).splitlines()[0]})"
     )

@@ -6,17 +6,19 @@ Run as `python -m moe_lora.engine.ranks.follower FD`.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import shutil
-import time
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch.distributed as dist
 
 from moe_lora.adapters.host_store import HostStore
@@ -26,12 +28,11 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.teardown import end_at_hang_up, run_child
 from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.engine.adapters.copies import Steps
-from moe_lora.engine.adapters.transfers import LOOK_S, Mover
+from moe_lora.engine.adapters.copies import RankCopier
+from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.merging.merged_weights import MergeOrder
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.engine.step.step_batch import CaptureSteps, StepBatch, packed_message
-from moe_lora.lora.row_routing import RowRouting
 
 from .followers import (
     HOST_STORE,
@@ -39,13 +40,17 @@ from .followers import (
     BeginOrder,
     Done,
     Followers,
-    OrdersDone,
+    OrderEnded,
     RankReport,
     SetUp,
     host_counts,
+    shared_layers,
 )
 from .rank import Rank
 from .rank_runner import make_runner
+from .regroup import FollowedSteps, JoinGroup, LeaveGroup
+
+logger = logging.getLogger(__name__)
 
 
 def follow(connection: Connection) -> None:
@@ -70,7 +75,10 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, Ho
     rank.allocate(size.num_pages, size.num_host_pages)
     _send(connection, Done())
     store = HostStore(setup.directory / HOST_STORE)
-    host = rank.host.workers(rank, store) if setup.config.host_workers else None
+    host = None
+    if setup.config.host_workers:
+        rank.slots.present = shared_layers(setup.directory, rank.dist_rank, rank.slots.present.shape)
+        host = rank.host.workers(rank, store)
     _send(connection, Done())
     find = partial(_find, store)
     return rank, make_runner(rank, rank.join(setup.directory), host=host, find=find), host
@@ -85,13 +93,14 @@ def _obey(
 ) -> NoReturn:
     store = HostStore(directory / HOST_STORE)
     copier = rank.copier(partial(_find, store))
-    copies = FollowerCopies(rank.mover(lambda: None), rank.present)
+    answers = Answers(connection)
+    copies = FollowerCopies(rank.mover, copier, answers.send)
+    steps = FollowedSteps(rank, runner, directory)
     counts = host_counts(directory, rank.dist_rank)
     while True:
         message = _receive(connection)
         if isinstance(message, StepBatch):
-            copies.wait_for_layers(message.routing)
-            runner.execute(message)
+            steps.run(message)
             if host is not None:
                 counts[0] = host.backend.num_fallback_rows
         elif isinstance(message, MergeOrder):
@@ -99,68 +108,75 @@ def _obey(
         elif isinstance(message, CaptureSteps):
             runner.capture(message)
         elif isinstance(message, BeginOrder):
-            copies.begin(message.number, copier.begin(message.order))
-        elif isinstance(message, OrdersDone):
-            copies.wait_for(message)
+            copies.begin(message)
+        elif isinstance(message, LeaveGroup):
+            answers.send(Done(steps.leave()))
+        elif isinstance(message, JoinGroup):
+            steps.join(message)
         elif isinstance(message, RankReport):
             if host is not None:
                 host.settle()
-            _send(connection, Done())
+            answers.send(Done())
         else:
             copier.carry_out(message)
 
 
+class Answers:
+    """Messages to rank 0, from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Done | OrderEnded) -> None:
+        """An error that can't be pickled becomes a RuntimeError with its text."""
+        if message.error is not None:
+            message = replace(message, error=_portable(message.error))
+        with self._lock, suppress(ConnectionError):  # rank 0 is gone, and this process ends
+            _send(self._connection, message)
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
 class FollowerCopies:
-    """Running copies of this rank beside its steps.  present: [slots, layers] bool, loaded layers."""
+    """Copies of this rank beside its steps.  send: called with the end of each, also from other threads."""
 
-    def __init__(self, mover: Mover, present: np.ndarray) -> None:
-        self._mover = mover
-        self._present = present
-        self._under_way: set[int] = set()
-        self._failed: dict[int, Exception] = {}
+    def __init__(
+        self,
+        make_mover: Callable[[Callable[[], None]], Mover],
+        copier: RankCopier,
+        send: Callable[[OrderEnded], None],
+    ) -> None:
+        self._copier = copier
+        self._send = send
+        self._mover = make_mover(self._report)
 
-    def begin(self, number: int, steps: Steps) -> None:
-        self._under_way.add(number)
-        self._mover.submit(number, steps)
-
-    def wait_for(self, done: OrdersDone) -> None:
-        """Return after the end of these copies.  Raises the error of a copy that succeeded on rank 0."""
-        while not self._under_way.isdisjoint(done.numbers):
-            self._settle()
-        for number in done.numbers:
-            error = self._failed.pop(number, None)
-            if error is not None and number not in done.failed:
-                raise error
-
-    def wait_for_layers(self, routing: RowRouting) -> None:
-        """Return once all layers for the step's device part are loaded.
-
-        Raises a copy's error, once no copy runs: an earlier error may be another adapter's, also failed at
-        rank 0.
-        """
-        if routing.here is None:
+    def begin(self, message: BeginOrder) -> None:
+        """Start an order of rank 0; an error is this order's alone."""
+        try:
+            steps = self._copier.begin(message.order)
+        except Exception as error:
+            logger.exception("a copy failed")
+            self._send(OrderEnded(message.number, error))
             return
-        for route, slot in routing.loading_slots.items():
-            while not self._present[slot][routing.here[route]].all():
-                for error in () if self._under_way else self._failed.values():
-                    raise error
-                self._settle()
+        self._mover.submit(message.number, steps)
 
-    def _settle(self) -> None:
-        finished = self._mover.finished()
-        for number, error in finished:
-            self._under_way.discard(number)
-            if error is not None:
-                self._failed[number] = error
-        if not finished:
-            time.sleep(LOOK_S)
+    def _report(self) -> None:
+        for number, error in self._mover.finished():
+            self._send(OrderEnded(number, error))
 
 
 def _receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-def _send(connection: Connection, message: Done) -> None:
+def _send(connection: Connection, message: Done | OrderEnded) -> None:
     connection.send_bytes(packed_message(message))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_child
 from moe_lora.engine.step.step_batch import packed_message
+
+from . import exchange
 
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
@@ -54,11 +57,11 @@ class BeginOrder:
 
 
 @dataclass(frozen=True)
-class OrdersDone:
-    """These orders have ended at rank 0, and later messages rely on them.  failed: orders that failed."""
+class OrderEnded:
+    """A follower's message: an order ended there.  error: of a failure."""
 
-    numbers: tuple[int, ...]
-    failed: tuple[int, ...] = ()
+    number: int
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,22 @@ class Done:
     """A follower's answer.  error: of a failure."""
 
     error: Exception | None = None
+
+
+OrderResult: TypeAlias = tuple[int, Exception | None]
+"""Number of an ended order, and its error."""
+
+
+@dataclass
+class _Ended:
+    """An order, since its end on a first rank.  errors: by rank, of the ranks where the order has ended."""
+
+    since_s: float
+    errors: dict[int, Exception | None] = field(default_factory=dict)
+
+    @property
+    def error(self) -> Exception | None:
+        return next(filter(None, self.errors.values()), None)
 
 
 class Followers:
@@ -91,6 +110,12 @@ class Followers:
         self._ending = threading.Event()
         self._folder = folder
         self._host_counts: list[np.ndarray] = []
+        self._ended: dict[int, _Ended] = {}
+        """Orders that have ended on some ranks."""
+        self.lagging = False
+        """True while there are such orders."""
+        self.layers: LoadedLayers | None = None
+        """With host workers, which compute the layers that a rank has yet to load."""
 
     @property
     def directory(self) -> Path:
@@ -121,18 +146,56 @@ class Followers:
         Raises a follower's error. Raises EngineDeadError if one is gone or exceeds the time (None:
         unlimited).
         """
-        for dist_rank, connection in enumerate(self._connections, start=1):
-            try:
-                if not connection.poll(within_s):
-                    raise EngineDeadError(
-                        f"rank {dist_rank} of this instance does not answer within {within_s:g} s; "
-                        "restart the instance"
-                    )
-                done: Done = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError) as error:
-                raise self._lost(dist_rank) from error
-            if done.error is not None:
-                raise done.error
+        for dist_rank in range(1, len(self._connections) + 1):
+            error = self.answer(dist_rank, within_s)
+            if error is not None:
+                raise error
+
+    def answer(self, dist_rank: int, within_s: float | None = None) -> Exception | None:
+        """Wait for a follower's answer; returns its error.  Raises EngineDeadError as `settle`."""
+        while True:
+            message = self._receive(dist_rank, within_s)
+            if isinstance(message, Done):
+                return message.error
+            if message is None:
+                assert within_s is not None
+                raise _silent(dist_rank, within_s)
+            self._note_end(dist_rank, message.number, message.error)
+
+    def _receive(self, dist_rank: int, within_s: float | None) -> Done | OrderEnded | None:
+        """A follower's next message; None: no message in this time.  Raises EngineDeadError."""
+        connection = self._connections[dist_rank - 1]
+        try:
+            message = pickle.loads(connection.recv_bytes()) if connection.poll(within_s) else None
+        except (EOFError, OSError) as error:
+            raise self._lost(dist_rank) from error
+        assert message is None or isinstance(message, (Done, OrderEnded))
+        return message
+
+    def ended_everywhere(self, ended: list[OrderResult]) -> list[OrderResult]:
+        """Orders that have ended on all ranks since the last call, each with the first error or None.
+
+        ended: at rank 0, since the last call.  Raises EngineDeadError.
+        """
+        if not self._connections:
+            return ended
+        for number, error in ended:
+            self._note_end(0, number, error)
+        for dist_rank in range(1, len(self._connections) + 1):
+            while (message := self._receive(dist_rank, 0.0)) is not None:
+                assert isinstance(message, OrderEnded), "a follower answers only while rank 0 waits"
+                self._note_end(dist_rank, message.number, message.error)
+        num_ranks, now_s = len(self._connections) + 1, time.monotonic()
+        for order in self._ended.values():
+            if len(order.errors) < num_ranks and now_s - order.since_s > exchange.TIMEOUT_S:
+                raise _silent(min(set(range(num_ranks)) - set(order.errors)), exchange.TIMEOUT_S)
+        whole = [number for number, order in self._ended.items() if len(order.errors) == num_ranks]
+        results = [(number, self._ended.pop(number).error) for number in whole]
+        self.lagging = bool(self._ended)
+        return results
+
+    def _note_end(self, dist_rank: int, number: int, error: Exception | None) -> None:
+        self._ended.setdefault(number, _Ended(time.monotonic())).errors[dist_rank] = error
 
     def watch(self, on_loss: Callable[[EngineDeadError], None]) -> None:
         """Set `on_loss`, called from another thread at a follower's unexpected end."""
@@ -151,6 +214,12 @@ class Followers:
             wait([child.ended], STOP_TIMEOUT_S)
             how = child.how_ended if child.ended.done() else "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
+
+    def loaded_layers(self, own: np.ndarray) -> LoadedLayers:
+        """Of all ranks.  own: [slots, layers] bool of rank 0."""
+        ranks = range(1, len(self._connections) + 1)
+        self.layers = LoadedLayers(own, [shared_layers(self.directory, rank, own.shape) for rank in ranks])
+        return self.layers
 
     def host_fallback_rows(self) -> int:
         """Rows that followers computed instead of host workers."""
@@ -190,6 +259,37 @@ def start_followers(config: EngineConfig) -> Followers:
         followers.close()
         raise
     return followers
+
+
+def _silent(dist_rank: int, within_s: float) -> EngineDeadError:
+    return EngineDeadError(
+        f"rank {dist_rank} of this instance does not answer within {within_s:g} s; restart the instance"
+    )
+
+
+class LoadedLayers:
+    """Layers of each slot that all ranks of an instance have loaded.
+
+    own: [slots, layers] bool, of rank 0.  others: of the followers, in memory shared with them.
+    """
+
+    def __init__(self, own: np.ndarray, others: Sequence[np.ndarray]) -> None:
+        self._own = own
+        self._others = others
+
+    def __getitem__(self, slot: int) -> np.ndarray:
+        return np.logical_and.reduce([self._own[slot], *(other[slot] for other in self._others)])
+
+    def clear(self, slot: int) -> None:
+        """Before a load: a follower may have yet to clear what its slot held."""
+        for other in self._others:
+            other[slot] = False
+
+
+def shared_layers(directory: Path, dist_rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    """[slots, layers] bool of one follower, shared with rank 0."""
+    path = directory / f"layers-{dist_rank}"
+    return np.memmap(path, np.bool_, "r+" if path.exists() else "w+", shape=shape)
 
 
 def host_counts(directory: Path, dist_rank: int) -> np.ndarray:

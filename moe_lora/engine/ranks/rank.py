@@ -31,8 +31,8 @@ from moe_lora.models.quantised_weight import quantisation_of
 
 from .exchange import (
     RENDEZVOUS,
+    Backend,
     Exchanges,
-    ExpertExchange,
     RankSums,
     ReduceExchange,
     RowExchange,
@@ -62,6 +62,7 @@ class Rank:
     arena: torch.Tensor
     host_arena: torch.Tensor | None
     slots: SlotTable
+    _exchanges: list[RowExchange | ReduceExchange | RankSums]
 
     def __init__(self, config: EngineConfig, dist_rank: int = 0) -> None:
         if config.threads_per_process is not None:
@@ -123,12 +124,28 @@ class Rank:
 
     def join(self, directory: Path) -> Exchanges:
         """Connect the ranks; returns once all have joined."""
-        group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.num_ranks, self.device)
-        experts: ExpertExchange | None = None
+        group = self._open_group(directory / RENDEZVOUS)
+        experts: RowExchange | ReduceExchange | None = None
         if self.config.expert_parallel > 1:
             on_cuda = self.device.type == "cuda"
             experts = ReduceExchange(group) if on_cuda else RowExchange(group, self.shape.num_experts)
-        return Exchanges(experts, RankSums(group) if self.config.tensor_parallel > 1 else None)
+        sums = RankSums(group) if self.config.tensor_parallel > 1 else None
+        self._exchanges = [one for one in (experts, sums) if one is not None]
+        return Exchanges(experts, sums)
+
+    def leave(self) -> None:
+        """Close the connections to the other ranks.  Idempotent."""
+        for exchange in self._exchanges:
+            exchange.group = None
+
+    def meet(self, rendezvous: Path) -> None:
+        """Connect the ranks again; returns once all have come.  rendezvous: of no earlier group."""
+        group = self._open_group(rendezvous)
+        for exchange in self._exchanges:
+            exchange.group = group
+
+    def _open_group(self, rendezvous: Path) -> Backend:
+        return open_group(rendezvous, self.dist_rank, self.config.num_ranks, self.device)
 
     def shard_of(self, dist_rank: int) -> ModelShard:
         """A rank's part of the model."""

@@ -14,7 +14,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.engine.arena_size import max_model_len
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.runner import ModelRunner
-from moe_lora.engine.step.step_batch import CaptureSteps, StepBatch, StepBuffer
+from moe_lora.engine.step.step_batch import StepBuffer
 from moe_lora.lora.backend import LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import Source
@@ -24,23 +24,26 @@ from .rank import Rank
 
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
-    from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+    from moe_lora.engine.merging.merged_weights import MergedWeights
     from moe_lora.engine.step.step_graphs import StepGraphs
     from moe_lora.engine.step.step_pieces import StepCapture
     from moe_lora.lora.outer import OuterDeltas
+
+    from .followers import Followers
 
 
 def make_runner(
     rank: Rank,
     exchanges: Exchanges = ALONE,
-    announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
+    followers: Followers | None = None,
     host: HostWorkers | None = None,
     *,
     find: Callable[[str], PackedAdapter],
 ) -> ModelRunner:
-    """The runner of the rank's part of steps (see `ModelRunner` for `announce`).
+    """The runner of the rank's part of steps.
 
-    host: computes for loading adapters.  find: see `Rank.copier`.
+    followers: given at rank 0 with other ranks.  host: computes for loading adapters.  find: see
+    `Rank.copier`.
     """
     backends: dict[int, LoraBackend] = {}
     capture = _capture(rank)
@@ -77,10 +80,10 @@ def make_runner(
         rank.device,
         sources,
         num_taken_over=lambda: routed.num_taken_over,
-        present=rank.present if announce is not None and host is not None else None,
+        present=None if followers is None or host is None else followers.loaded_layers(rank.present),
         eager=rank.config.eager,
         decode_buckets=rank.config.decode_buckets or (),
-        announce=announce,
+        announce=None if followers is None else followers.tell,
         merged=_merged_weights(rank, routed, find) if rank.merges else None,
         pushed=pushed,
         graphs=None if capture is None else _graphs(rank, capture, backends, sources),

@@ -133,10 +133,9 @@ class RecurrentRunner(ModelRunner):
 
     _has_stored = False
 
-    @property
-    def can_repeat(self) -> bool:
-        """As `ModelRunner.can_repeat`, until the step's states are stored."""
-        return super().can_repeat and not self._has_stored
+    def can_repeat(self, error: Exception) -> bool:
+        """As `ModelRunner.can_repeat`, until the states of the step are stored on a rank."""
+        return super().can_repeat(error) and not self._has_stored and not self._is_with_others
 
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """As `ModelRunner.run`."""

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.ranks.exchange import RankLostError
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import (
@@ -36,6 +38,7 @@ from .step_batch import RANK_STEP, CaptureSteps, StepBatch, StepBuffer, with_pla
 
 if TYPE_CHECKING:
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
+    from moe_lora.engine.ranks.followers import LoadedLayers
     from moe_lora.lora.outer import OuterDeltas
 
     from .prompt_reports import PromptRows
@@ -65,10 +68,10 @@ class ModelRunner:
 
     decode_buckets: padded batch sizes of decode steps; empty = no padding.  announce: called with each
     batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
-    layers; LOCAL becomes HOST for loading adapters.  present: [slots, layers] bool, loaded layers; given
-    with other ranks, which compute each layer at the source chosen here. pushed: serves leased rows of some
-    steps.  graphs: compute possible steps whole.  outer: makes the deltas of the embedding and the head,
-    called from the first step with such rows on.
+    layers; LOCAL becomes HOST for loading adapters.  present: loaded layers of all ranks, which compute
+    each layer at the source chosen here; None: there is one rank, or no host worker.  pushed: serves leased
+    rows of some steps.  graphs: compute possible steps whole.  outer: makes the deltas of the embedding and
+    the head, called from the first step with such rows on.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class ModelRunner:
         site_sources: Seq[Source],
         *,
         num_taken_over: Callable[[], int] = int,
-        present: np.ndarray | None = None,
+        present: LoadedLayers | None = None,
         eager: bool,
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
@@ -89,6 +92,8 @@ class ModelRunner:
         outer: Callable[[], OuterDeltas] | None = None,
     ) -> None:
         self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | None] | None = None
+        self.regroup: Callable[[Exception], Exception] | None = None
+        """With other ranks on CPU: see `ranks.regroup.Regroup`."""
         self._outer = outer
         self._pushed = pushed
         self.merged = merged
@@ -187,14 +192,27 @@ class ModelRunner:
         if sequence.record.num_scored:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
-    @property
-    def can_repeat(self) -> bool:
-        """True if a step that raised may run again: on a CPU, unless other ranks share the step."""
-        return self._device.type == "cpu" and not self._is_with_others
+    def can_repeat(self, error: Exception) -> bool:
+        """True if a step that raised `error` may run again: on a CPU, while all ranks live."""
+        return self._device.type == "cpu" and (
+            not isinstance(error, EngineDeadError) or isinstance(error, RankLostError)
+        )
 
-    def abandon(self) -> None:
-        """Drop a step that raised."""
+    def drop_step(self) -> None:
+        """Drop this rank's part of a step that raised."""
         self._context.abandon_step()
+
+    def abandon(self, error: Exception) -> Exception:
+        """Drop a step that raised `error`, on all ranks; returns the error of the rank that failed first.
+
+        Raises EngineDeadError if a rank is gone.
+        """
+        self.drop_step()
+        if not self._is_with_others:
+            return error
+        self._is_with_others = False
+        assert self.regroup is not None
+        return self.regroup(error)
 
     def probe(self) -> None:
         """Compute one row of padding.  Raises an error if the engine itself is broken."""
@@ -203,7 +221,7 @@ class ModelRunner:
     def _run(self, batch: StepBatch) -> torch.Tensor:
         if self._announce is None:
             return self.execute(batch)
-        self._is_with_others = True  # ranks stopped at different places of a step can't continue together
+        self._is_with_others = True  # after an error, all ranks leave the step and meet anew
         # Other ranks compute logits only with a divided vocabulary head.
         whole_head = self._model.shard.tensor_parallel == 1
         self._announce(replace(batch, logit_rows=batch.logit_rows[:0], prompt=None) if whole_head else batch)

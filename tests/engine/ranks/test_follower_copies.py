@@ -1,112 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that follows copies beside its steps, and waits where rank 0 relies on what it copied."""
+"""An order ends once it has ended on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import pickle
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
 
-from moe_lora.engine.ranks.follower import FollowerCopies
-from moe_lora.engine.ranks.followers import OrdersDone
-from moe_lora.lora.row_routing import RowRouting, Source, no_terms
-
-NUM_LAYERS = 3
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.engine.ranks.follower import Answers
+from moe_lora.engine.ranks.followers import Done, Followers, LoadedLayers, OrderEnded
 
 
-class LateMover:
-    """Does one piece of its copies each second time that it is asked what is done."""
-
-    def __init__(self) -> None:
-        self._orders: list[tuple[int, Iterator[int]]] = []
-        self._num_asked = 0
-
-    def submit(self, number: int, steps: Iterator[int]) -> None:
-        self._orders.append((number, steps))
-
-    def finished(self) -> list[tuple[int, Exception | None]]:
-        self._num_asked += 1
-        if self._num_asked % 2 or not self._orders:
-            return []
-        number, steps = self._orders[0]
-        try:
-            next(steps)
-            return []
-        except StopIteration:
-            done: tuple[int, Exception | None] = number, None
-        except OSError as error:
-            done = number, error
-        del self._orders[0]
-        return [done]
+@pytest.fixture
+def two_followers():
+    pipes = [Pipe(), Pipe()]
+    yield Followers([here for here, _ in pipes]), [Answers(there) for _, there in pipes]
+    for here, there in pipes:
+        here.close()
+        there.close()
 
 
-class Slots:
-    """Copies layers in this order into a slot each."""
-
-    def __init__(self) -> None:
-        self.present = np.zeros((2, NUM_LAYERS), dtype=bool)
-        self.copies = FollowerCopies(LateMover(), self.present)
-
-    def bring(self, slot: int, layers: tuple[int, ...], fails: bool = False) -> Iterator[int]:
-        for layer in layers:
-            yield 1
-            if fails:
-                raise OSError("the disk is gone")
-            self.present[slot, layer] = True
-
-    def there(self, slot: int) -> list[int]:
-        return np.flatnonzero(self.present[slot]).tolist()
+def test_alone_an_order_ends_with_rank_0():
+    assert Followers().ended_everywhere([(3, None)]) == [(3, None)]
+    assert not Followers().lagging
 
 
-def routing(slot: int, here: tuple[int, ...]) -> RowRouting:
-    """A row of an adapter that is on its way to the slot; rank 0 has these layers."""
-    terms = no_terms(1, 1)
-    terms[0, 0, 0] = (Source.HOST, 0, slot, 7)
-    rows = np.zeros(1, dtype=np.int32)
-    found = RowRouting(groups=((0,),) * NUM_LAYERS, row_route=rows, terms=terms)
-    return replace(found, here=np.isin(range(NUM_LAYERS), here)[None])
+def test_an_order_ends_with_the_last_rank_and_fails_with_any(two_followers):
+    followers, [first, second] = two_followers
+    first.send(OrderEnded(1))
+    assert followers.ended_everywhere([]) == []
+    assert followers.lagging
+    assert followers.ended_everywhere([(1, None), (2, None)]) == []
+    second.send(OrderEnded(1))
+    assert followers.ended_everywhere([]) == [(1, None)]
+    error = OSError("the disk is gone")
+    second.send(OrderEnded(2, error))
+    first.send(OrderEnded(2))
+    [(number, found)] = followers.ended_everywhere([])
+    assert number == 2
+    assert isinstance(found, OSError)
+    assert str(found) == str(error)
+    assert not followers.lagging
 
 
-def test_step_waits_for_layers_that_rank_0_computes_on_its_device_and_for_no_others():
-    slots = Slots()
-    slots.copies.begin(1, slots.bring(0, (1, 2, 0)))
-    slots.copies.wait_for_layers(routing(0, ()))
-    assert slots.there(0) == []
-    slots.copies.wait_for_layers(routing(0, (1,)))
-    assert slots.there(0) == [1]
-    slots.copies.wait_for_layers(replace(routing(0, ()), here=None))
-    slots.copies.wait_for_layers(routing(0, (1, 2)))
-    assert slots.there(0) == [1, 2]
+def test_ends_beside_an_answer_are_kept(two_followers):
+    followers, [first, second] = two_followers
+    first.send(OrderEnded(1))
+    for one in (first, second):
+        one.send(Done())
+    followers.settle()
+    second.send(OrderEnded(1))
+    assert followers.ended_everywhere([(1, None)]) == [(1, None)]
 
 
-def test_what_rank_0_has_done_is_waited_for():
-    slots = Slots()
-    slots.copies.begin(1, slots.bring(0, (1, 2, 0)))
-    slots.copies.begin(2, slots.bring(1, (1, 2, 0)))
-    slots.copies.wait_for(OrdersDone((1,)))
-    assert slots.there(0) == [0, 1, 2]
-    assert slots.there(1) == []
+def test_follower_that_is_gone_ends_the_wait():
+    here, there = Pipe()
+    there.close()
+    with pytest.raises(EngineDeadError, match="rank 1 of this instance"):
+        Followers([here]).ended_everywhere([])
 
 
-def test_copy_that_fails_here_alone_ends_the_rank():
-    slots = Slots()
-    slots.copies.begin(1, slots.bring(0, (1,), fails=True))
-    slots.copies.wait_for(OrdersDone((1,), failed=(1,)))
-    slots.copies.begin(2, slots.bring(0, (1,), fails=True))
-    with pytest.raises(OSError, match="the disk is gone"):
-        slots.copies.wait_for(OrdersDone((2,)))
-    slots.copies.begin(3, slots.bring(0, (1,), fails=True))
-    with pytest.raises(OSError, match="the disk is gone"):
-        slots.copies.wait_for_layers(routing(0, (1,)))
+class OwnError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
 
 
-def test_copy_of_another_adapter_that_fails_does_not_end_a_step_that_waits():
-    slots = Slots()
-    slots.copies.begin(1, slots.bring(0, (1,), fails=True))
-    slots.copies.begin(2, slots.bring(1, (1, 2, 0)))
-    slots.copies.wait_for_layers(routing(1, (1, 2)))
-    assert slots.there(1) == [1, 2]
-    slots.copies.wait_for(OrdersDone((1, 2), failed=(1,)))
-    assert slots.there(1) == [0, 1, 2]
+def test_error_that_cannot_be_pickled_keeps_its_name_and_text():
+    here, there = Pipe()
+    Answers(there).send(OrderEnded(1, OwnError("a", "b")))
+    assert str(pickle.loads(here.recv_bytes()).error) == "OwnError: a and b"
+
+
+def test_a_layer_is_loaded_once_all_ranks_have_it():
+    own, other = np.zeros((2, 3), dtype=bool), np.zeros((2, 3), dtype=bool)
+    layers = LoadedLayers(own, [other])
+    own[1, :2] = other[1, 1:] = True
+    assert layers[1].tolist() == [False, True, False]
+    layers.clear(1)
+    own[1] = True
+    assert layers[1].tolist() == [False, False, False]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a step that raised on one rank of an instance on CPU: all ranks leave the step, and meet anew.
+
+A rank that raises closes its group.  The other ranks, in wait for its rows, then raise too.  Rank 0 has all
+ranks leave, learns the first error, and opens a new group with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.engine.step.step_batch import StepBatch
+
+from .exchange import RENDEZVOUS, RankLostError
+from .followers import Followers
+from .rank import Rank
+
+logger = logging.getLogger(__name__)
+
+LEAVE_TIMEOUT_S = 60.0
+"""A rank raises once another rank has closed the group; until then it may compute a part of a layer."""
+
+
+@dataclass(frozen=True)
+class LeaveGroup:
+    """Leave the group and the failed step; answer with the error of this rank, if any."""
+
+
+@dataclass(frozen=True)
+class JoinGroup:
+    """Join the other ranks again.  number: of groups before."""
+
+    number: int
+
+
+class Regroup:
+    """Rank 0's part.  followers: the other ranks."""
+
+    def __init__(self, rank: Rank, followers: Followers) -> None:
+        self._rank = rank
+        self._followers = followers
+        self._number = 0
+
+    def __call__(self, error: Exception) -> Exception:
+        """Have all ranks leave a step that raised `error` here, and meet anew.
+
+        Returns the error of the rank that failed first.  Raises EngineDeadError if a rank is gone.
+        """
+        self._number += 1
+        _leave(self._rank, error)
+        self._followers.tell(LeaveGroup())
+        ranks = range(1, self._rank.config.num_ranks)
+        found = [error, *(self._followers.answer(rank, LEAVE_TIMEOUT_S) for rank in ranks)]
+        self._followers.tell(JoinGroup(self._number))
+        self._rank.meet(_meeting(self._followers.directory, self._number))
+        causes = (one for one in found if one is not None and not isinstance(one, RankLostError))
+        return next(causes, error)
+
+
+class FollowedSteps:
+    """A follower's part: its steps, and the error that ended one.  directory: of the instance."""
+
+    def __init__(self, rank: Rank, runner: ModelRunner, directory: Path) -> None:
+        self._rank = rank
+        self._runner = runner
+        self._directory = directory
+        self._error: Exception | None = None
+
+    def run(self, batch: StepBatch) -> None:
+        """Compute this rank's part.  Between an error and `join`, steps are dropped."""
+        if self._error is not None:
+            return
+        try:
+            self._runner.execute(batch)
+        except Exception as error:
+            if not self._runner.can_repeat(error):
+                raise
+            if not isinstance(error, RankLostError):
+                logger.exception("a step failed on rank %d", self._rank.dist_rank)
+            self._error = error
+        if self._error is not None:
+            _leave(self._rank, self._error)
+
+    def leave(self) -> Exception | None:
+        """Leave the group; returns the error of the failed step here."""
+        error, self._error = self._error, None
+        _leave(self._rank, error)
+        self._runner.drop_step()
+        return error
+
+    def join(self, message: JoinGroup) -> None:
+        """Meet the other ranks."""
+        self._rank.meet(_meeting(self._directory, message.number))
+
+
+def _leave(rank: Rank, error: Exception | None) -> None:
+    """Close the rank's group: it closes once nothing refers to it, the frames of `error` included."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else None
+    rank.leave()
+
+
+def _meeting(directory: Path, number: int) -> Path:
+    return directory / f"{RENDEZVOUS}-{number}"

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A follower with faults, in place of `moe_lora.engine.ranks.follower`.  FAULTS: how often each happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from multiprocessing.connection import Connection
+
+from moe_lora.core.teardown import run_child
+from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
+from moe_lora.engine.ranks.follower import follow
+from moe_lora.engine.step.runner import ModelRunner
+
+FAULTS = "MOE_LORA_TEST_FAULTS"
+BAD_TOKEN = 99
+
+_left: dict[str, int] = {}
+
+
+def _is_due(kind: str) -> bool:
+    _left[kind] = _left.get(kind, 0) - 1
+    return _left[kind] >= 0
+
+
+def _break_steps() -> None:
+    execute = ModelRunner.execute
+
+    def maybe(self, batch):
+        is_bad = BAD_TOKEN in batch.tokens.tolist()
+        if is_bad and _is_due("before_step"):
+            raise RuntimeError("a kernel of this follower refused its operands")
+        logits = execute(self, batch)
+        if is_bad and _is_due("after_step"):
+            raise RuntimeError("a kernel of this follower refused its operands")
+        return logits
+
+    ModelRunner.execute = maybe
+
+
+def _break_copies() -> None:
+    begin = RankCopier.begin
+
+    def maybe(self, order):
+        if isinstance(order, BringAdapter):
+            if _is_due("open"):
+                raise OSError("too many open files on this follower")
+            return late(begin(self, order))
+        return begin(self, order)
+
+    def late(steps):
+        for number, size in enumerate(steps):
+            if number and _is_due("copy"):
+                raise OSError("the disk of this follower is gone")
+            if _is_due("late"):
+                time.sleep(0.02)
+            yield size
+
+    RankCopier.begin = maybe
+
+
+if __name__ == "__main__":
+    _left.update(json.loads(os.environ[FAULTS]))
+    _break_steps()
+    _break_copies()
+    run_child(lambda fd: follow(Connection(fd)))

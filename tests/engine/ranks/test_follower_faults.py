@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error on a rank other than 0 ends the requests of its adapter only, as an error on rank 0 does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.ranks import followers as module
+from tests.engine.test_failed_adapters import CONFIG, NAMES, drive, four, infos, request
+
+from .faulty_follower import BAD_TOKEN, FAULTS
+
+EP, TP = {"expert_parallel": 2}, {"tensor_parallel": 2}
+ALWAYS = 1 << 20
+both_divisions = pytest.mark.parametrize("ranks", [EP, TP], ids=["expert_parallel", "tensor_parallel"])
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Builds an engine with followers of these faults."""
+    cores = []
+    start = module.start_child
+
+    def build(faults, **settings):
+        monkeypatch.setenv(FAULTS, json.dumps(faults))
+        monkeypatch.setattr(
+            module, "start_child", lambda name, **rest: start("tests.engine.ranks.faulty_follower", **rest)
+        )
+        cores.append(build_engine(replace(CONFIG, **settings)))
+        return cores[-1]
+
+    yield build
+    for core in cores:
+        core.close()
+
+
+def bad_among_others():
+    """A request per adapter and of the base model; one adapter's prompt has the token of the fault."""
+    others = [one for one in four() if one.request_id != "upper"]
+    return [request("upper", "upper", (5, 6, BAD_TOKEN)), *others]
+
+
+@pytest.fixture(scope="module")
+def right():
+    core = build_engine(CONFIG)
+    found = {name: tokens for name, (tokens, _) in drive(core, *bad_among_others()).items()}
+    core.close()
+    return found
+
+
+def tokens_of(found, *names):
+    return {name: found[name][0] for name in names}
+
+
+def expected(right, *names):
+    return {name: right[name] for name in names}
+
+
+OTHERS = ("reverse", "double", "base")
+
+
+@pytest.mark.parametrize("when", ["before_step", "after_step"])
+@both_divisions
+def test_step_that_raises_on_a_follower_ends_only_its_adapter(faulty, right, ranks, when):
+    core = faulty({when: ALWAYS}, **ranks)
+    found = drive(core, *bad_among_others())
+    assert tokens_of(found, *OTHERS) == expected(right, *OTHERS)
+    if when == "before_step":
+        assert found["upper"][1].finish_reason == "error"
+        assert "a kernel of this follower refused its operands" in (found["upper"][1].error or "")
+        assert {one.name: one.residency for one in infos(core)}["upper"] == "unavailable"
+    again = drive(core, request("later", "reverse"), request("last", None))
+    assert again["later"][0] == right["reverse"]
+    assert again["last"][0] == right["base"]
+
+
+@both_divisions
+def test_step_that_raises_once_on_a_follower_ends_no_request(faulty, right, ranks):
+    core = faulty({"before_step": 1}, **ranks)
+    assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
+
+
+def test_each_of_three_followers_may_raise(faulty, right):
+    core = faulty({"before_step": 1}, expert_parallel=4)
+    assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
+
+
+@pytest.mark.parametrize("kind", ["open", "copy"])
+@both_divisions
+def test_load_that_fails_twice_on_a_follower_is_repeated(faulty, right, ranks, kind):
+    core = faulty({kind: 2}, **ranks)
+    assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
+
+
+def test_adapters_that_a_follower_cannot_load_are_unavailable_and_the_base_model_goes_on(faulty, right):
+    core = faulty({"copy": ALWAYS}, **EP)
+    found = drive(core, *bad_among_others())
+    assert found["base"][0] == right["base"]
+    for name in NAMES:
+        assert found[name][1].finish_reason == "error"
+        assert "the disk of this follower is gone" in (found[name][1].error or "")
+    assert all(one.residency == "unavailable" for one in infos(core))
+
+
+@pytest.mark.parametrize("extra", [{}, {"host_workers": 1}], ids=["device", "host_workers"])
+def test_follower_that_loads_slowly_changes_no_token(faulty, right, extra):
+    core = faulty({"late": 40}, **EP, **extra)
+    for _ in range(2):
+        assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
