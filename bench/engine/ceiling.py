@@ -15,6 +15,7 @@ import torch
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.core import EngineCore
+from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, OuterBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
@@ -26,22 +27,30 @@ from moe_lora.models.quantised_weight import QuantisedWeight
 from .engine_runs import EngineRun
 
 _READ_BYTES = 256 << 20
+_ROW = 4096
 
 
 class ReadBandwidth:
-    """Sums a buffer larger than the caches as 64-bit integers, torch's fastest read."""
+    """Reads a buffer larger than the caches, on huge pages, in torch's two fastest ways: as a sum of 64-bit
+    integers, and as an fp32 matrix times a vector (1.5 times as fast where the sum keeps too few reads under
+    way).
+    """
 
     def __init__(self, num_bytes: int = _READ_BYTES) -> None:
-        self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
+        matrix = torch.empty(num_bytes // 4 // _ROW, _ROW)
+        advise_huge_pages(matrix)
+        vector, numbers = torch.ones(_ROW), matrix.fill_(1.0).view(torch.int64)
+        self._num_bytes = matrix.nbytes
+        self._reads = (numbers.sum, lambda: torch.mv(matrix, vector))
 
     def measure(self, repeats: int = 3) -> float:
         """Bytes per second of the fastest of a few reads."""
         times = []
-        for _ in range(repeats):
+        for read in self._reads * repeats:
             start_s = time.perf_counter()
-            self._buffer.sum()
+            read()
             times.append(time.perf_counter() - start_s)
-        return self._buffer.nbytes / min(times)
+        return self._num_bytes / min(times)
 
 
 @dataclass(frozen=True)
