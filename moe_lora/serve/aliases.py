@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import Scope
 
-from moe_lora.dist.cluster.aliases import chosen, targets
+from moe_lora.dist.cluster.aliases import drawn_adapter, targets
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import adapter_in
 
@@ -45,9 +45,9 @@ class AliasChoice:
         """
         name = adapter_in(model, self.bases, self.aliases)
         alias = self.aliases.get(name)
-        if alias is None or not alias.current:
+        if alias is None:
             return model
-        found = chosen(name, alias, user_of(body) or self.request_id)
+        found = drawn_adapter(name, alias, user_of(body) or self.request_id)
         allowed = usable(name, alias, self.key)
         for one in (found, alias.current, alias.second if alias.share else ""):
             if one in allowed:
@@ -67,7 +67,7 @@ def usable(name: str, alias: Alias, key: ApiKey | None) -> tuple[str, ...]:
 
 def choice_of(aliases: Mapping[str, Alias], bases: Sequence[str], scope: Scope) -> AliasChoice:
     """The choice for the request of this scope."""
-    return AliasChoice(dict(aliases), bases, caller_of(scope).key, scope["state"]["request_id"])
+    return AliasChoice(aliases, bases, caller_of(scope).key, scope["state"]["request_id"])
 
 
 def user_of(body: Any) -> str:
@@ -99,7 +99,7 @@ def alias_card(name: str, alias: Alias, key: ApiKey | None = None) -> dict[str, 
 
 
 def alias_cards(aliases: Mapping[str, Alias]) -> list[dict[str, Any]]:
-    return [alias_card(name, alias) for name, alias in sorted(aliases.items()) if alias.current]
+    return [alias_card(name, alias) for name, alias in sorted(aliases.items())]
 
 
 def with_aliases(
@@ -109,9 +109,8 @@ def with_aliases(
 
     An alias hides an adapter of the same name.
     """
-    current = {name: one for name, one in aliases.items() if one.current}
-    shown = [card for name, card in cards.items() if name not in current and caller.may_use(name)]
-    for name, alias in current.items():
+    shown = [card for name, card in cards.items() if name not in aliases and caller.may_use(name)]
+    for name, alias in aliases.items():
         allowed = [one for one in usable(name, alias, caller.key) if one in cards]
         if allowed and (alias.current in allowed or alias.share):
             shown.append({**cards[allowed[0]], "id": name, "alias": alias_card(name, alias, caller.key)})
@@ -120,11 +119,11 @@ def with_aliases(
 
 def share_family(model_name: str, aliases: Mapping[str, Alias], limit: int) -> Metric:
     """Shares of the first `limit` aliases."""
-    current = islice(((name, one) for name, one in aliases.items() if one.current), limit)
+    shown = islice(aliases.items(), limit)
     return family(
         GaugeMetricFamily,
         "moe_lora:alias_share",
         "Share of an alias's new requests, by adapter.",
         ("model_name", "alias", "adapter"),
-        {(model_name, name, adapter): share for name, one in current for adapter, share in shares(one)},
+        {(model_name, name, adapter): share for name, one in shown for adapter, share in shares(one)},
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.client.messages import KnownAliases
 from moe_lora.engine.text.text import served_tokenizer
 from moe_lora.engine.text.tokenizer_files import TEXT_FILES, log_generation_config
 from moe_lora.serve.metrics import Metrics
@@ -25,7 +26,6 @@ from .openai.fields import IgnoredFields
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
     from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-    from moe_lora.engine.client.messages import Alias
     from moe_lora.engine.text.text import Tokenizer
 
     from .api_keys import ApiKey
@@ -71,7 +71,7 @@ class Frontend:
     name: str | None = None
     adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None
     checks: CheckingProcess | None = None
-    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    aliases: KnownAliases = field(default_factory=KnownAliases)
     composed_s: dict[str, float] = field(default_factory=dict)
     ending: Ending = field(default_factory=Ending)
     batches: Batches | None = None

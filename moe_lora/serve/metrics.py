@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe_lora.core.records import ServerState
     from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
     from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-    from moe_lora.engine.client.messages import Alias
+    from moe_lora.engine.client.messages import KnownAliases
     from moe_lora.provision.online import Visit
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -85,7 +85,7 @@ class Metrics:
         self.info: ModelInfo | None = None
         self.adapters: Sequence[AdapterInfo] | None = None
         self.server: ServerState | None = None
-        self.aliases: Mapping[str, Alias] = {}
+        self.aliases: KnownAliases | None = None
         self.by_adapter: CountsByName | None = None
         self.by_tenant: CountsByName | None = None
         self.model_name = model_name = cluster.served_model_name
@@ -160,10 +160,10 @@ class Metrics:
         for counts in (self.by_adapter, self.by_tenant):
             if counts is not None:
                 yield from counts.collect(name)
-        if self.aliases:
+        if self.aliases is not None and self.aliases.live:
             from .aliases import share_family
 
-            yield share_family(name, self.aliases, self._cluster.front_end.metrics_by_name)
+            yield share_family(name, self.aliases.live, self._cluster.front_end.metrics_by_name)
         cluster, figures = self._cluster, self._controller.figures
         if cluster.provisioning is not None:
             yield from families.table(GaugeMetricFamily, families.OUTLOOK_GAUGES, name, figures.outlook)

@@ -17,20 +17,20 @@ MAX_REMOVED = 256
 
 def learn(known: dict[str, Alias], found: Mapping[str, Alias]) -> None:
     """Add later steps; the latest `MAX_REMOVED` removed aliases stay."""
-    never = Alias()
-    known |= {name: one for name, one in found.items() if one.number > known.get(name, never).number}
+    unknown = Alias()
+    known |= {name: one for name, one in found.items() if one.number > known.get(name, unknown).number}
     gone = sorted((one.number, name) for name, one in known.items() if not one.current)
     for _, name in gone[:-MAX_REMOVED]:
         del known[name]
 
 
-def follow(known: dict[str, Alias], found: Mapping[str, Alias]) -> None:
+def replace_all(known: dict[str, Alias], found: Mapping[str, Alias]) -> None:
     """Replace the content of the shared dictionary."""
     known.clear()
     known |= found
 
 
-def chosen(name: str, alias: Alias, key: str) -> str:
+def drawn_adapter(name: str, alias: Alias, key: str) -> str:
     """The adapter of a request with this key: `second` for `alias.share` of the keys.
 
     A key's adapter is constant; a larger share keeps the keys of `second`.

@@ -15,7 +15,7 @@ from anyio import move_on_after
 from moe_lora.core.errors import EngineDeadError, MoeLoraError
 from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import Alias, Beat, DrainOrder, Heartbeat, Move, PauseOrder
+from moe_lora.engine.client.messages import Beat, DrainOrder, Heartbeat, KnownAliases, Move, PauseOrder
 from moe_lora.policies.routing.routing import InstanceLoad
 
 from .drains import Drains
@@ -208,8 +208,7 @@ class InstanceRegistry:
         self.drains = Drains(self._move_off)
         self.pauses: dict[str, PauseOrder] = {}
         """By owner."""
-        self.aliases: dict[str, Alias] = {}
-        """By name, with removed aliases."""
+        self.aliases = KnownAliases()
         self.on_drain: Callable[[Instance], None] = lambda instance: None
         """Called at a drain, and repeatedly until its end; set as `on_move` is."""
         self._at_rest = asyncio.Event()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from msgspec import DecodeError, Raw
@@ -176,6 +177,20 @@ class Alias:
     loaded: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
     number: int = 0
+
+
+class KnownAliases(dict[str, Alias]):
+    """Aliases by name, with removed aliases; `|=` adds aliases.
+
+    live: without removed aliases; `|=` sets a new mapping.
+    """
+
+    live: Mapping[str, Alias] = MappingProxyType({})
+
+    def __ior__(self, found: Any) -> KnownAliases:  # type: ignore[override, misc]
+        self.update(found)
+        self.live = {name: alias for name, alias in self.items() if alias.current}
+        return self
 
 
 @dataclass(frozen=True)

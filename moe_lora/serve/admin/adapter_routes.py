@@ -61,7 +61,7 @@ def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> N
     check_name(name, param)
     if name in frontend.model_names:
         raise bad_request(f"{param} {name!r} is the base model's name; choose another", param)
-    if (alias := adapter_in(name, frontend.model_names, ())) != name and alias in frontend.aliases:
+    if (alias := adapter_in(name, frontend.model_names, ())) != name and alias in frontend.aliases.live:
         raise bad_request(f"{param} {name!r} reaches the alias {alias!r}; choose another", param)
 
 
@@ -351,10 +351,10 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 async def _listed(frontend: Frontend) -> dict[str, Any]:
     cards = [adapter_card(info) for info in await frontend.client.list_adapters()]
     listed = {"object": "list", "data": cards}
-    if frontend.aliases:
+    if frontend.aliases.live:
         from moe_lora.serve.aliases import alias_cards
 
-        listed["aliases"] = alias_cards(frontend.aliases)
+        listed["aliases"] = alias_cards(frontend.aliases.live)
     return listed
 
 

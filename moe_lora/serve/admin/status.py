@@ -119,10 +119,10 @@ def models_router(frontend: Frontend) -> APIRouter:
             }
             for adapter in await frontend.client.list_adapters()
         }
-        if frontend.aliases:
+        if frontend.aliases.live:
             from moe_lora.serve.aliases import with_aliases
 
-            adapters = with_aliases(known, frontend.aliases, caller)
+            adapters = with_aliases(known, frontend.aliases.live, caller)
         else:
             adapters = [card for name, card in known.items() if caller.may_use(name)]
         bases = [{**base, "id": name} for name in frontend.model_names]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -39,7 +39,7 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
-    from moe_lora.engine.client.messages import Alias
+    from moe_lora.engine.client.messages import KnownAliases
     from moe_lora.engine.text.text import Tokenizer
     from moe_lora.serve.aliases import AliasChoice
     from moe_lora.serve.api_keys import ApiKey
@@ -114,7 +114,7 @@ class Preparer:
         limits: Limits,
         process: CheckingProcess | None = None,
         adapter_texts: Callable[[ApiKey | None], AdapterTexts] | None = None,
-        aliases: Mapping[str, Alias] | None = None,
+        aliases: KnownAliases | None = None,
         bases: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
@@ -132,10 +132,10 @@ class Preparer:
         """The request in a body of this kind.  Raises ApiError for the first problem."""
         texts = None if self.adapter_texts is None else self.adapter_texts(caller_of(scope).key)
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
-        if self.aliases:
+        if self.aliases is not None and self.aliases.live:
             from moe_lora.serve.aliases import choice_of
 
-            bounds = replace(bounds, aliases=choice_of(self.aliases, self.bases, scope))
+            bounds = replace(bounds, aliases=choice_of(self.aliases.live, self.bases, scope))
         client = client_of(scope)
         try:
             if len(content) >= INLINE_BYTES:

@@ -199,10 +199,10 @@ async def read_body(
     caller = caller_of(request.scope)
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts(caller.key)
     bounds = Bounds(info=info, limits=limits.config, adapter_texts=texts)
-    if preparer.aliases:
+    if preparer.aliases is not None and preparer.aliases.live:
         from moe_lora.serve.aliases import choice_of
 
-        bounds = replace(bounds, aliases=choice_of(preparer.aliases, preparer.bases, request.scope))
+        bounds = replace(bounds, aliases=choice_of(preparer.aliases.live, preparer.bases, request.scope))
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         args = kind, bytes(content), preparer.tokenizer, bounds
         if len(content) >= INLINE_BYTES:

@@ -11,22 +11,22 @@ from moe_lora.dist.cluster.aliases import (
     MAX_REMOVED,
     check_load,
     check_unload,
-    chosen,
+    drawn_adapter,
     dropped,
-    follow,
     learn,
     promoted,
+    replace_all,
     rolled_back,
     rolled_out,
 )
-from moe_lora.engine.client.messages import Alias
+from moe_lora.engine.client.messages import Alias, KnownAliases
 
 SERVED = ("v7", "v8", "v9")
 KEYS = [f"user-{number}" for number in range(4000)]
 
 
 def of_other(alias: Alias) -> set[str]:
-    return {key for key in KEYS if chosen("support", alias, key) == alias.second}
+    return {key for key in KEYS if drawn_adapter("support", alias, key) == alias.second}
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
@@ -42,7 +42,7 @@ def test_a_larger_share_keeps_the_keys_and_another_rollout_draws_others():
     assert of_other(Alias("v8", "v9", 0.05, "rollout")) != small
     assert len(of_other(Alias("v7", "v8", 1.0, "rollout"))) == len(KEYS)
     assert not of_other(Alias("v7", "v8", 0.0, "promoted"))
-    assert chosen("support", Alias("v7", "v8", 0.5, "rollout"), "\ud800") in ("v7", "v8")
+    assert drawn_adapter("support", Alias("v7", "v8", 0.5, "rollout"), "\ud800") in ("v7", "v8")
 
 
 def test_steps_lead_from_the_first_adapter_to_the_next_and_back():
@@ -119,5 +119,17 @@ def test_the_later_step_of_each_alias_counts_and_few_removed_ones_are_kept(monke
     learn(known, {str(number): Alias(number=number) for number in range(10, 14)})
     assert set(known) == {"a", "b", "12", "13"}
     same = known
-    follow(known, {"z": Alias("v7")})
+    replace_all(known, {"z": Alias("v7")})
     assert same == {"z": Alias("v7")}
+
+
+def test_live_aliases_are_a_new_mapping_after_each_change_and_empty_after_the_last():
+    known = KnownAliases()
+    assert not known.live
+    learn(known, {"a": Alias("v7", number=1)})
+    before = known.live
+    learn(known, {"a": Alias(number=2)})
+    assert set(before) == {"a"} == set(known)
+    assert not known.live
+    replace_all(known, {"b": Alias("v8", number=3), "c": Alias(number=4)})
+    assert set(known.live) == {"b"}

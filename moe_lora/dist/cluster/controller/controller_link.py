@@ -189,9 +189,9 @@ class ControllerLink:
             self._instance_registry.follow(state.served, state.holdings)
             self._instance_registry.drains.follow(state.drains, state.restarting)
             if state.aliases or self._instance_registry.aliases:
-                from moe_lora.dist.cluster.aliases import follow
+                from moe_lora.dist.cluster.aliases import replace_all
 
-                follow(self._instance_registry.aliases, state.aliases)
+                replace_all(self._instance_registry.aliases, state.aliases)
             self.ranks.clear()
             self.ranks.update(state.ranks)
             if state.table_version != self._routes.table_version:
