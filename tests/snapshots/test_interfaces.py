@@ -40,7 +40,7 @@ from moe_lora.core.request import (
 )
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.engine.client.messages import Alias
+from moe_lora.engine.client.messages import Alias, KnownAliases
 from moe_lora.serve.metrics import Metrics
 from tests.serve.conftest import app_of
 from tests.serve.scripted_engine import adapter_info
@@ -179,7 +179,8 @@ def test_names_and_labels_of_metrics() -> None:
         eos_token_ids=(),
     )
     metrics.set_adapters([adapter_info("a")])
-    metrics.aliases = {"b": Alias("a")}
+    metrics.aliases = KnownAliases()
+    metrics.aliases |= {"b": Alias("a")}
     for counts in (metrics.by_adapter, metrics.by_tenant):
         assert counts is not None
         counts.add("a", "stop", 1, 1, 0.1)

@@ -61,8 +61,10 @@ def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> N
     check_name(name, param)
     if name in frontend.model_names:
         raise bad_request(f"{param} {name!r} is the base model's name; choose another", param)
-    if (alias := adapter_in(name, frontend.model_names, ())) != name and alias in frontend.aliases.live:
-        raise bad_request(f"{param} {name!r} reaches the alias {alias!r}; choose another", param)
+    if live := frontend.aliases.live:
+        alias = adapter_in(name, frontend.model_names, ())
+        if alias != name and alias in live:
+            raise bad_request(f"{param} {name!r} reaches the alias {alias!r}; choose another", param)
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:

@@ -420,7 +420,7 @@ def prepared(
         asked = body_grammar(body, tokenizer, parsers)
     return Prepared(
         body=body.without_prompt(),
-        granted=bounds.granted,
+        granted=() if bounds.aliases is None else bounds.granted,
         sampling=sampling,
         prompts=[tuple(one) for one in prompts],
         answer_tokens=answer_tokens,
