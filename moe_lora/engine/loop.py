@@ -142,7 +142,10 @@ class EngineLoop(threading.Thread):
     def _make_pauses(self) -> Pauses:
         from .pauses import Pauses
 
-        return Pauses(self._core.sequences, self._compiling, self._core.abort, self._handle, self.inbox.put)
+        core = self._core
+        return Pauses(
+            core.sequences, self._compiling, core.abort, self._handle, self.inbox.put, core.adapters
+        )
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
         """False if the request's grammar is compiled; else the request enters the engine later."""

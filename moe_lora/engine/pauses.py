@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from moe_lora.core.request import GenerateRequest
+from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.request import COMPOSED, GenerateRequest
 
 from .client.messages import Abort, Generate, PauseMode, PauseScope
 from .sequence import Sequence
 
 if TYPE_CHECKING:
+    from .adapters.manager import AdapterManager
     from .client.messages import Entry
 
 Handle = Callable[[Generate | Abort, float], None]
@@ -30,7 +32,7 @@ class Pauses:
     """Pauses by owner, in the engine's thread, between two steps.
 
     A delayed request enters the engine at the end of its pauses, so it gets the adapter version of that
-    time.  A held request keeps pages and version.
+    time.  A held request keeps pages and version.  A scope with a term of a weighted sum covers the sum.
 
     sequences: of the engine, by request id.  compiling: requests in wait for a grammar.  drop: removes a
     request without an output.  handle: executes a command with its time of arrival.  put: queues an entry
@@ -44,12 +46,14 @@ class Pauses:
         drop: Callable[[str], object],
         handle: Handle,
         put: Callable[[Entry], None],
+        adapters: AdapterManager,
     ) -> None:
         self._sequences = sequences
         self._compiling = compiling
         self._drop = drop
         self._handle = handle
         self._put = put
+        self._adapters = adapters
         self._pauses: dict[str, Pause] = {}
         self._delayed: dict[str, tuple[Generate, float]] = {}
         self._held: set[Sequence] = set()
@@ -96,10 +100,10 @@ class Pauses:
     def abort(self, scope: PauseScope) -> None:
         """End all covered requests with the reason "abort"."""
         for request_id, sequence in list(self._sequences.items()):
-            if scope.covers(sequence.request):
+            if self._is_in(scope, sequence.request):
                 self._handle(Abort(request_id), sequence.arrival_s)
         for request_id, (command, arrival_s) in [*self._delayed.items(), *self._compiling.items()]:
-            if scope.covers(command.request):
+            if self._is_in(scope, command.request):
                 self._handle(Abort(request_id), arrival_s)
 
     def delay(self, command: Generate, arrival_s: float) -> bool:
@@ -142,16 +146,30 @@ class Pauses:
             self.end(pause.scope.owner)
 
     def _covers(self, request: GenerateRequest, *modes: PauseMode) -> bool:
-        return any(one.scope.covers(request) and one.mode in modes for one in self._pauses.values())
+        return any(one.mode in modes and self._is_in(one.scope, request) for one in self._pauses.values())
+
+    def _is_in(self, scope: PauseScope, request: GenerateRequest) -> bool:
+        """True for a covered request."""
+        name = request.adapter
+        if name is None or scope.tenant is None or not name.startswith(COMPOSED):
+            return scope.covers(request)
+        from moe_lora.core.composed import parts_in
+
+        try:
+            path = self._adapters.current(name).path
+        except AdapterNotFoundError:  # unloaded meanwhile: the request ends at its start
+            return False
+        terms = [] if path is None else parts_in(path)
+        return scope.tenant == request.tenant and any(scope.names(term.name) for term in terms)
 
     def _runs(self, scope: PauseScope) -> bool:
-        return any(scope.covers(one.request) for one in self._sequences.values())
+        return any(self._is_in(scope, one.request) for one in self._sequences.values())
 
     def _delay_unstarted(self, scope: PauseScope) -> None:
         for request_id, sequence in list(self._sequences.items()):
             request = sequence.request
             is_new = sequence.waits.admitted_s is None and not _is_moved(request)
-            if is_new and scope.covers(request):
+            if is_new and self._is_in(scope, request):
                 self._drop(request_id)
                 self.delay(Generate(request), sequence.arrival_s)
 

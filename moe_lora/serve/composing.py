@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_lora.core.composed import Part, name_of, path_of
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError
-from moe_lora.core.request import COMPOSED, AdapterInfo
+from moe_lora.core.request import COMPOSED, AdapterInfo, GenerateRequest, TokenOutput
+from moe_lora.dist.cluster.instances import ServedVersion
 
 from .http_errors import ApiError, bad_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from .access import Caller
     from .frontend import Frontend
@@ -25,12 +27,43 @@ MAX_COMPOSED = 32
 START_S = 2.0
 """Time from the choice of a sum to the start of its request, at most."""
 RETRY_S = 5
+_TRIES = 3
+"""Another front end may unload a sum between its load and the start of a request."""
+
+
+@dataclass(frozen=True)
+class LoadedSum:
+    """A sum on the instances.  path: see `core.composed.path_of`."""
+
+    name: str
+    path: str
+    frontend: Frontend
+
+    async def load(self) -> None:
+        with suppress(AdapterExistsError):  # of another request
+            await self.frontend.client.call("load_adapter", self.name, self.path)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        """The request's outputs; loads the sum again after an unload by another front end."""
+        for num_left in reversed(range(_TRIES)):
+            self.frontend.composed_s[self.name] = time.monotonic()
+            has_begun = False
+            try:
+                async with aclosing(cast("Any", self.frontend.client.generate(request))) as outputs:
+                    async for output in outputs:
+                        has_begun = True
+                        yield output
+                return
+            except AdapterNotFoundError:
+                if has_begun or not num_left:
+                    raise
+            await self.load()
 
 
 async def composed(
     frontend: Frontend, model: str, terms: Sequence[WeightedAdapter], caller: Caller
-) -> tuple[str, Caller]:
-    """The sum's adapter, and the caller with a right to it.  Raises ApiError, and errors of a load."""
+) -> tuple[LoadedSum, Caller]:
+    """The sum, and the caller with a right to it.  Raises ApiError, and errors of a load."""
     if model not in frontend.model_names:
         raise bad_request(
             f"lora needs the base model, and model is {model!r}; send {frontend.model_name!r}", "model"
@@ -39,13 +72,12 @@ async def composed(
     parts = [_part(term, infos, caller) for term in terms]
     if len({part.name for part in parts}) < len(parts):
         raise bad_request("lora names an adapter twice; add its weights", "lora")
-    name = name_of(parts)
-    if name not in infos or infos[name].residency == "unavailable":
+    found = LoadedSum(name_of(parts), path_of(parts), frontend)
+    if found.name not in infos or infos[found.name].residency == "unavailable":
         await _make_room(frontend, infos)
-        with suppress(AdapterExistsError):  # of another request
-            await frontend.client.call("load_adapter", name, path_of(parts))
-    frontend.composed_s[name] = time.monotonic()
-    return name, caller.with_right(name)
+        await found.load()
+    frontend.composed_s[found.name] = time.monotonic()
+    return found, caller.with_right(found.name)
 
 
 def _part(term: WeightedAdapter, infos: dict[str, AdapterInfo], caller: Caller) -> Part:
@@ -71,5 +103,6 @@ async def _make_room(frontend: Frontend, infos: dict[str, AdapterInfo]) -> None:
         what = f"{len(sums)} weighted sums of adapters are in use; send the request again later"
         raise ApiError(503, what, retry_s=RETRY_S)
     for info in idle:
+        seen = ServedVersion(info.path or "", info.version, info.pinned, info.content_hash or None)
         with suppress(AdapterNotFoundError):  # another front end was faster
-            await frontend.client.call("unload_adapter", info.name)
+            await frontend.client.call("unload_adapter", info.name, seen)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.core.composed import Part, name_of, path_of
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.engine.client.messages import PauseScope
 from moe_lora.engine.step.grammar_masks import Grammars
@@ -269,6 +270,23 @@ def test_a_pause_of_a_tenant_covers_its_adapters_alone(llm):
     assert call(llm, "paused_scopes") == [ALL]
     call(llm, "resume_requests", "")
     assert ours.rest() == "length"
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_a_pause_of_a_tenant_covers_weighted_sums_of_its_adapters(llm, mode):
+    found = {one.name: one for one in call(llm, "list_adapters")}
+    parts = [Part(name, found[name].path, found[name].content_hash, 0.5) for name in ("other", "policy")]
+    name = name_of(parts)
+    call(llm, "load_adapter", name, path_of(parts))
+    ours = Stream(llm, "ours", name, "ours", gated=True)
+    theirs = Stream(llm, "theirs", name, "theirs")
+    pause(llm, mode, ours, scope=PauseScope("key", "ours", ("pol*",)))
+    assert theirs.rest() == "length"
+    late = Stream(llm, "late", name, "ours")
+    assert is_still(llm, ours, late)
+    assert not late.tokens
+    call(llm, "resume_requests", "key")
+    assert (ours.rest(), late.rest()) == ("abort" if mode == "abort" else "length", "length")
 
 
 def test_a_pause_ends_by_itself(llm):

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError
 from moe_lora.serve import composing
 from moe_lora.serve.api_keys import add_key
 from moe_lora.serve.composing import MAX_COMPOSED, START_S
@@ -243,6 +244,42 @@ def test_rights_to_each_term_ranks_and_room(tmp_path):
         complete(ops, {"upper": 99}, max_tokens=1)
         names = [one["id"] for one in ops.ok("GET", "/v1/adapters")["data"]]
         assert sum(name.startswith("composed:") for name in names) == MAX_COMPOSED
+
+
+def test_front_ends_that_unload_sums_at_once_end_no_request(server):
+    """A sum is chosen at one front end while the other unloads it; streams of others go on."""
+    http = Http(server.url)
+    weights = [{"upper": 1 + number % 48 / 64, "rot13": 0.25} for number in range(192)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda one: complete(http, one, max_tokens=3), weights))
+    for number, answer in enumerate(answers):
+        assert answer["choices"][0]["token_ids"] == answers[number % 48]["choices"][0]["token_ids"]
+
+
+def test_a_sum_that_another_front_end_unloads_is_loaded_again(engine, tokenizer, monkeypatch):
+    frontend, generate, calls = frontend_of(engine, tokenizer), engine.generate, []
+    call = engine.call
+
+    async def note(verb: str, *args: Any, **words: Any) -> Any:
+        calls.append((verb, *args))
+        return await call(verb, *args, **words)
+
+    def unloaded(request: Any) -> Any:
+        if [one[0] for one in calls].count("load_adapter") < 3:
+            raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
+        return generate(request)
+
+    monkeypatch.setattr(engine, "call", note)
+    monkeypatch.setattr(engine, "generate", unloaded)
+    with ServerThread(create_app(frontend)) as thread, as_served(thread.url, engine) as served:
+        body = {"prompt": "a", "max_tokens": 1, "lora": terms({"shout": 0.5})}
+        assert served.post("/v1/completions", body).status_code == 200
+        monkeypatch.setattr(engine, "generate", refuse_all)
+        assert served.post("/v1/completions", body).status_code == 404
+
+
+def refuse_all(request: Any) -> Any:
+    raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
 
 
 def test_sums_that_fail_or_ended_are_not_remembered(engine, tokenizer, monkeypatch):

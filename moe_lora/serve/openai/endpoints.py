@@ -347,11 +347,12 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     adapter = None if model in frontend.model_names else model
     if adapter is not None and ":" in adapter:
         adapter = await frontend.adapter_of(adapter)
-    caller = request.state.caller
+    caller, loaded_sum = request.state.caller, None
     if body.lora is not None:
         from moe_lora.serve.composing import composed
 
-        adapter, caller = await composed(frontend, model, body.lora, caller)
+        loaded_sum, caller = await composed(frontend, model, body.lora, caller)
+        adapter = loaded_sum.name
     is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics
     make = _rare_generation(body) if is_rare else Generation
     generation = make(
@@ -371,6 +372,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         from_s=request.scope.get(HEADERS_S) or time.monotonic(),
         reasoning_tokens=form.reasoning_tokens,
         watch=form.watch,
+        loaded_sum=loaded_sum,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}

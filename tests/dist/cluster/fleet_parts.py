@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.messages import DrainOrder, PauseScope
+from moe_lora.engine.client.messages import Alias, DrainOrder, PauseScope
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import Router
 
@@ -149,6 +149,8 @@ class CountingEngine:
         return self._info(name)
 
     async def _remember_drain(self, order: DrainOrder) -> None: ...
+
+    async def _remember_aliases(self, aliases: Mapping[str, Alias]) -> None: ...
 
     async def _preload_adapters(self, names: Sequence[str]) -> int:
         self.calls.append(("preload", *names))

@@ -150,13 +150,18 @@ class ClusterStateLog:
             if self._placement is not None:
                 self._placement.resume(state.demand)
 
-    def learn_drains(self, state: ClusterState) -> None:
-        """Learn an operator's orders to instances without an order here, even from a late state.
+    def learn_orders(self, state: ClusterState) -> None:
+        """Learn an operator's orders to instances without an order here, and unknown aliases, even from a
+        late state.
 
         Otherwise a drained instance would get requests.
         """
-        drains = self._instance_registry.drains
+        drains, aliases = self._instance_registry.drains, self._instance_registry.aliases
         drains.learn({name: order for name, order in state.drains.items() if name not in drains.orders})
+        if new := {name: one for name, one in state.aliases.items() if name not in aliases}:
+            from moe_lora.dist.cluster.aliases import learn
+
+            learn(aliases, new)
 
     def count_above(self, state: ClusterState) -> None:
         """Give the state a higher number than a state too late for the recovery."""

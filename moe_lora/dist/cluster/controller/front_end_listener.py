@@ -194,7 +194,7 @@ class FrontEndListener:
             return
         now = self._state_log.state
         if before is not None:
-            self._state_log.learn_drains(before)
+            self._state_log.learn_orders(before)
         if before is not None and before.number >= now.number and before != now:
             logger.warning(
                 "front end %s had state %d of an earlier controller, which is given up: it came too late",

@@ -16,7 +16,7 @@ from moe_lora.dist.cluster.controller import front_end_listener, placement_contr
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import Served, ServedVersion
-from moe_lora.engine.client.messages import DrainOrder
+from moe_lora.engine.client.messages import Alias, AliasChange, DrainOrder
 from tests.adapters.peft_folders import BASE, peft_folder
 
 from .parts import Cluster, FrontEndSide, until
@@ -242,6 +242,25 @@ def test_an_order_that_only_a_late_front_end_knows_of_is_not_lost(number):
         running = asyncio.create_task(late.link.run())
         for one in cluster.front_ends:
             await until(lambda one=one: one.instance_registry.drained == {"0"})
+        running.cancel()
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("number", [1, 1000])
+def test_a_late_front_end_gets_all_aliases_and_brings_its_own(number):
+    async def test(cluster: Cluster) -> None:
+        registry = cluster.controller.instance_registry
+        await cluster.front_ends[0].link.call("change_alias", "blue", AliasChange("rollout", "a"))
+        late = FrontEndSide("late", cluster.address, cluster.engines)
+        await late.stop()
+        aliases = {"blue": Alias("b", number=1), "green": Alias("b", number=2)}
+        late.link.receive(ClusterState(number=number, aliases=aliases))
+        running = asyncio.create_task(late.link.run())
+        for one in (late, *cluster.front_ends):
+            await until(lambda one=one: one.instance_registry.aliases == registry.aliases)
+            await until(lambda one=one: set(one.instance_registry.aliases.live) == {"blue", "green"})
+        assert (registry.aliases["blue"].current, registry.aliases["green"].current) == ("a", "b")
         running.cancel()
 
     in_cluster(test)

@@ -75,7 +75,7 @@ def test_of_orders_that_come_late_those_count_to_instances_that_have_none():
     kept = Kept("x", "y", "z")
     drains = kept.instance_registry.drains
     drains.order("y", drained=False)
-    kept.state_log.learn_drains(ClusterState(number=9, drains=dict.fromkeys("xy", DrainOrder(True, 5))))
+    kept.state_log.learn_orders(ClusterState(number=9, drains=dict.fromkeys("xy", DrainOrder(True, 5))))
     assert kept.instance_registry.drained == {"x"}
     assert drains.order("z", drained=True).number == 6
 
