@@ -111,7 +111,7 @@ class SourcesConfig(Settings):
     """Find an unknown adapter at its first request: a folder (paths below the folder are names), registry, or
     hf:ORG.  The server lists no names at the start."""
     max_resolved: int = setting(1000, least=1)
-    """Number of resolved adapters, near which the resolver unloads idle adapters."""
+    """Limit of resolved adapters, near which the resolver unloads idle adapters."""
     missing_s: float = setting(30.0, least=0)
     """Time that the resolver keeps the error of a name without a loadable adapter."""
 

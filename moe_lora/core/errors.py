@@ -30,6 +30,10 @@ class AdapterNotFoundError(MoeLoraError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class BusyError(MoeLoraError):
+    """A request that the server can't take now; sent again later, it may pass."""
+
+
 class AdapterVersionError(MoeLoraError):
     """An answer's adapter version was replaced before the answer ended."""
 

@@ -24,6 +24,7 @@ from moe_lora.core.errors import (
     AdapterFailedError,
     AdapterNotFoundError,
     AdapterVersionError,
+    BusyError,
     CapacityError,
     EngineDeadError,
     LoraServerError,
@@ -48,6 +49,8 @@ ERROR_TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+BUSY_S = 5
+"""`Retry-After` of a `BusyError`."""
 STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (AdapterNotFoundError, 404),
     (AdapterExistsError, 400),
@@ -56,6 +59,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (StorageError, 503),
     (UnreadError, 408),
     (CapacityError, 400),
+    (BusyError, 503),
     (AdapterVersionError, 503),
     (EngineDeadError, 503),
     (LoraServerError, 503),
@@ -234,7 +238,7 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     for kind, status in STATUS_OF_ERROR:
         if isinstance(error, kind):
-            return ApiError(status, str(error))
+            return ApiError(status, str(error), retry_s=BUSY_S if kind is BusyError else None)
     logger.error("request failed", exc_info=error)
     return ApiError(500, f"the server failed: {type(error).__name__}; see its log")
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,13 +17,14 @@ from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
     AdapterNotFoundError,
+    BusyError,
     EngineDeadError,
     EngineSilentError,
 )
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import Alias, AliasChange, PauseOrder, PoolEntry
+from moe_lora.engine.client.messages import AbortOrder, Alias, AliasChange, PauseOrder, PoolEntry
 from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
+MAX_ABORTS = 8
+"""Orders in a controller's state, for calls at once."""
 Answer = TypeVar("Answer")
 Loaded = TypeVar("Loaded", AdapterInfo, PoolEntry)
 Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
@@ -130,6 +134,8 @@ class FleetAdapters:
         self.instance_registry = instance_registry
         self._own = verbs_of(self)
         self._rollouts: Rollouts | None = None
+        self._found: set[str] = set()
+        """Names that load for a resolver."""
         # Calls for one adapter run in sequence: instances must agree on the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -184,23 +190,29 @@ class FleetAdapters:
             registry.pauses = {
                 name: one for name, one in registry.pauses.items() if owner not in (None, name)
             }
+        if registry.on_abort is not None and (verb == "abort_requests" or args[1:2] == ("abort",)):
+            registry.aborts = (*registry.aborts[1 - MAX_ABORTS :], AbortOrder(args[0], time.time_ns()))
+            registry.on_abort(args[0])
         answers = await ask_live(registry, lambda client: client.call(verb, *args))
         lists = [found for _, found in answers if found is not None]
         return [*chain.from_iterable(lists)] if lists else None
 
     @verb
-    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, replace: bool = False, most: int | None = None
+    ) -> AdapterInfo:
         """Serve the directory as `name` on all live instances.
 
         The first instance reads the content.  If an instance refuses, or reads other content, all return to
-        the earlier version.
+        the earlier version.  most: of adapters of resolvers, running loads included.  Raises BusyError
+        beyond.
         """
         registry, pool = self.instance_registry, self.pool
         if name in registry.aliases:
             from .aliases import check_load
 
             check_load(registry.aliases, name)
-        with registry.loading():
+        with registry.loading(), nullcontext() if most is None else self._resolving(name, most):
             previous = registry.adapters.get(name)
             if previous is not None and not replace:
                 replace = registry.suspects.problem(name) is not None or await self._is_unavailable(name)
@@ -229,6 +241,21 @@ class FleetAdapters:
             registry.serve(info, path)
             self.ranks[name] = info.lora_rank
             return info
+
+    @contextmanager
+    def _resolving(self, name: str, most: int) -> Iterator[None]:
+        from .resolver import resolved
+
+        registry = self.instance_registry
+        if name not in registry.adapters and len(resolved(registry).keys() | self._found) >= most:
+            raise BusyError(
+                f"sources.max_resolved={most} adapters are loaded for requests; send the request again later"
+            )
+        self._found.add(name)
+        try:
+            yield
+        finally:
+            self._found.discard(name)
 
     async def _is_unavailable(self, name: str) -> bool:
         registry = self.instance_registry

@@ -15,7 +15,16 @@ from anyio import move_on_after
 from moe_lora.core.errors import EngineDeadError, MoeLoraError
 from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import Beat, DrainOrder, Heartbeat, KnownAliases, Move, PauseOrder
+from moe_lora.engine.client.messages import (
+    AbortOrder,
+    Beat,
+    DrainOrder,
+    Heartbeat,
+    KnownAliases,
+    Move,
+    PauseOrder,
+    PauseScope,
+)
 from moe_lora.policies.routing.routing import InstanceLoad
 
 from .drains import Drains
@@ -209,6 +218,10 @@ class InstanceRegistry:
         self.pauses: dict[str, PauseOrder] = {}
         """By owner."""
         self.aliases = KnownAliases()
+        self.aborts: tuple[AbortOrder, ...] = ()
+        """The latest, in order."""
+        self.on_abort: Callable[[PauseScope], None] | None = None
+        """Ends requests that wait for a resolver."""
         self.on_drain: Callable[[Instance], None] = lambda instance: None
         """Called at a drain, and repeatedly until its end; set as `on_move` is."""
         self._at_rest = asyncio.Event()

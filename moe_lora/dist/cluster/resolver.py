@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import SourcesConfig
@@ -23,13 +23,30 @@ from moe_lora.core.errors import (
 )
 from moe_lora.dist.net.thread import in_daemon_thread
 
+from .aliases import targets
+
+if TYPE_CHECKING:
+    from .instances import InstanceRegistry, ServedVersion
+
 logger = logging.getLogger(__name__)
 Find = Callable[[str], Awaitable[str]]
 """A name's folder.  Raises AdapterNotFoundError, AdapterError or OSError; other errors may pass."""
 MAX_LOADS = 4
 """Names that a front end finds and loads at once."""
+MARK = "/."
+"""Ends the path of an adapter that a resolver loaded: all front ends know paths, also after a restart."""
 MAX_MISSING = 10_000
 """Missing names that a front end remembers."""
+
+
+def resolved(instance_registry: InstanceRegistry) -> dict[str, ServedVersion]:
+    """Adapters that the resolvers of all front ends loaded, except pinned and aliased adapters."""
+    kept = {name for one in instance_registry.aliases.live.values() for name in targets(one)}
+    return {
+        name: one
+        for name, one in instance_registry.adapters.items()
+        if one.path.endswith(MARK) and not one.pinned and name not in kept
+    }
 
 
 class MissingNames:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -12,19 +13,25 @@ from typing import Any, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import SourcesConfig
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, AdapterVersionError, MoeLoraError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    AdapterVersionError,
+    BusyError,
+    MoeLoraError,
+)
 from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.engine.client.messages import PauseScope
 
-from .aliases import targets
-from .instances import ServedVersion
-from .resolver import MissingNames, Resolver, finder
+from .resolver import MARK, MissingNames, Resolver, finder, resolved
 from .routing_client import FleetClient
 
 logger = logging.getLogger(__name__)
-MARK = "/."
-"""Ends the path of an adapter that a resolver loaded: all front ends know paths, also after a restart."""
 _TRIES = 3
 """Another front end may unload an adapter between load and request."""
+ROOM_S = 30.0
+"""Wait of a load for adapters without requests."""
+_LOOK_S = 0.1
 
 
 class ResolvingClient(FleetClient):
@@ -34,8 +41,9 @@ class ResolvingClient(FleetClient):
         """most: see `SourcesConfig.max_resolved`."""
         self._resolver, self._most = resolver, most
         self._unloading: asyncio.Task[None] | None = None
-        self._loads: dict[str, asyncio.Task[None]] = {}
-        """By id of the request that waits."""
+        self._loads: dict[str, tuple[GenerateRequest, asyncio.Task[None]]] = {}
+        """Requests that wait, by id."""
+        self._instance_registry.on_abort = self._abort_loads
         self._used: Counter[str | None] = Counter()
         """Requests by adapter, from before the load on."""
 
@@ -82,8 +90,13 @@ class ResolvingClient(FleetClient):
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._loads:
-            self._loads[request_id].cancel()
+            self._loads[request_id][1].cancel()
         await super().abort(request_id)
+
+    def _abort_loads(self, scope: PauseScope) -> None:
+        for request, load in self._loads.values():
+            if scope.covers(request):
+                load.cancel()
 
     async def _is_ready(self, request: GenerateRequest, *, refused: bool) -> bool:
         """True once the request's adapter is served; False after an abort.  Raises as `_load`.
@@ -93,7 +106,8 @@ class ResolvingClient(FleetClient):
         adapter = request.adapter
         if adapter is None or (not refused and await super().is_served(adapter)):
             return True
-        load = self._loads[request.request_id] = asyncio.create_task(self._load(adapter))
+        load = asyncio.create_task(self._load(adapter))
+        self._loads[request.request_id] = request, load
         try:
             await asyncio.wait({load})
         finally:
@@ -102,40 +116,38 @@ class ResolvingClient(FleetClient):
         return not load.cancelled() and load.result() is None
 
     async def _load(self, name: str) -> None:
+        """Waits for room.  Raises BusyError while every resolved adapter has requests."""
         self._resolver.missing.check(name)
-        num_resolved = len(self._resolved())
-        if num_resolved >= self._most * 9 // 10 and self._unloading is None:
-            self._unloading = asyncio.create_task(self._unload_idle())
-        if num_resolved >= self._most and self._unloading is not None:
-            await asyncio.shield(self._unloading)
-        await self._resolver.load(name)
-
-    def _resolved(self) -> dict[str, ServedVersion]:
-        """Adapters that the resolvers of all front ends loaded, except pinned and aliased adapters."""
-        registry = self._instance_registry
-        kept = {name for one in registry.aliases.values() for name in targets(one)}
-        return {
-            name: one
-            for name, one in registry.adapters.items()
-            if one.path.endswith(MARK) and not one.pinned and name not in kept
-        }
+        end_s = time.monotonic() + ROOM_S
+        while True:
+            num_resolved = len(resolved(self._instance_registry))
+            if num_resolved >= self._most * 9 // 10 and self._unloading is None:
+                self._unloading = asyncio.create_task(self._unload_idle())
+            if num_resolved >= self._most and self._unloading is not None:
+                await asyncio.shield(self._unloading)
+            try:
+                return await self._resolver.load(name)
+            except BusyError:
+                if time.monotonic() >= end_s:
+                    raise
+            await asyncio.sleep(_LOOK_S)
 
     async def _unload_idle(self) -> None:
         """Unload the adapters with the longest idle time, to four fifths of the number."""
         try:
             infos = await self.list_adapters()
-            resolved = self._resolved()
+            found = resolved(self._instance_registry)
             idle = [
                 one
                 for one in infos
-                if one.name in resolved and not (self._is_used(one.name) or one.num_running + one.num_waiting)
+                if one.name in found and not (self._is_used(one.name) or one.num_running + one.num_waiting)
             ]
             # An adapter without a use may have a request under way.
             idle.sort(key=lambda one: (one.idle_s is None, -(one.idle_s or 0.0)))
-            for one in idle[: max(0, len(resolved) - self._most * 4 // 5)]:
+            for one in idle[: max(0, len(found) - self._most * 4 // 5)]:
                 if not self._is_used(one.name):
                     with suppress(AdapterError, AdapterNotFoundError):  # others changed it
-                        await self.call("unload_adapter", one.name, resolved[one.name])
+                        await self.call("unload_adapter", one.name, found[one.name])
         except MoeLoraError as error:
             logger.warning("idle adapters stay: %s", error)
         finally:
@@ -156,6 +168,6 @@ def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[.
     find = finder(cluster, call)
 
     def load(name: str, folder: str) -> Awaitable[object]:
-        return call("load_adapter", name, folder + MARK)
+        return call("load_adapter", name, folder + MARK, most=config.max_resolved)
 
     fleet.attach(Resolver(find, load, MissingNames(config.missing_s)), config.max_resolved)

@@ -147,6 +147,14 @@ class PauseOrder:
 
 
 @dataclass(frozen=True)
+class AbortOrder:
+    """An end of all covered requests, also of requests outside of instances.  number: unique."""
+
+    scope: PauseScope
+    number: int
+
+
+@dataclass(frozen=True)
 class DrainOrder:
     """An operator's last order for an instance: drained or not.
 

@@ -152,6 +152,10 @@ class CountingEngine:
 
     async def _remember_aliases(self, aliases: Mapping[str, Alias]) -> None: ...
 
+    async def _abort_requests(self, scope: PauseScope) -> None: ...
+
+    async def _pause_requests(self, scope: PauseScope, *_: object) -> None: ...
+
     async def _preload_adapters(self, names: Sequence[str]) -> int:
         self.calls.append(("preload", *names))
         return len(names)
@@ -183,5 +187,5 @@ class CountingEngine:
             path=self.adapters[name],
             residency="host",
             pinned=name in self.pinned,
-            num_running=len(self.running),
+            num_running=sum(one.adapter == name and one.request_id in self.running for one in self.requests),
         )

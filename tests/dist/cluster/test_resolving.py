@@ -11,13 +11,15 @@ import pytest
 
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.errors import AdapterNotFoundError, AdapterVersionError
+from moe_lora.core.errors import AdapterNotFoundError, AdapterVersionError, BusyError
 from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenOutput
+from moe_lora.dist.cluster import resolving
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.cluster.resolver import MissingNames, Resolver
 from moe_lora.dist.cluster.resolving import MARK, ResolvingClient
+from moe_lora.engine.client.messages import PauseScope
 from moe_lora.policies.routing.routing import RoundRobin
 
 from .fleet_parts import CountingEngine
@@ -31,20 +33,26 @@ class FrontEnd:
     Finds every name in /names.  found: the searches so far.  may_find: a search ends once set.
     """
 
-    def __init__(self, engine: CountingEngine, served: Served | None = None) -> None:
+    def __init__(
+        self,
+        engine: CountingEngine,
+        served: Served | None = None,
+        registry: InstanceRegistry | None = None,
+        adapters: FleetAdapters | None = None,
+    ) -> None:
         self.found: list[str] = []
         self.may_find = asyncio.Event()
         self.may_find.set()
-        self.registry = InstanceRegistry([engine])
+        self.registry = registry or InstanceRegistry([engine])
         self.registry.recover(served or Served())
-        adapters = FleetAdapters(self.registry)
+        self.adapters = adapters = adapters or FleetAdapters(self.registry)
         routes = Routes(config=FrontEndConfig(), router=RoundRobin(), meter=None, ranks={})
         self.client = ResolvingClient(self.registry, routes, VirtualClock(), adapters.call)
 
         self.load: Callable[..., Any] = adapters.call
 
         def load(name: str, folder: str) -> Any:
-            return self.load("load_adapter", name, folder + MARK)
+            return self.load("load_adapter", name, folder + MARK, most=MOST)
 
         self.client.attach(Resolver(self._find, load, MissingNames(60.0)), MOST)
 
@@ -187,6 +195,74 @@ def test_an_aborted_request_ends_during_its_load_and_reaches_no_instance(is_gone
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("verb", "args"),
+    [("abort_requests", ()), ("pause_requests", ("abort", 9.0)), ("pause_requests", ("wait", 9.0))],
+)
+def test_an_abort_of_a_tenant_ends_its_requests_that_wait_for_a_load(
+    verb: str, args: tuple[Any, ...]
+) -> None:
+    async def run() -> None:
+        front_end = FrontEnd(CountingEngine())
+        front_end.may_find.clear()
+        ours = asyncio.create_task(front_end.ask("a"))
+        other = asyncio.create_task(front_end.ask("b"))
+        await until(lambda: len(front_end.found) == 2)
+        await front_end.client.call(verb, PauseScope("key", "", ("a*",)), *args)
+        if args[:1] != ("wait",):
+            assert [one.finish_reason for one in await ours] == ["abort"]
+        assert not other.done()
+        front_end.may_find.set()
+        assert len(await other) == 1
+        await ours
+
+    asyncio.run(run())
+
+
+def test_two_front_ends_that_load_at_once_never_pass_the_number() -> None:
+    async def run() -> None:
+        engine = CountingEngine()
+        first = FrontEnd(engine)
+        second = FrontEnd(engine, registry=first.registry, adapters=first.adapters)
+        most = 0
+        load = engine._load_adapter
+
+        async def slow(*args: Any, **words: Any) -> Any:
+            nonlocal most
+            info = await load(*args, **words)
+            most = max(most, len(engine.adapters))
+            await asyncio.sleep(0.01)
+            return info
+
+        engine._load_adapter = slow  # type: ignore[method-assign]
+        one = (first.ask(f"a{number}") for number in range(12))
+        two = (second.ask(f"a{number}") for number in range(8, 20))
+        assert {len(outputs) for outputs in await asyncio.gather(*one, *two)} == {1}
+        assert most == MOST
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_room_and_then_says_that_there_is_none(monkeypatch) -> None:
+    async def run() -> None:
+        front_end = FrontEnd(CountingEngine())
+        answers = [front_end.client.generate(request(f"a{number}", 4)) for number in range(MOST)]
+        for answer in answers:
+            await anext(answer)
+        waiting = asyncio.create_task(front_end.ask("b"))
+        await until(lambda: "b" in front_end.found)
+        assert len([output async for output in answers[0]]) == 3
+        assert len(await waiting) == 1
+        assert len(front_end.names()) <= MOST
+        again = front_end.client.generate(request("c", 4))
+        await anext(again)
+        monkeypatch.setattr(resolving, "ROOM_S", 0.0)
+        with pytest.raises(BusyError, match="max_resolved=5"):
+            await front_end.ask("d")
+
+    asyncio.run(run())
+
+
 def test_an_abort_during_an_answer_ends_it() -> None:
     async def run() -> None:
         front_end = FrontEnd(CountingEngine())
@@ -243,10 +319,10 @@ def test_a_request_whose_adapter_others_unload_loads_it_again_and_is_no_404(
                     front_end.registry.forget("a")
             return generate(asked)
 
-        async def loaded(*args: Any) -> Any:
+        async def loaded(*args: Any, **words: Any) -> Any:
             if not is_known:
                 front_end.registry.forget("a")  # of the controller's process
-            return await load(*args)
+            return await load(*args, **words)
 
         engine.generate = unloaded  # type: ignore[method-assign]
         front_end.load = loaded

@@ -15,7 +15,7 @@ from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings
-from moe_lora.engine.client.messages import Alias, DrainOrder
+from moe_lora.engine.client.messages import AbortOrder, Alias, DrainOrder
 
 if TYPE_CHECKING:
     from .placement_controller import PlacementController
@@ -30,7 +30,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
     number: rises with each change, also over restarts of the controller.  ranks: LoRA ranks by adapter.
     holdings: of the instances in the controller's routing.  drains: an operator's last orders (see
     `Drains`); restarting: instances under restart, dropped by the next controller.  aliases: by name, with
-    removed aliases.  table: adapter ->
+    removed aliases.  aborts: see `InstanceRegistry`.  table: adapter ->
     (instance name, phi), with the table's number; demand: tokens/s by adapter behind the table.
     """
 
@@ -41,6 +41,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
     drains: Mapping[str, DrainOrder] = field(default_factory=dict)
     restarting: tuple[str, ...] = ()
     aliases: Mapping[str, Alias] = field(default_factory=dict)
+    aborts: tuple[AbortOrder, ...] = ()
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class ClusterStateLog:
             drains=self._instance_registry.drains.orders,
             restarting=tuple(sorted(self._instance_registry.drains.restarting)),
             aliases=dict(self._instance_registry.aliases),
+            aborts=self._instance_registry.aborts,
         )
         router = self._routes.table
         if router is not None and self._placement is not None:
@@ -166,6 +168,14 @@ class ClusterStateLog:
     def count_above(self, state: ClusterState) -> None:
         """Give the state a higher number than a state too late for the recovery."""
         self.state = replace(self.state, number=max(self.state.number, state.number) + 1)
+
+
+def follow_aborts(instance_registry: InstanceRegistry, aborts: tuple[AbortOrder, ...]) -> None:
+    """Execute the unknown ones of another process's controller."""
+    known, instance_registry.aborts = instance_registry.aborts, aborts
+    for one in aborts:
+        if one not in known and instance_registry.on_abort is not None:
+            instance_registry.on_abort(one.scope)
 
 
 def take_table(state: ClusterState, routes: Routes, instance_registry: InstanceRegistry) -> None:

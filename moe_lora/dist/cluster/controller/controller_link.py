@@ -34,6 +34,7 @@ from .cluster_state import (
     Leaving,
     Taken,
     VisitEvent,
+    follow_aborts,
     take_table,
 )
 from .protocol import HANDSHAKE
@@ -115,8 +116,8 @@ class ControllerLink:
         """
         if self._peer is None:
             raise ControllerAwayError(
-                f"the controller at {self._address} is away, and nothing can be changed without "
-                "it; requests go on, send this again in a while"
+                "the controller is away, and nothing can be changed without it; requests go on, send this "
+                "again in a while"
             )
         try:
             return await self._peer.call(verb, *args, **words)
@@ -192,6 +193,8 @@ class ControllerLink:
                 from moe_lora.dist.cluster.aliases import replace_all
 
                 replace_all(self._instance_registry.aliases, state.aliases)
+            if self._instance_registry.on_abort is not None:
+                follow_aborts(self._instance_registry, state.aborts)
             self.ranks.clear()
             self.ranks.update(state.ranks)
             if state.table_version != self._routes.table_version:

@@ -13,6 +13,7 @@ from moe_lora.dist.cluster.controller.cluster_state import ClusterState
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
+from moe_lora.engine.client.messages import AbortOrder, PauseScope
 from tests.dist.cluster.fleet_parts import cluster_config
 
 
@@ -31,8 +32,19 @@ def test_states_that_come_late_or_again_are_ignored(link):
 
 
 def test_what_is_asked_while_nobody_is_there_is_refused(link):
-    with pytest.raises(ControllerAwayError):
+    with pytest.raises(ControllerAwayError, match="the controller is away") as refused:
         asyncio.run(link.call("load_adapter", "a", "path", False))
+    assert "/nowhere" not in str(refused.value), "tenants read the error"
+
+
+def test_aborts_reach_waiting_requests_once(link):
+    ended: list[str] = []
+    link._instance_registry.on_abort = lambda scope: ended.append(scope.owner)
+    orders = [AbortOrder(PauseScope(name), number) for number, name in enumerate("abc")]
+    for number in (1, 2, 3):
+        link.receive(ClusterState(number=number, aborts=tuple(orders[:number])))
+    link.receive(ClusterState(number=4, aborts=tuple(orders[1:])))
+    assert ended == ["a", "b", "c"]
 
 
 def test_what_is_served_is_taken_over_whole():
