@@ -177,17 +177,17 @@ def attention_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
     """Attention of a layer, also over latents, or Gated DeltaNet in its place.  spec: sizes of the shard."""
     shape = spec.shape
     if shape.global_heads is not None:
-        from .sized_attention import SizedAttention
+        from .attention_forms import SizedAttention
 
         return SizedAttention(spec, layer)
     if shape.mla is not None:
-        from .latent_attention import LatentAttention
+        from .attention_forms import LatentAttention
 
         return LatentAttention(spec)
     if not shape.is_recurrent(layer):
         kind = GatedAttention if shape.has_output_gate else GatedQueries if shape.gated_q else Attention
         return kind(spec, layer, shard)
-    from .delta_net import DeltaNet
+    from .attention_forms import DeltaNet
 
     return DeltaNet(spec)
 
