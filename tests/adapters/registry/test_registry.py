@@ -16,8 +16,7 @@ import pytest
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.registry.content_store import MANIFEST_FILE
-from moe_lora.adapters.registry.database import DATABASE_FILE, SCHEMA_VERSION
-from moe_lora.adapters.registry.registry import Registry
+from moe_lora.adapters.registry.registry import DATABASE_FILE, SCHEMA_VERSION, Registry
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.adapters.registry.database import DATABASE_FILE
-from moe_lora.adapters.registry.registry import Registry
+from moe_lora.adapters.registry.registry import DATABASE_FILE, Registry
 from tests.adapters.peft_folders import BASE, peft_folder
 
 from .registry_worker import NUM_CONTENTS
