@@ -18,8 +18,7 @@ from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.deltas.device_frames import DeviceFrames
-from moe_lora.dist.deltas.pushed_backend import PushedBackend
+from moe_lora.dist.deltas.device_frames import DeviceFrames, PushedBackend
 from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout
 from moe_lora.dist.net.keys import keys_in
