@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.dist.lora_server.attach import LeaseClient
 from moe_lora.dist.lora_server.control import LoraServerAdmin, join, network
-from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.messages import HANDSHAKE
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape

@@ -18,9 +18,9 @@ from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.lora_server import content
+from moe_lora.dist.lora_server.attach import LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
-from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.messages import Order
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
