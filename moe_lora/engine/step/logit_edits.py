@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of logits by a request's tokens and fields, for requests that need one.
+"""Edits of logits by a request's tokens and fields, and drawn tokens' log probabilities after all edits.
 
 All edits change few logits of a row: ids and values come from the host, and the same operations run on every
 device.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
 
-Legend: S sequences that sample, V vocabulary, N edited logits.
+Legend: S sequences that sample, V vocabulary, N edited logits, P rows with the report.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from moe_lora.core.request import UNFOLLOWABLE, FinishReason
+from moe_lora.core.request import UNFOLLOWABLE, FinishReason, SamplingParams, TokenLogprobs
 from moe_lora.engine.sequence import Sequence
 
-from .sampler import forbid_ends, sent
+from .sampler import forbid_ends, sent, truncated_probabilities
 
 MAX_GAP_TOKENS = 4
 """Most tokens before a reasoning's mark."""
@@ -187,3 +188,31 @@ def _apply_masks(logits_SV: torch.Tensor, masks: Seq[tuple[int, Mask]]) -> None:
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     allowed_NV = bits.reshape(len(masks), -1)[:, :vocab].bool()
     logits_SV[rows_N] = logits_SV[rows_N].masked_fill(~allowed_NV, -math.inf)
+
+
+_GREEDY = SamplingParams()
+
+
+def processed_logprobs(
+    logits_SV: torch.Tensor, sequences: Seq[Sequence], tokens_S: torch.Tensor
+) -> torch.Tensor:
+    """out[s] = log(p[token] / sum(p)) with p of `truncated_probabilities`; NaN without the report.
+
+    logits_SV: [S, V] fp32, edited.  tokens_S: [S] int64.  out: [S] fp32.  Greedy: temperature 1.
+    """
+    rows = [row for row, one in enumerate(sequences) if one.request.sampling.processed_logprobs]
+    params = [sequences[row].request.sampling for row in rows]
+    rows_P = sent(rows, logits_SV)
+    probs_PV = truncated_probabilities(logits_SV[rows_P], [_GREEDY if p.greedy else p for p in params])
+    chosen_P = probs_PV.gather(1, tokens_S[rows_P, None])[:, 0]
+    out_S = torch.full(tokens_S.shape, math.nan, dtype=torch.float32, device=logits_SV.device)
+    out_S[rows_P] = torch.log(chosen_P / probs_PV.sum(dim=1))
+    return out_S
+
+
+def with_processed(reports: Seq[TokenLogprobs | None], processed: Seq[float]) -> list[TokenLogprobs | None]:
+    """The reports with values that are not NaN."""
+    return [
+        report if report is None or math.isnan(value) else replace(report, processed=value)
+        for report, value in zip(reports, processed, strict=True)
+    ]

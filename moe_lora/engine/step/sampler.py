@@ -73,7 +73,7 @@ class Drawn:
         found = iter([] if self._report is None else self._report.read())
         reports = [None if num is None else next(found) for num in self._num_top]
         if self.processed is not None:
-            from .processed_logprobs import with_processed
+            from .logit_edits import with_processed
 
             reports = with_processed(reports, self.processed.tolist())
         return self._host_tokens.tolist(), reports
@@ -200,7 +200,7 @@ def sample(
         tokens = draw(logits_SV, sequences, tokens)
     drawn = Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences])
     if reported and any(sequences[row].request.sampling.processed_logprobs for row in reported):
-        from .processed_logprobs import processed_logprobs
+        from .logit_edits import processed_logprobs
 
         drawn.processed = HostCopy(processed_logprobs(logits_SV, sequences, tokens))
     return drawn
