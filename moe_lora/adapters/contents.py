@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, logged, pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import COMPOSED
 from moe_lora.core.shape import ModelShape, rank_problem
@@ -70,8 +70,8 @@ class AdapterContents:
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """The adapter of these tensors in memory (see `pack_state_dict`); the store does not keep it."""
-        packed = logged(
-            pack_state_dict(tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir)
+        packed = pack_state_dict(
+            tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir
         )
         self._check_place(packed)
         if packed.base_copies:
@@ -100,17 +100,15 @@ class AdapterContents:
             if path.startswith(COMPOSED):
                 packed = self._composed(name, path)
             else:
-                packed = logged(
-                    read_adapter(
-                        path,
-                        self.shape,
-                        self.dtype,
-                        name,
-                        called=called,
-                        root=self._root,
-                        max_lora_rank=self.max_lora_rank,
-                        base_dir=self._base_dir,
-                    )
+                packed = read_adapter(
+                    path,
+                    self.shape,
+                    self.dtype,
+                    name,
+                    called=called,
+                    root=self._root,
+                    max_lora_rank=self.max_lora_rank,
+                    base_dir=self._base_dir,
                 )
             self._check_place(packed)
             if packed.base_copies:
@@ -194,7 +192,9 @@ class AdapterContents:
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:
-        """Raises AdapterError for changes that are not computed here."""
+        """Log the adapter's warnings.  Raises AdapterError for changes that are not computed here."""
+        for warning in packed.warnings:
+            logger.warning("%s", warning)
         beside_lora_server, problem = self._computed_by == "lora_server", None
         if beside_lora_server and len(packed.layers) > self.shape.num_layers:
             problem = OUTER_BESIDE_LORA_SERVER

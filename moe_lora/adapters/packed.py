@@ -96,12 +96,11 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
     rows, scales = table.numpy(), scale.numpy()
     positions = iter(offsets)
     for pair in pairs:
-        shrink_at = next(positions)
-        _copy(pair.shrink, data, *shrink_at)
-        for module, expand in zip(pair.modules, pair.expands, strict=True):
-            expand_at = next(positions)
-            _copy(expand, data, *expand_at)
-            _write_entries(pair, module, (pair.shrink, shrink_at), (expand, expand_at), rows, scales)
+        placed = [(matrix, next(positions)) for matrix in (pair.shrink, *pair.expands)]
+        for matrix, (offset, stride) in placed:
+            data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
+        for module, expand in zip(pair.modules, placed[1:], strict=True):
+            _write_entries(pair, module, placed[0], expand, rows, scales)
     if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
         raise _not_finite(pairs, dtype, where)
     return PackedLayer(data=data, table=table, scale=scale)
@@ -132,11 +131,6 @@ def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]
             offsets.append((size, stride))
             size += stride * matrix.shape[0]
     return offsets, size
-
-
-def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:
-    num, rank, features = matrix.shape
-    data.as_strided((num, rank, features), (stride, features, 1), offset).copy_(matrix)
 
 
 def _write_entries(

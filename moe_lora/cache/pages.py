@@ -240,11 +240,6 @@ class Node:
         """True if usable on the device."""
         return self.device_pages is not None and not self.moving_in and not self.lost
 
-    @property
-    def on_host(self) -> bool:
-        """True if the host has the bytes."""
-        return self.host_pages is not None and not self.moving_out
-
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
 CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128

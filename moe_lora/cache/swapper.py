@@ -168,9 +168,10 @@ class Swapper:
             num_pages -= sum(moved)
 
     def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
-        columns, num_moved = self._columns, 0
+        columns, device, num_moved = self._columns, self._device, 0
+        kept_free = device.num_pages - int(share * device.num_pages)
         for _ in range(MAX_ROUNDS):
-            room = self._room_below(share)
+            room = device.num_free - kept_free
             if room <= 0:
                 return
             rows = columns.where(CAN_ENTER)
@@ -180,15 +181,12 @@ class Swapper:
                 rows = rows[columns.wanted[rows] > 0]
             chosen = self._ranking.highest(rows, room, now_s) if rows.size else []
             moved = sum(
-                node.num_pages <= self._room_below(share) and self._bring_in(node)
+                node.num_pages <= device.num_free - kept_free and self._bring_in(node)
                 for node in chosen[: MAX_MOVES - num_moved]
             )
             num_moved += moved
             if not moved:
                 return
-
-    def _room_below(self, share: float) -> int:
-        return int(share * self._device.num_pages) - (self._device.num_pages - self._device.num_free)
 
     def _bring_in(self, node: Node) -> bool:
         if node.is_adapter:

@@ -13,7 +13,18 @@ from moe_lora.policies.caching.caching import ANYBODY, FIRST, NOBODY, Asker, Cac
 
 from .node_mover import NodeMover, first_pages
 from .orders import Namespace, Order, Readiness
-from .pages import DYING, HAS_DEVICE_PAGES, PRIVATE, TOKEN_BYTES, BlockTable, Node, Tier, encode
+from .pages import (
+    BACKED,
+    DYING,
+    HAS_DEVICE_PAGES,
+    PRIVATE,
+    READY,
+    TOKEN_BYTES,
+    BlockTable,
+    Node,
+    Tier,
+    encode,
+)
 from .ranking import Ranking
 from .room import Room
 from .swapper import Swapper
@@ -197,9 +208,10 @@ class UnifiedCache:
     def place(self, namespace: Namespace) -> Literal["device", "host", "disk"]:
         """Place of its bytes: "device" (ready there), "host", or "disk" (in neither arena)."""
         node = self._tree.adapters[namespace]
-        if node.on_device:
+        flags = self._tree.columns.flags.item(node.row)
+        if flags & READY and node.device_pages is not None:
             return "device"
-        return "host" if node.on_host else "disk"
+        return "host" if flags & BACKED else "disk"
 
     def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
         """The table of a sequence without a lookup."""

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from .errors import ConfigError
@@ -74,6 +75,7 @@ def _host_name() -> str:
     return "host-" + re.sub(r"[^\w.-]", "_", platform.node())
 
 
+@cache
 def _of_host(prefix: str) -> str:
     """Prefix of this host's folders, short for socket paths.  Locks of other hosts may be invisible here."""
     return f"{prefix}{hashlib.sha256(platform.node().encode()).hexdigest()[:6]}-"
@@ -126,7 +128,7 @@ class OwnFolder:
                 new.rmdir()  # rmtree would open it
             raise
 
-    def remove(self) -> None:
+    def remove(self, *_: object) -> None:
         """Idempotent."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
@@ -136,8 +138,7 @@ class OwnFolder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    __exit__ = remove
 
 
 def _make(folder: Path) -> None:

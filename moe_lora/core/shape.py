@@ -293,6 +293,11 @@ class ModelShape:
         }
         return [kind for kind, sizes in kinds.items() if sizes is not None]
 
+    @cached_property
+    def sites_by_name(self) -> dict[str, Site]:
+        """Sites of the layers, and outer sites."""
+        return {site.name: site for site in (*self.sites, *self.outer_sites)}
+
     def site(self, name: str) -> Site:
         """The site of this name. Raises ConfigError if the model has none."""
         for site in self.sites:

@@ -124,7 +124,7 @@ class _Build:
         else:
             self._adapters = []
             measured = self._contents.layer_bytes(config.adapters, leave_out_bad=config.leave_out_bad)
-            adapter_pages = [sum(self._sizes.in_pages(layers)) for layers in measured]
+            adapter_pages = [sum(-(-one // self._page_bytes) for one in layers) for layers in measured]
         free = within_share(config, rank.device, rank.free_bytes())
         where = (rank.shard.shape, rank.layout, adapter_pages, rank.device, free, rank.local_sites)
         self._size = size = arena_size(config, *where, kept_bytes=self._kept_originals())

@@ -101,7 +101,7 @@ class EngineLoop(threading.Thread):
             timeout_s = self._core.tend()
             self.pulse.rest()
             try:
-                command, arrival_s = self.inbox.get(timeout_s)
+                command, arrival_s = self.inbox.get(timeout=timeout_s)
             except queue.Empty:
                 continue
             finally:

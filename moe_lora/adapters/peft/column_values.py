@@ -40,7 +40,7 @@ def _values(column: ColumnSource, tensors: Mapping[str, torch.Tensor], where: st
     given_O, scale = tensors[column.key].float(), column.pair.scale
     if column.weight is None:
         return torch.stack([torch.zeros_like(given_O), scale * given_O], dim=1)
-    a_RI, b_OR = (tensors[key].float() for key in (column.pair.key_a, column.pair.key_b))
+    a_RI, b_OR = (tensors[key].float() for key in (column.pair.keys_a[0], column.pair.keys_b[0]))
     norm_O = norms(column.weight, a_RI, scale * b_OR)
     factor_O = (given_O.double() / norm_O).float()
     if not bool(torch.isfinite(factor_O).all()):

@@ -123,7 +123,7 @@ def _columns(
 def column_pair(column: ColumnSource, values: torch.Tensor, shape: ModelShape) -> Pair:
     """The pair at the column site.  values: [O, 2], factor - 1 and shift, in the order of lora_B's rows."""
     pair = column.pair
-    tensors = {pair.key_a: values.new_zeros(2, 1), pair.key_b: values}
+    tensors = {pair.keys_a[0]: values.new_zeros(2, 1), pair.keys_b[0]: values}
     [made] = make_pairs(replace(pair, lora_rank=2, scale=1.0), tensors, shape, swapped=False)
     [site] = (site for site in shape.column_sites if site.name == pair.place.site)
     return replace(made, site=site, source=column.key)
@@ -134,18 +134,18 @@ def _check_place(source: PairSource, config: AdapterConfig, shape: ModelShape) -
     if source.place.form != "matrix" or source.place.site not in sites:
         field = _field(config)
         raise AdapterError(
-            f"{config.where}: {field}=True with {source.key_a}: served on attention (without kv_b_proj) and "
-            f"dense layers alone; train with {field}=false, or without this target"
+            f"{config.where}: {field}=True with {source.keys_a[0]}: served on attention (without kv_b_proj) "
+            f"and dense layers alone; train with {field}=false, or without this target"
         )
 
 
 def _key_of(source: PairSource, left: Keys, config: AdapterConfig, where: str) -> str:
-    parts = _OF_PAIR.fullmatch(source.key_a)
+    parts = _OF_PAIR.fullmatch(source.keys_a[0])
     key = None if parts is None else left.pop((parts["module"], parts["adapter"]), None)
     if key is None:
         what = "lora_magnitude_vector" if config.use_dora else "lora_B.bias"
         raise AdapterError(
-            f"{where}: {source.key_a} has no {what} beside it, and {config.where} has "
+            f"{where}: {source.keys_a[0]} has no {what} beside it, and {config.where} has "
             f"{_field(config)}=True; the file is incomplete, save it again"
         )
     return key

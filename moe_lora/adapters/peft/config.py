@@ -146,6 +146,7 @@ _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")
+_MODULE_KEYS = ("target_modules", "exclude_modules")
 _PATTERN_KEYS = ("rank_pattern", "alpha_pattern", "layers_pattern")
 # Qwen3-235B's experts have 36 096 modules.
 _MOST_ITEMS = {
@@ -252,6 +253,8 @@ class AdapterConfig(
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: tuple[_Token, ...] | dict[str, tuple[_Token, ...]] = ()
     where: str = ""
+    all_linear: bool = False
+    """True for target_modules="all-linear"."""
     expert_layout: ExpertLayout = ExpertLayout({}, "")
 
     @classmethod
@@ -285,9 +288,13 @@ class AdapterConfig(
             target_modules=_without_marker(read.target_modules),
             target_parameters=_without_marker(read.target_parameters),
             exclude_modules=_without_marker(read.exclude_modules),
+            all_linear=isinstance(read.target_modules, str) and read.target_modules.lower() == "all-linear",
             expert_layout=ExpertLayout(fields, where),
         )
-        if expressions := config._expressions():
+        modules = [key for key in _MODULE_KEYS if isinstance(getattr(config, key), str)]
+        expressions = {key: [getattr(config, key)] for key in modules}
+        expressions |= {key: [*listed] for key in _PATTERN_KEYS if (listed := getattr(config, key))}
+        if expressions:
             from .patterns import check_expressions
 
             if problem := check_expressions(expressions, where):
@@ -296,25 +303,11 @@ class AdapterConfig(
             raise wrong("layers_to_transform", "it is one")
         return config
 
-    def _expressions(self) -> dict[str, Sequence[str]]:
-        modules = {
-            key: [given]
-            for key in ("target_modules", "exclude_modules")
-            if isinstance(given := getattr(self, key), str)
-        }
-        patterns = {key: list(getattr(self, key)) for key in _PATTERN_KEYS}
-        return {key: listed for key, listed in (patterns | modules).items() if listed}
-
-    @property
-    def all_linear(self) -> bool:
-        """True for target_modules="all-linear"."""
-        return isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
-
     def excludes(self, path: str) -> bool:
         """True if exclude_modules names this module path."""
         if isinstance(self.exclude_modules, str):
             return bool(self.exclude_modules) and self._patterns.matches(self.exclude_modules, path)
-        return _has_suffix(path, self.exclude_modules)
+        return has_suffix(path, self.exclude_modules)
 
     def targets_module(self, path: str) -> bool:
         """True if target_modules (list or regex, not all-linear) names this module path."""
@@ -322,12 +315,8 @@ class AdapterConfig(
             return False
         if isinstance(self.target_modules, str):
             return self._patterns.matches(self.target_modules, path)
-        named = _has_suffix(path, self.target_modules)
+        named = has_suffix(path, self.target_modules)
         return named and (not self.layers_to_transform or self._patterns.in_layers(path))
-
-    def targets_parameter(self, path: str) -> bool:
-        """True if target_parameters names this parameter path."""
-        return _has_suffix(path, self.target_parameters)
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """LoRA rank of a module or parameter path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
@@ -348,7 +337,8 @@ class AdapterConfig(
         return Patterns(self)
 
 
-def _has_suffix(path: str, names: frozenset[str]) -> bool:
+def has_suffix(path: str, names: frozenset[str]) -> bool:
+    """True if a list of targets names this path."""
     return bool(names) and any(suffix in names for suffix in suffixes(path))
 
 

@@ -15,7 +15,7 @@ from moe_lora.core.errors import AdapterError, shown
 from moe_lora.core.shape import ModelShape, rank_problem
 
 from .base import base_copies, check_base, one_place, quantised_base
-from .config import AdapterConfig, suffixes
+from .config import AdapterConfig, has_suffix, suffixes
 from .names import TINKER_HEAD, Names, OuterPaths, TensorName, read_names, stranger, unplaced
 from .places import (
     STACKED_NAMES,
@@ -107,7 +107,10 @@ def match(
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
             there = found.get((path, depth), {}).items()
-            parts = {part: _of_all_experts(keys, shape, where) for part, keys in there}
+            parts = {
+                part: (keys[None],) if None in keys else _of_all_experts(keys, shape, where)
+                for part, keys in there
+            }
             layers[places.by_path[path][0]].append(_source(path, place, parts, config, names, where))
     for layer in layers:
         _check_one_form(layer, where)
@@ -154,7 +157,7 @@ def _check_activated(
             f"{shape.vocab_size - 1}; serve the adapter with the base it was trained for"
         )
     served = _ACTIVATED if shape.num_experts else {*_ACTIVATED, "gate_up", "down"}
-    other = next((one.key_a for one in sources if one.place.site not in served), None)
+    other = next((one.keys_a[0] for one in sources if one.place.site not in served), None)
     other = other or next((one.key for one in replaced), None)
     if other is not None:
         raise AdapterError(
@@ -240,19 +243,22 @@ def _expected(
             continue
         readings = names.readings(path)
         for place in in_order:
-            targeted = any(config.targets_parameter(f"{one}.{place.parameter}") for one in readings)
+            targeted = any(
+                has_suffix(f"{one}.{place.parameter}", config.target_parameters) for one in readings
+            )
             is_linear = has_gate or place.site != "router" or not place.optional_linear
             if place.form in _MODULES and is_linear and not targeted:
-                targeted = any(_targets_module(config, one, place) for one in readings)
+                targeted = any(
+                    _is_linear_target(config, one, place) if config.all_linear else config.targets_module(one)
+                    for one in readings
+                )
             if targeted:
                 expected.setdefault(path, []).append(place)
     return expected
 
 
-def _targets_module(config: AdapterConfig, path: str, place: Place) -> bool:
+def _is_linear_target(config: AdapterConfig, path: str, place: Place) -> bool:
     """PEFT's "all-linear" leaves out the head and the embedding, Tinker's leaves out the embedding."""
-    if not config.all_linear:
-        return config.targets_module(path)
     is_outer = place.site in ("head", "embedding")
     return not config.excludes(path) and (not is_outer or path.endswith(f".{TINKER_HEAD}"))
 
@@ -323,10 +329,10 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
         place = source.place
         form = "expert" if place.expert is not None else (place.form, place.path.rpartition(".")[2])
         for module in place.modules:
-            before, key = known.setdefault((place.site, module), (form, source.key_a))
+            before, key = known.setdefault((place.site, module), (form, source.keys_a[0]))
             if before != form:
                 raise AdapterError(
-                    f"{where}: {source.key_a} and {key} adapt the same experts twice; "
+                    f"{where}: {source.keys_a[0]} and {key} adapt the same experts twice; "
                     "save the adapter in one form, fused or per expert"
                 )
 
@@ -366,9 +372,7 @@ def _no_partner(parts: Mapping[str, Mapping[int | None, str]], where: str) -> Ad
 
 
 def _of_all_experts(keys: Mapping[int | None, str], shape: ModelShape, where: str) -> tuple[str, ...]:
-    """The tensor of a module, or the tensors of all experts in order."""
-    if None in keys:
-        return (keys[None],)
+    """The tensors of all experts in order."""
     missing = sorted({*range(shape.num_experts)} - keys.keys())
     if missing:
         [first, *_] = keys.values()

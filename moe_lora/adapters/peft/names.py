@@ -145,7 +145,7 @@ class Names:
         """Paths of the module in the config: the served model's first."""
         if not self._read_as:
             return (path,)
-        fronts = self._fronts if _in_model(path, self._layer_prefix) else ()
+        fronts = self._fronts if path.startswith(f"{self._layer_prefix}.") else ()
         rest = path.removeprefix(self._layer_prefix)
         others = (*(front + rest for front in fronts), *self._read_as.get(path, ()))
         return tuple(dict.fromkeys((path, *others)))
@@ -181,7 +181,7 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
     read_as: dict[str, dict[str, None]] = {}
     for name in by_key.values():
         found = _IN_STACK.fullmatch(name.read_as)
-        if name.read_as != name.path and found and _in_model(name.path, layer_prefix):
+        if name.read_as != name.path and found and name.path.startswith(f"{layer_prefix}."):
             fronts[found["front"] + found["stack"]] = None
             read_as.setdefault(name.path, {})[name.read_as] = None
         elif name.read_as != name.path and name.path in outer:
@@ -288,10 +288,6 @@ def _is_known_front(front: str, layer_prefix: str) -> bool:
     return len(_LANGUAGE_PARTS & set(parts)) == 1 and set(parts) <= {own, "model", *_LANGUAGE_PARTS}
 
 
-def _in_model(path: str, layer_prefix: str) -> bool:
-    return path.startswith(f"{layer_prefix}.")
-
-
 def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
     if len({name.adapter for name in by_key.values()}) < 2:
         return
@@ -309,7 +305,7 @@ def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
 def _check_one_front(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> None:
     firsts: dict[str, str] = {}
     for key, name in by_key.items():
-        if _in_model(name.path, layer_prefix):
+        if name.path.startswith(f"{layer_prefix}."):
             firsts.setdefault(name.front, key)
     if len(firsts) > 1:
         (front, first), (other, second) = list(firsts.items())[:2]
@@ -323,7 +319,7 @@ def _notes(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> I
     parts = {part for key in by_key for part in key.split(".")} & WRAPPERS.keys()
     for part in sorted(parts):
         yield (f"{where}: names of tensors carry {part}. (from {WRAPPERS[part]}); it is removed")
-    fronts = {name.front for name in by_key.values() if _in_model(name.path, layer_prefix)}
+    fronts = {name.front for name in by_key.values() if name.path.startswith(f"{layer_prefix}.")}
     for front in fronts:
         language = _LANGUAGE_PARTS & set(front.split("."))
         own = layer_prefix.rpartition(".")[0] + "."

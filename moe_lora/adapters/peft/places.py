@@ -88,11 +88,6 @@ def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
                 yield Place(path=f"{container}.{leaf}", site=site, modules=modules, form="stacked")
 
 
-def site_named(shape: ModelShape, name: str) -> Site:
-    """A site of the layers, or an outer site."""
-    return next((site for site in shape.outer_sites if site.name == name), None) or shape.site(name)
-
-
 STRANGERS = 1000
 """Allowance of foreign tensors, so that a few are refused by name."""
 
@@ -131,16 +126,6 @@ class PairSource:
     scale: float
     grouped: bool = False
 
-    @property
-    def key_a(self) -> str:
-        """The first key of lora_A."""
-        return self.keys_a[0]
-
-    @property
-    def key_b(self) -> str:
-        """The first key of lora_B."""
-        return self.keys_b[0]
-
 
 def make_pairs(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
@@ -153,7 +138,7 @@ def make_pairs(
 
     from moe_lora.adapters.packed import Pair
 
-    place, site = source.place, site_named(shape, source.place.site)
+    place, site = source.place, shape.sites_by_name[source.place.site]
     a, b = (
         tensors[keys[0]] if len(keys) == 1 else torch.stack([tensors[key] for key in keys])
         for keys in (source.keys_a, source.keys_b)
@@ -164,7 +149,7 @@ def make_pairs(
     if place.expert is not None:
         experts = range(place.expert, place.expert + 1)
     shrink, expand = _views(source, a, b, site, swapped)
-    about: dict[str, Any] = {"scale": source.scale, "source": source.key_a}
+    about: dict[str, Any] = {"scale": source.scale, "source": source.keys_a[0]}
     expands = _split(expand, place)
     return [Pair(site=site, modules=place.modules, experts=experts, shrink=shrink, expands=expands, **about)]
 
@@ -179,7 +164,7 @@ def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape:
     assert shape.mla is not None
     b_NOR, a_1RC = b.view(shape.num_heads, -1, source.lora_rank), a.unsqueeze(0)
     k_NRO, v_NRO = b_NOR.transpose(1, 2).split([shape.mla.nope_dim, shape.mla.v_dim], dim=2)
-    about: dict[str, Any] = {"scale": source.scale, "source": source.key_a, "modules": (0,)}
+    about: dict[str, Any] = {"scale": source.scale, "source": source.keys_a[0], "modules": (0,)}
     about["experts"] = range(shape.num_heads)
     key_site, value_site = map(shape.site, LATENT_SITES)
     return [
@@ -213,8 +198,8 @@ def check_pair(
         and shape.num_experts > 1
     ):
         raise AdapterError(
-            f"{where}: {source.key_a} and {source.key_b} are both shared by all experts, and one of the two "
-            f"has a matrix for each of {shape.num_experts}; save the adapter again"
+            f"{where}: {source.keys_a[0]} and {source.keys_b[0]} are both shared by all experts, and one of "
+            f"the two has a matrix for each of {shape.num_experts}; save the adapter again"
         )
 
 
@@ -222,7 +207,7 @@ def expected_shapes(
     source: PairSource, shape: ModelShape, swapped: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Required shapes of lora_A and lora_B of this pair."""
-    place, site, rank = source.place, site_named(shape, source.place.site), source.lora_rank
+    place, site, rank = source.place, shape.sites_by_name[source.place.site], source.lora_rank
     inputs = site.in_features
     outputs = sum(site.out_features[module] for module in place.modules)
     if place.form == "fused":
@@ -246,7 +231,7 @@ def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: 
     fused = [source for source in sources if source.place.form == "fused"]
     fits = {
         swapped: all(
-            (tensors[source.key_a].shape, tensors[source.key_b].shape)
+            (tensors[source.keys_a[0]].shape, tensors[source.keys_b[0]].shape)
             == expected_shapes(source, shape, swapped)
             for source in fused
         )

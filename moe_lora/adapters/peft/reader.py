@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +30,6 @@ from .match import Match, check_rank, match
 from .places import make_pairs
 from .training_state import config_fields, lora_tensors
 
-logger = logging.getLogger(__name__)
-
 
 def read_adapter(
     path: str | Path,
@@ -54,7 +52,7 @@ def read_adapter(
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
-        needed = sum(_layer_bytes(found, shape, dtype))
+        needed = sum(math.prod(entry.shape) for entry in found.entries.values()) * dtype.itemsize
         if found.match.replaced:
             from .replaced import change_bytes
 
@@ -145,16 +143,12 @@ def adapter_layer_bytes(
     Raises AdapterError as `read_adapter`, except for values that are not finite.
     """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
-        return _layer_bytes(found, shape, dtype)
-
-
-def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> list[int]:
-    tensors = {
-        key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
-    }
-    for column in found.match.columns:
-        tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
-    return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
+        tensors = {
+            key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
+        }
+        for column in found.match.columns:
+            tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
+        return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
 
 
 def pack_state_dict(
@@ -216,10 +210,3 @@ def _pack(
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
     packed = assemble(name, layers, shape, matched.warnings, matched.invocation, bool(matched.columns))
     return replace(packed, base_copies=matched.copies)
-
-
-def logged(packed: PackedAdapter) -> PackedAdapter:
-    """The adapter, its warnings in the log."""
-    for warning in packed.warnings:
-        logger.warning("%s", warning)
-    return packed

@@ -26,7 +26,7 @@ from moe_lora.families import model_spec
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
 from .names import OuterPaths, outer_path, without_wrappers
-from .places import FLOATS, PlaceMap, Shaped, site_named
+from .places import FLOATS, PlaceMap, Shaped
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ def replaced_pair(rows: ReplacedRows, change: torch.Tensor, shape: ModelShape) -
     by_token, by_column = by_token.unsqueeze(0), by_column.unsqueeze(0)
     shrink, expand = (by_column, by_token) if rows.site == "head" else (by_token, by_column)
     return Pair(
-        site=site_named(shape, rows.site),
+        site=shape.sites_by_name[rows.site],
         modules=(0,),
         experts=range(1),
         shrink=shrink,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +14,15 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
-from moe_lora.adapters.peft.reader import logged, read_adapter, tensors_of
+from moe_lora.adapters.peft.reader import read_adapter, tensors_of
 from moe_lora.adapters.peft.training_state import config_fields
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.records import RegisteredAdapter
 
 from .base_model import base_model_hash, model_shape
 from .registry import Registry
+
+logger = logging.getLogger(__name__)
 
 
 def register_adapter(
@@ -47,7 +50,9 @@ def register_adapter(
             _write(Path(folder), tensors_of(source, shape, where), config_fields(config, f"{where} config"))
             return register_adapter(registry, name, folder, model_dir=model_dir, owner=owner)
     source = adapter_folder(str(source), name)
-    logged(read_adapter(source, model_shape(model_dir), torch.bfloat16, name, base_dir=Path(model_dir)))
+    packed = read_adapter(source, model_shape(model_dir), torch.bfloat16, name, base_dir=Path(model_dir))
+    for warning in packed.warnings:
+        logger.warning("%s", warning)
     return registry.add(name, source, base_hash=base_model_hash(model_dir), owner=owner, link=link)
 
 

@@ -123,7 +123,7 @@ class Interface:
     """Methods that one end of a link answers; their annotations say the types of arguments and results.
 
     methods: functions of classes by name, or a class with public methods alone.  The result of a generator
-    is its return value.
+    is its return value.  args, results: decoders by method; arguments are a tuple.
     """
 
     def __init__(self, methods: type | Mapping[str, Callable[..., Any]]) -> None:
@@ -131,8 +131,8 @@ class Interface:
             found = inspect.getmembers(methods, inspect.isfunction)
             methods = {name: method for name, method in found if not name.startswith("_")}
         self._signatures: dict[str, inspect.Signature] = {}
-        self._args: dict[str, Decoder] = {}
-        self._results: dict[str, Decoder] = {}
+        self.args: dict[str, Decoder] = {}
+        self.results: dict[str, Decoder] = {}
         for name, method in methods.items():
             hints = typing.get_type_hints(method)
             result = hints.pop("return")
@@ -141,11 +141,11 @@ class Interface:
             parameters = list(inspect.signature(method).parameters.values())[1:]
             kinds = tuple(hints[one.name] for one in parameters)
             self._signatures[name] = inspect.Signature(parameters)
-            self._args[name] = Decoder(tuple[kinds] if kinds else tuple[()])  # type: ignore[valid-type]
-            self._results[name] = Decoder(result)
+            self.args[name] = Decoder(tuple[kinds] if kinds else tuple[()])  # type: ignore[valid-type]
+            self.results[name] = Decoder(result)
 
     def __contains__(self, method: str) -> bool:
-        return method in self._args
+        return method in self.args
 
     def bind(self, method: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in order, with defaults.
@@ -154,25 +154,13 @@ class Interface:
         """
         signature = self._signatures.get(method)
         if signature is None:
-            raise ValueError(f"{method!r} is no method here; choose one of {', '.join(sorted(self._args))}")
+            raise ValueError(f"{method!r} is no method here; choose one of {', '.join(sorted(self.args))}")
         try:
             bound = signature.bind(*args, **words)
         except TypeError as error:
             raise TypeError(f"{method}{signature} does not take these arguments: {error}") from None
         bound.apply_defaults()
         return bound.args
-
-    def args(self, method: str, data: msgspec.Raw) -> tuple[Any, ...]:
-        """The arguments of a call.
-
-        Raises KeyError for an unknown method, msgspec.DecodeError for arguments of other types.
-        """
-        found: tuple[Any, ...] = self._args[method](data)
-        return found
-
-    def result(self, method: str, data: msgspec.Raw) -> Any:
-        """The result of a call.  Raises msgspec.DecodeError."""
-        return self._results[method](data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,14 +206,14 @@ class Peer:
             call.fail(message.error)
         elif not call.waiter.done():
             assert self.protocol.asks is not None
-            call.waiter.set_result(self.protocol.asks.result(call.method, message.value))
+            call.waiter.set_result(self.protocol.asks.results[call.method](message.value))
 
     def _asked(self, call: CallFrame) -> Asked | None:
         answers = self.protocol.answers
         try:
             if answers is None:
                 raise KeyError(call.method)
-            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
+            return Asked(self, call.number, call.method, answers.args[call.method](call.args))
         except KeyError:
             self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
             return None

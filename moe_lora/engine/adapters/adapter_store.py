@@ -243,18 +243,13 @@ class ShardSizes:
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
         """Whole pages of each layer."""
-        if self._all_kept:
-            return self.in_pages([layer.nbytes for layer in packed.layers])
-        return self.in_pages(
-            [
+        sizes = [layer.nbytes for layer in packed.layers]
+        if not self._all_kept:
+            sizes = [
                 max(shard_layer(layer, self._shape, kept, self._shard).num_elements for kept in self._kept)
                 * layer.data.element_size()
                 for layer in packed.layers
             ]
-        )
-
-    def in_pages(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes in whole pages, each rounded up."""
         return [-(-num_bytes // self.page_bytes) for num_bytes in sizes]
 
 

@@ -136,7 +136,13 @@ class AdapterManager:
 
     def info(self, adapter: AdapterVersion) -> AdapterInfo:
         """Facts for clients."""
-        residency, num_pages = self._where(adapter)
+        residency: AdapterResidency = self._cache.place(adapter.uid)
+        num_pages = adapter.num_pages if residency == "device" else 0
+        if self.leases is not None:
+            on_device = num_pages or adapter.leaseless
+            residency = "remote" if adapter.lease is not None else "device" if on_device else "disk"
+        elif residency == "disk":
+            residency = self.store.place(adapter.packed.content_hash)
         problem = self.failures.problem(adapter)
         last_used_s = adapter.last_used_s
         return AdapterInfo(
@@ -390,16 +396,6 @@ class AdapterManager:
         if readiness is Readiness.NO_ROOM:
             self._refused_pages = adapter.num_pages
         return readiness
-
-    def _where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
-        place: AdapterResidency = self._cache.place(adapter.uid)
-        num_pages = adapter.num_pages if place == "device" else 0
-        if self.leases is not None:
-            on_device = num_pages or adapter.leaseless
-            place = "remote" if adapter.lease is not None else "device" if on_device else "disk"
-        elif place == "disk":
-            place = self.store.place(adapter.packed.content_hash)
-        return place, num_pages
 
     def _check_fits(self, adapter: AdapterVersion) -> None:
         """Raises CapacityError if an adapter of this size can never be on the device."""

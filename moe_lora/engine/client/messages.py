@@ -313,25 +313,17 @@ Event = Outputs | Rejected | Reply | Beat | Dead
 Entry = Command | Callable[[], None]
 
 
-class Inbox:
+class Inbox(queue.SimpleQueue[tuple[Entry, float]]):
     """A queue of commands and calls for the loop's thread.
 
-    clock: of the engine; stamps entries as they are put, in the caller's thread.
+    clock: of the engine.  `get` returns an entry and its arrival in seconds, read in the thread of `put`.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or WallClock()
-        self._entries: queue.SimpleQueue[tuple[Entry, float]] = queue.SimpleQueue()
 
-    def put(self, entry: Entry) -> None:
-        self._entries.put((entry, self.clock.now_s()))
-
-    def get(self, timeout_s: float | None = None) -> tuple[Entry, float]:
-        """The next entry and its time of arrival, in seconds.  Raises queue.Empty after the timeout."""
-        return self._entries.get(timeout=timeout_s)
-
-    def empty(self) -> bool:
-        return self._entries.empty()
+    def put(self, entry: Entry) -> None:  # type: ignore[override]
+        super().put((entry, self.clock.now_s()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,7 +199,7 @@ class AdapterLoads:
         """Log text files beside the adapter; True if its files are unchanged since before the load."""
         with suppress(OSError):
             log_text_of(self._frontend.cluster, name, files.folder)
-        return files.are_unchanged()
+        return files.stamps == _stamps(files.folder)
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         try:
@@ -243,13 +243,10 @@ class _Files:
         stamps = _stamps(folder)
         return _Files(folder, stamps, _digest(folder, root))
 
-    def are_unchanged(self) -> bool:
-        return self.stamps == _stamps(self.folder)
-
     def holds(self, other: _Files, root: str | None) -> bool:
         """True if these files had the bytes of `other`, a read state."""
         digest = self.digest
-        if digest is None and self.are_unchanged():
+        if digest is None and self.stamps == _stamps(self.folder):
             digest = _digest(self.folder, root)
         return digest is not None and digest == other.digest
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lora.adapters.peft.reader import logged, pack_state_dict, read_adapter
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
 from moe_lora.adapters.registry.publish import register_adapter
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterError
@@ -51,7 +52,7 @@ def test_the_seven_usual_names_are_served_as_peft_does_where_some_match_nothing(
     )
     shape = shape_of(family)
     with caplog.at_level(logging.WARNING):
-        packed = logged(read_adapter(adapter, shape, torch.float32))
+        packed = AdapterContents(shape, torch.float32).read("a", str(adapter))
     assert packed.targets == ("q", "k", "v", "o")
     assert_same_deltas(packed_deltas(packed, shape), peft_deltas(family, checkpoint(family), adapter))
     [warning] = packed.warnings

@@ -66,7 +66,7 @@ class TwoConnections:
         found = []
         while True:
             try:
-                command, _ = self.inbox.get(0)
+                command, _ = self.inbox.get(timeout=0)
             except queue.Empty:
                 return found
             found.append(command.request.request_id if isinstance(command, Generate) else command)
