@@ -30,7 +30,7 @@ from moe_lora.core.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from moe_lora.engine.client.loop_client import LoopClient
+from moe_lora.engine.client.client import LoopClient
 from moe_lora.engine.client.messages import Stop
 from moe_lora.engine.text.adapter_text import log_adapter_text
 from moe_lora.engine.text.text import TextDelta, TextStream, served_tokenizer

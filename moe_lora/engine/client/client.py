@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between a front end and an engine."""
+"""The interface between a front end and an engine, and a client of an engine loop in this process."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.engine.verbs import ENGINE_INTERFACE
+
+from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
 
 
 class EngineClient(Protocol):
@@ -77,3 +82,132 @@ class CallableEngine:
 
     async def is_alive(self) -> bool:
         return not self.ended.is_set()
+
+
+Sink = Callable[[TokenOutput | Exception], None]
+"""Receives a request's outputs, in the thread that delivers events."""
+
+
+class LoopClient(CallableEngine):
+    """Sends commands and distributes events, in any thread.  See `EngineClient` for the contract.  send:
+    passes a command to the loop.
+    """
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
+        self._sinks: dict[str, Sink] = {}
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._dead: Exception | None = None
+        self.ended = threading.Event()
+
+    def deliver(self, event: Event) -> None:
+        """Distribute an event; called from the loop's or the reader's thread."""
+        if isinstance(event, Outputs):
+            for output in event.outputs:
+                ended = output.finish_reason is not None
+                sink = (
+                    self._sinks.pop(output.request_id, None) if ended else self._sinks.get(output.request_id)
+                )
+                if sink is not None:
+                    sink(output)
+        elif isinstance(event, Rejected):
+            sink = self._sinks.pop(event.request_id, None)
+            if sink is not None:
+                sink(event.error)
+        elif isinstance(event, Reply):
+            with self._lock:
+                future = self._calls.pop(event.call_id, None)
+            if future is None:
+                return
+            if event.error is not None:
+                future.set_exception(event.error)
+            else:
+                future.set_result(event.value)
+        elif isinstance(event, Dead):
+            self.fail(event.error)
+
+    def fail(self, error: Exception) -> None:
+        """The loop is gone: end all waits."""
+        with self._lock:
+            self._dead = self._dead or error
+            sinks, self._sinks = self._sinks, {}
+            calls, self._calls = self._calls, {}
+        self.ended.set()
+        for sink in sinks.values():
+            sink(error)
+        for future in calls.values():
+            future.set_exception(error)
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queue a request; `sink` gets its outputs, or the error of a refusal."""
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if request.request_id in self._sinks:
+                raise ValueError(f"request_id {request.request_id!r} is already running")
+            self._sinks[request.request_id] = sink
+        self._send(Generate(request))
+
+    def start_call(self, verb: str, *args: Any, **words: Any) -> Future[Any]:
+        """Start a verb in the loop.  Raises TypeError for wrong arguments."""
+        if verb in ENGINE_INTERFACE:
+            args = ENGINE_INTERFACE.bind(verb, args, words)
+        future = _asked()
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            call_id = next(self._call_ids)
+            self._calls[call_id] = future
+        self._send(Call(call_id, verb, args))
+        return future
+
+    async def call(self, verb: str, *args: Any, **words: Any) -> Any:
+        return await asyncio.wrap_future(self.start_call(verb, *args, **words))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
+
+        def sink(item: TokenOutput | Exception) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outputs.put_nowait, item)
+
+        self.submit(request, sink)
+        ended = False
+        try:
+            while not ended:
+                item = await outputs.get()
+                ended = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not ended:
+                self.abort_now(request.request_id)
+
+    def abort_now(self, request_id: str) -> None:
+        """As `abort`, from any thread; further outputs of the request are dropped."""
+        self._sinks.pop(request_id, None)
+        self._send_abort(request_id)
+
+    def leave(self, request_id: str) -> None:
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None:
+            sink(TokenOutput(request_id=request_id, token_ids=(), finish_reason="abort"))
+            self._send_abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        self._send_abort(request_id)
+
+    def _send_abort(self, request_id: str) -> None:
+        if self._dead is None:
+            self._send(Abort(request_id))
+
+
+def _asked() -> Future[Any]:
+    """A running future: a cancelled caller must not cancel the loop's answer."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
