@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .descriptor import LINE_BYTES, check_signal
+from .contract import LINE_BYTES, check_signal
 
 PUT_BLOCKS = 8
 """Programs per put, each with a part of the bytes."""

@@ -18,8 +18,16 @@ from torch.distributed import ProcessGroupGloo
 
 from moe_lora.core.errors import PeerUnreachableError
 
-from .contract import RemoteWindow, Transport, Window
-from .descriptor import Descriptor, check_range, check_same_size, check_signal, check_tensor
+from .contract import (
+    Descriptor,
+    RemoteWindow,
+    Transport,
+    Window,
+    check_range,
+    check_same_size,
+    check_signal,
+    check_tensor,
+)
 from .gloo_link import Link, Op, Reception, connect
 from .shm_library import SignalWaiter, SignalWords, lines
 

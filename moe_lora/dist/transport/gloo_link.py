@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch.distributed import Store
 
-from .descriptor import as_bytes, check_range, check_signal
+from .contract import as_bytes, check_range, check_signal
 
 OWNER, ATTACHED = 0, 1
 _REQUEST = struct.Struct("<qqqqqQ")

@@ -27,8 +27,17 @@ import torch
 
 from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
 
-from .contract import RemoteWindow, Transport, Window
-from .descriptor import Descriptor, as_bytes, check_range, check_same_size, check_signal, check_tensor
+from .contract import (
+    Descriptor,
+    RemoteWindow,
+    Transport,
+    Window,
+    as_bytes,
+    check_range,
+    check_same_size,
+    check_signal,
+    check_tensor,
+)
 from .shm_library import SignalWaiter, SignalWords, lines
 
 _log = logging.getLogger(__name__)

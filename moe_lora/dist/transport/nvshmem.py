@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from moe_lora.core.errors import ConfigError, LoraServerError
 
-from .descriptor import check_range, check_signal, check_sizes
+from .contract import check_range, check_signal, check_sizes
 from .device_puts import PUT_BLOCKS, STATUS_BYTES, WORDS_PER_SIGNAL, AnswerRows, SymmetricWindow
 
 BACKEND = "ibgda"

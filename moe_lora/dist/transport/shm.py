@@ -23,8 +23,17 @@ import torch
 from moe_lora.core.errors import PeerUnreachableError
 
 from . import shm_library
-from .contract import RemoteWindow, Transport, Window
-from .descriptor import LINE_BYTES, Descriptor, check_range, check_same_size, check_signal, check_tensor
+from .contract import (
+    LINE_BYTES,
+    Descriptor,
+    RemoteWindow,
+    Transport,
+    Window,
+    check_range,
+    check_same_size,
+    check_signal,
+    check_tensor,
+)
 from .shm_library import SignalWaiter, SignalWords
 
 _MAGIC = int.from_bytes(b"moelora1", "little")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .descriptor import LINE_BYTES, check_signal
+from .contract import LINE_BYTES, check_signal
 
 # Longest call into the library, so that Ctrl-C is seen and Python may run.
 _SLICE_S = 0.25

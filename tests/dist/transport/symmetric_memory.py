@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_lora.dist.transport.descriptor import LINE_BYTES
+from moe_lora.dist.transport.contract import LINE_BYTES
 from moe_lora.dist.transport.device_puts import AnswerRows, SymmetricWindow
 
 _MODULE = "torch.distributed._symmetric_memory._nvshmem_triton"

@@ -12,7 +12,7 @@ import torch
 
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.dist.transport import make_transport
-from moe_lora.dist.transport.descriptor import Descriptor
+from moe_lora.dist.transport.contract import Descriptor
 from moe_lora.dist.transport.nixl import NixlRemoteWindow, NixlTransfers, Transfer
 
 from .peers import TIMEOUT_S, pattern
