@@ -19,8 +19,7 @@ from moe_lora.report.tables import summary_table
 from moe_lora.workload.popularity.functions import map_adapters, read_invocations, with_invocations
 from moe_lora.workload.popularity.named import parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity, read_counts
-from moe_lora.workload.prompts import read_prompts
-from moe_lora.workload.replay_plan import PlannedRequest, make_plan
+from moe_lora.workload.replay_plan import PlannedRequest, make_plan, read_prompts
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_lora.config.plan import ReplayOptions
-from moe_lora.workload.prompts import random_token_ids
-from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.replay_plan import PlannedRequest, random_token_ids
 
 from .latency import ClientTiming, RequestRecord
 from .load_client import CompletionClient, ServedModels, ServerError, StreamedCompletion

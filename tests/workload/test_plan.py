@@ -10,8 +10,14 @@ import pytest
 
 from moe_lora.config.plan import WorkloadOptions
 from moe_lora.workload.popularity.popularity import uniform, zipf
-from moe_lora.workload.prompts import PromptRow, choose_rows, cut_text, random_token_ids, read_prompts
-from moe_lora.workload.replay_plan import make_plan
+from moe_lora.workload.replay_plan import (
+    PromptRow,
+    choose_rows,
+    cut_text,
+    make_plan,
+    random_token_ids,
+    read_prompts,
+)
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 TRACE = Trace(
