@@ -21,7 +21,7 @@ from .arrivals import (
     original_arrivals,
 )
 from .popularity.popularity import Popularity
-from .traces.json_formats import estimate_tokens, json_lines
+from .traces.formats import estimate_tokens, json_lines
 from .traces.records import RowReader, Trace, TraceRequest, open_text
 
 HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block of the prompt

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.workload.arrivals import FloatArray, positive
-from moe_lora.workload.traces.csv_formats import function_counts, is_2019, rows_2019, rows_2021
+from moe_lora.workload.traces.formats import function_counts, is_2019, rows_2019, rows_2021
 from moe_lora.workload.traces.records import Trace, need
 
 from .popularity import Popularity, from_weights

@@ -16,7 +16,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.workload.traces.csv_formats import table
+from moe_lora.workload.traces.formats import table
 from moe_lora.workload.traces.records import RowReader, need, open_text
 
 

@@ -11,16 +11,20 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from .csv_formats import (
+from .formats import (
     AZURE_COLUMNS,
     BURSTGPT_COLUMNS,
     COLUMNS_2019,
     COLUMNS_2021,
     iter_azure,
     iter_burstgpt,
+    iter_lmsys,
+    iter_mooncake,
+    iter_own,
+    iter_sharegpt,
+    iter_vllm,
     normalise,
 )
-from .json_formats import iter_lmsys, iter_mooncake, iter_own, iter_sharegpt, iter_vllm
 from .records import Requests, RowReader, Trace, TraceRequest, open_text
 
 FORMATS: dict[str, Callable[[TextIO, RowReader], Requests]] = {

@@ -11,7 +11,7 @@ import pytest
 
 from moe_lora.workload.popularity.functions import functions_popularity, read_invocations, with_invocations
 from moe_lora.workload.popularity.named import parse_popularity
-from moe_lora.workload.traces.csv_formats import function_counts
+from moe_lora.workload.traces.formats import function_counts
 from moe_lora.workload.traces.records import Trace, TraceRequest
 from moe_lora.workload.traces.traces import detect_format
 

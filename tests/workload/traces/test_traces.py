@@ -130,7 +130,7 @@ def test_sharegpt_estimates_lengths_keeps_text_and_has_no_times(tmp_path: Path) 
 
 
 def test_sharegpt_larger_than_one_read_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lora.workload.traces.json_formats._CHUNK_CHARS", 7)
+    monkeypatch.setattr("moe_lora.workload.traces.formats._CHUNK_CHARS", 7)
     assert len(read_trace(write(tmp_path, SHAREGPT)).requests) == 2
 
 
