@@ -12,8 +12,7 @@ import pytest
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.dist.deltas.host_deltas import HostDeltas
-from moe_lora.dist.host_workers.stream_link import StreamWorkerLink
-from moe_lora.dist.host_workers.worker_link import WorkerLink
+from moe_lora.dist.host_workers.worker_link import StreamWorkerLink, WorkerLink
 from moe_lora.engine.ranks import host_settings
 from tests.dist.host_workers.queued_stream import InlineStream
 from tests.engine.test_host_assisted import HeldCopies, ask, expected_of, start, worker_pids

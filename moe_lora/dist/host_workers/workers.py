@@ -23,8 +23,7 @@ from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 
-from .stream_link import StreamWorkerLink
-from .worker_link import WorkerLink
+from .worker_link import StreamWorkerLink, WorkerLink
 from .worker_link import WorkerTimes as WorkerTimes
 
 _NOTHING = torch.empty(0, dtype=torch.int32)

@@ -19,8 +19,7 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.dist.deltas import host_deltas as deltas
 from moe_lora.dist.deltas.session import DONE, STALE, FrameLayout, lay_out_request
 from moe_lora.dist.host_workers import worker
-from moe_lora.dist.host_workers.stream_link import StreamWorkerLink
-from moe_lora.dist.host_workers.worker_link import WorkerLink, WorkerTimes
+from moe_lora.dist.host_workers.worker_link import StreamWorkerLink, WorkerLink, WorkerTimes
 from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
 from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.backend import RoutedBackend

@@ -15,7 +15,6 @@ WITHIN_ONE_INSTANCE = {
     "engine/ranks/follower.py",
     "engine/step/step_batch.py",
     "core/processes.py",
-    "dist/host_workers/stream_link.py",
     "dist/host_workers/worker.py",
     "dist/host_workers/worker_link.py",
 }
