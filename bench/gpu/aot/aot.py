@@ -110,8 +110,9 @@ def launches_recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]
 
 def table_builds() -> list[Build]:
     """Every kernel with every table configuration, and kernels without a table."""
-    from moe_lora.kernels.triton import exchange, norm, sampling, signals  # needs Triton
-    from moe_lora.kernels.triton.linear import experts, quantised_linear
+    from moe_lora.kernels.triton import sampling, signals  # needs Triton
+
+    from .launches import launch_exchange, launch_experts, launch_norms, launch_quantised
 
     with launches_recorded() as builds:
         for top_k, zeros in itertools.product((None, _TOP_K), (None, Zeros())):
@@ -119,13 +120,15 @@ def table_builds() -> list[Build]:
         word = torch.zeros(8, dtype=torch.int64)
         signals.launch_ask(word, word, word, (0,) * 5)
         signals.launch_wait(word, word)
-        exchange.launch_all(word)
+        launch_exchange(word)
         sampling.draw(torch.empty(2, 151936), torch.empty(2, 3), torch.empty(2, 3, dtype=torch.int64))
-        for of_model, layers in itertools.product(configs.DTYPE_NAMES, (experts, norm, quantised_linear)):
-            layers.launch_all(of_model)
+        for of_model, launch in itertools.product(
+            configs.DTYPE_NAMES, (launch_experts, launch_norms, launch_quantised)
+        ):
+            launch(of_model)
         with patch.object(configs, "_INTERPRETED_SMS", _HOPPER_SMS):  # single rows fill the device, or not
             for of_model in configs.DTYPE_NAMES:
-                experts.launch_all(of_model)
+                launch_experts(of_model)
     for path in sorted(configs.CONFIG_DIR.glob("*.json")):
         table = configs.load_table(path.stem)
         for entry in table.entries:

@@ -199,17 +199,3 @@ def launch_add_rows(
         COLUMNS=columns,
         num_warps=4,
     )
-
-
-def launch_all(word: torch.Tensor) -> None:
-    """Launch every kernel of this file, for `aot`.  word: int64 [8]."""
-    signals = Signals(word, word, range(1))
-    for status in (None, (word, 8)):
-        launch_wait(signals, 8, word, NO_BOUND, status)
-    launch_admit(
-        word, word, word.view(2, 4), 0, torch.empty(64, dtype=torch.int32), word, word, NO_BOUND, True
-    )
-    for dtype in configs.DTYPE_NAMES:
-        y, ids = torch.empty(8, 2048, dtype=dtype), torch.empty(1, 8, dtype=torch.int32)
-        launch_add_rows(y, y, word, None)
-        launch_add_rows(y, y, word, ids)

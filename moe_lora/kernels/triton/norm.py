@@ -75,15 +75,3 @@ def norm(
             num_warps=4 if width <= 4096 else 8,
         )
     return y
-
-
-def launch_all(dtype: torch.dtype) -> None:
-    """Launch every kind, on empty tensors, for `aot`."""
-    for width, centred, biased in (
-        (2048, False, False),
-        (2880, False, False),
-        (4096, True, True),
-        (6144, True, False),
-    ):
-        weight = torch.empty(width, dtype=dtype)
-        norm(torch.empty(2, width, dtype=dtype), weight, 1e-6, centred, weight if biased else None)

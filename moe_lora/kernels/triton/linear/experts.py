@@ -23,7 +23,7 @@ import torch
 from moe_lora.kernels.operands import Zeros
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.lora.problem import Deltas
-from moe_lora.kernels.triton.lora.segments import RowsToSort, rows_to_sort
+from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 ROW_MAX_TOKENS = 8
 """Up to this number of tokens, with at most E rows, each row is a tile."""
@@ -375,60 +375,3 @@ def _check_deltas(
             f"deltas were given for {ids.numel()} rows of {num_experts} experts, whose tiles of 128 rows "
             "take none; ask `adds_deltas` first, add them to the output without a gate and use `gate`"
         )
-
-
-_SHAPES = (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True), (8, 2, 1001, 517, True)
-"""Experts, experts per token, hidden and inner size, bias: Qwen3-30B-A3B, GPT-OSS-20B, no model."""
-
-
-def launch_all(dtype: torch.dtype) -> None:
-    """Launch every kernel by kind of model and batch, on empty tensors, for `aot`."""
-    for num_experts, top_k, hidden, inner, biased in _SHAPES:
-        weights = [
-            torch.empty(num_experts, *shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner))
-        ]
-        biases = [weight.new_empty(weight.shape[:2]) if biased else None for weight in weights]
-        tiled = dtype == torch.bfloat16 and inner % _BLOCK_K == 0
-        logits, live = torch.empty(2, num_experts, dtype=dtype), torch.empty(2, dtype=torch.bool)
-        correction = torch.empty(num_experts, dtype=torch.float32)
-        grouped = (
-            GateChoice(top_k, 2, 1.0, 4, 2)
-            if num_experts % 4 == 0 and num_experts > 8
-            else GateChoice(top_k, 2)
-        )
-        plain = [GateChoice(top_k, *one) for one in ((1, 0.0), (1, 1.0), (1, 2.0), (0, 0.0))]
-        corrected = [GateChoice(top_k, 1, 1.0), GateChoice(top_k, 2, 1.0), grouped]
-        for choice, bias in [(one, None) for one in plain] + [(one, correction) for one in corrected]:
-            choose(logits, live, choice, bias)
-            for tile_rows in (None, 0, 16):
-                _launch_choice(logits, live, choice, bias, tile_rows)
-        for rows_per_expert in (0, 2, 20, 40, 100) if tiled else (0, 2):
-            num_tokens = max(1, rows_per_expert * num_experts // top_k)
-            ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
-            rows = order(ids, num_experts)
-            x = torch.empty(num_tokens, hidden, dtype=dtype)
-            inner_rows = linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0))
-            linear(x, weights[0], biases[0], ids, rows)
-            if adds_deltas(ids, num_experts):
-                slots, values = ids.new_empty(num_tokens), x.new_empty(ids.numel(), 2 * inner)
-                deltas = Deltas(values, slots, slots, 1, 1)
-                linear(x, weights[0], biases[0], ids, rows, Gate(biased, 7.0), deltas)
-            y = linear(inner_rows, weights[1], biases[1], ids, rows)
-            gate(inner_rows, Gate(biased, 7.0))
-            weighted_sum(y, torch.empty(num_tokens, top_k))
-
-
-def _launch_choice(
-    logits: torch.Tensor,
-    live: torch.Tensor,
-    choice: GateChoice,
-    correction: torch.Tensor | None,
-    tile_rows: int | None,
-) -> None:
-    slots, zeros, num_experts = live.int(), Zeros(), logits.shape[1]
-
-    def rows(ids: torch.Tensor) -> RowsToSort:
-        return rows_to_sort(slots, ids, 5, num_experts, tile_rows or 0, zeros)
-
-    to_sort = None if tile_rows is None else rows
-    choose_and_order(logits, live, choice, correction, range(choice.top_k), zeros, to_sort)

@@ -168,28 +168,3 @@ def _check(
         raise ValueError(
             f"x has {x.shape[0]} rows; ids {tuple(ids.shape)} need {ids.shape[0]} or {ids.numel()}"
         )
-
-
-_FORMATS = (
-    *(Format("int8"), Format("int8", 32), Format("fp8"), Format("fp8", 128, 128)),
-    *(Format("int4", 32), Format("int4", 64), Format("int4", 128), Format("mxfp4", 32)),
-)
-
-
-def launch_all(dtype: torch.dtype) -> None:
-    """Launch both kernels with every format, dense and experts of few and many
-    rows, on empty tensors, for `aot`.
-    """
-    width = 1024
-    for form in _FORMATS if dtype != torch.float16 else _FORMATS[1::2]:
-        for experts, tokens, num_out in (((), 1, 256), ((2,), 4, 1024), ((), 65, 1024), ((2,), 256, 64)):
-            sizes, kinds = form.sizes(num_out, width), form.dtypes(dtype)
-            data, scale = (
-                torch.empty(*experts, *size, dtype=of) for size, of in zip(sizes, kinds, strict=True)
-            )
-            zero = torch.empty(*experts, num_out, form.num_groups(width), dtype=torch.int8)
-            has_zero = form == Format("int4", 128)
-            weight = QuantisedOperand(form, data, scale, zero if has_zero else None)
-            ids = torch.zeros(tokens, 2, dtype=torch.int32) if experts else None
-            bias = torch.empty(*experts, num_out, dtype=dtype)
-            launch(torch.empty(tokens, width, dtype=dtype), weight, bias, ids, num_out)
