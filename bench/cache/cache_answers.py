@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_lora.api import LLM
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 
 @dataclass(eq=False)

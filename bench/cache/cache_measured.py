@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from bench.cache.conversations import DialogueShape, dialogues
 from bench.harness.random_model import QUICK, TINY, ModelSize, write_adapters, write_model
 from moe_lora.api import LLM
 from moe_lora.config import EmulationConfig
 from moe_lora.core.request import EngineStats
-from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
 from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.replay_plan import TurnRequest
 
 from .cache_answers import Answered, agreement, figures, replay
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from bench.cache.conversations import DialogueShape, Drifting, dialogues, mooncake_chats
 from moe_lora.policies.caching.caching import CachingPolicy
 from moe_lora.policies.caching.caching_policies import FastLibra, make_caching_policy, static_partition
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.timing.host_times import CacheCosts
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues, mooncake_chats
-from moe_lora.workload.popularity.named import Drifting, distinct, gaussian
+from moe_lora.workload.popularity.named import distinct, gaussian
 from moe_lora.workload.popularity.popularity import Popularity, uniform, zipf
+from moe_lora.workload.replay_plan import TurnRequest
 from moe_lora.workload.traces.records import Trace
 
 # FastLibra, table 1: 256 TFLOPS FP16 and 64 GB of HBM a card, PCIe 4.0 x16, 256 GB of main memory.

@@ -13,7 +13,7 @@ import numpy as np
 from bench.harness.peak import highest_rate
 from moe_lora.sim.instance import CachedConfig, simulate_cached
 from moe_lora.sim.requests import PARTS
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 from .cache_plan import POLICIES, PolicyMaker, settings_of
 

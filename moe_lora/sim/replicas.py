@@ -31,7 +31,7 @@ from moe_lora.policies.routing.routing import Router, listeners
 from moe_lora.timing.answer_lengths import AnswerLengths
 from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.step_model import Row
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 from .events import EventQueue
 from .instance import CachedConfig, CachedInstance

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from moe_lora.cache.pages import BlockTable
 from moe_lora.scheduling.views import Scheduled, Waits
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 PARTS = ("queue", "adapter_cold", "history_cold", "prefill")
 """Parts of a TTFT, in order."""

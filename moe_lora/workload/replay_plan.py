@@ -114,6 +114,23 @@ def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptR
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One request: answer `prompt` with len(answer) tokens; both are token ids.
+
+    tenant, share, priority: as in `policies.admission.fairness`.
+    """
+
+    index: int
+    arrival_s: float
+    adapter: str | None
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    tenant: str = ""
+    share: float = 1.0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedRequest:
     """One request to send.
 

@@ -21,7 +21,7 @@ from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.step_model import StepModel
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
 ANSWERS = (12, 20, 8, 16, 16, 8, 20, 12, 16, 24)

@@ -20,7 +20,7 @@ from moe_lora.scheduling.views import shortest_first as shortest_first_order
 from moe_lora.sim.adapters import CachedAdapters
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.host_times import CacheCosts, ColdAdapter
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 BLOCK_SIZE = 4
 TOKEN = 7

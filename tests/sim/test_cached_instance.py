@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.cache.conversations import DialogueShape, dialogues
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission.host_start import HostStart
 from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
@@ -16,8 +17,8 @@ from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.requests import PARTS
 from moe_lora.timing.host_times import HostTimes, PartTime
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
 from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.replay_plan import TurnRequest
 
 STEP_S, COPY_S = 0.1, 20e-6
 EVEN_STEPS = TransformerTime(

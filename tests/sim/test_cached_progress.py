@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
 from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 MAX_LEN, BLOCK_SIZE, LARGEST = 24, 4, 5
 """Tokens of a request, tokens of a page, pages of the largest adapter."""

@@ -16,7 +16,7 @@ from moe_lora.sim.adapters import LoraWork, SimMergedWeights, SimMerging
 from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 MERGE_S = 0.03
 TIME = TransformerTime(

@@ -26,7 +26,7 @@ from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 from moe_lora.timing.host_times import HostTimes, PartTime
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 TIME = TransformerTime(
     num_params=1e6,

@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_lora.policies.caching.caching_policies import lru
 from moe_lora.sim.instance import CachedConfig, simulate_cached
-from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest
 
 from .test_cached_instance import EVEN_STEPS
 

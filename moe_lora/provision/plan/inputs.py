@@ -22,7 +22,7 @@ from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
 from moe_lora.provision.lower_bound import Work, work_of
 from moe_lora.provision.replayed.prefix_hits import BlockHits, PrefixHits, StatedHits
-from moe_lora.workload.conversations import MOONCAKE_BLOCK
+from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import TraceRequest
 
 from .memory import AdapterMix
@@ -71,7 +71,7 @@ class PromptLoad:
         """Prefix hits of a simulated instance; None without hits."""
         if self.stated:
             return partial(StatedHits, share=self.hit_share)
-        return partial(BlockHits, MOONCAKE_BLOCK) if self.hit_share else None
+        return partial(BlockHits, HASH_BLOCK_TOKENS) if self.hit_share else None
 
 
 def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -> PromptLoad:
@@ -103,7 +103,7 @@ def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
     hits = []
     for one in requests:
         blocks = sum(1 for _ in takewhile(seen.__contains__, one.hash_ids))
-        hits.append(min(blocks * MOONCAKE_BLOCK, one.prompt_tokens - 1))
+        hits.append(min(blocks * HASH_BLOCK_TOKENS, one.prompt_tokens - 1))
         seen.update(one.hash_ids)
     return hits
 

@@ -27,8 +27,7 @@ from moe_lora.sim.replicas import Replicas, ReplicasConfig
 from moe_lora.sim.requests import CachedRequest, StepCounts
 from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.conversations import MOONCAKE_BLOCK, TurnRequest
-from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, PlannedRequest, TurnRequest
 from moe_lora.workload.statistics import mean, percentile
 from moe_lora.workload.traces.records import Trace
 
@@ -241,7 +240,7 @@ def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: fl
     share = hits.share if isinstance(hits, StatedHits) else 0.0
     fresh = iter(range(-1, -(10**15), -1))
     for one in requests:
-        blocks = (range(block * MOONCAKE_BLOCK, (block + 1) * MOONCAKE_BLOCK) for block in one.hash_ids)
+        blocks = (range(block * HASH_BLOCK_TOKENS, (block + 1) * HASH_BLOCK_TOKENS) for block in one.hash_ids)
         stated = range(int(share * one.prompt_tokens))
         prompt = islice(chain(stated, *blocks, fresh), max(1, one.prompt_tokens))
         yield TurnRequest(

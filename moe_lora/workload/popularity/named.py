@@ -111,28 +111,6 @@ class Shifting(Popularity):
         return [late[i] if from_end[i] else early[i] for i in range(len(time_shares))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drifting(Popularity):
-    """The k-th of N adapters at time share t has the popularity of the (k + m) mod N-th of `probabilities`,
-    with m = int(t · num_moves).
-
-    Every 1 / num_moves of the time the least popular adapter becomes the most popular, as a new function
-    would (probabilities: falling).
-    """
-
-    num_moves: int
-
-    def at(self, time_share: float) -> Popularity:
-        shift = -int(time_share * self.num_moves)
-        return from_weights(self.adapters, np.roll(self.probabilities, shift).tolist(), self.lora_ranks)
-
-    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        probabilities = np.asarray(self.probabilities)
-        places = rng.choice(len(probabilities), size=len(time_shares), p=probabilities)
-        moved = (places - (time_shares * self.num_moves).astype(int)) % len(probabilities)
-        return [self.adapters[index] for index in moved.tolist()]
-
-
 LORA_RANKS = (8, 16, 32, 64, 128)
 _HALF = 0.5
 

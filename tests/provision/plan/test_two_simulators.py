@@ -14,7 +14,7 @@ from moe_lora.core.partition import Layout
 from moe_lora.provision.plan import two_simulators, verify
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster, prompt_load
 from moe_lora.provision.plan.two_simulators import FAST, REAL, Latencies, both, num_replayed
-from moe_lora.workload.conversations import MOONCAKE_BLOCK
+from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
@@ -93,7 +93,7 @@ def test_equal_block_hashes_are_equal_tokens_of_one_adapter(tmp_path: Path) -> N
     rows = [
         {
             "timestamp": 1000 * index,
-            "input_length": MOONCAKE_BLOCK * (1 + index // 100),
+            "input_length": HASH_BLOCK_TOKENS * (1 + index // 100),
             "output_length": 20,
             "hash_ids": [index % 100 * 3 + block for block in range(1 + index // 100)],
         }

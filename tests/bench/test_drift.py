@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moe_lora.workload.popularity.named import Drifting
+from bench.cache.conversations import Drifting
 from moe_lora.workload.popularity.popularity import zipf
 
 BASE = zipf([f"a{i}" for i in range(5)], 1.5)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.workload.conversations import DialogueShape, dialogues, mooncake_chats
+from bench.cache.conversations import DialogueShape, dialogues, mooncake_chats
 from moe_lora.workload.popularity.popularity import uniform
 from moe_lora.workload.traces.records import Trace, TraceRequest
 from moe_lora.workload.traces.traces import read_trace

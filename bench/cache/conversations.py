@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with shared prefixes and their tokens: dialogues of several turns, and prompts with one prefix."""
+"""Requests with shared prefixes and their tokens: dialogues of several turns, and prompts with one prefix.
+
+`Drifting` is a popularity that moves over the adapters.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moe_lora.workload.popularity.popularity import Popularity
+from moe_lora.workload.arrivals import gamma_arrivals_until
+from moe_lora.workload.popularity.popularity import Popularity, from_weights
+from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, TurnRequest
 from moe_lora.workload.traces.records import Trace
 
-from .arrivals import gamma_arrivals_until
-
-MOONCAKE_BLOCK = 512
 PILOT_DIALOGUES = 1000
 """Draws that estimate the turns of a dialogue under max_tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """One request: answer `prompt` with len(answer) tokens; both are token ids.
-
-    tenant, share, priority: as in `policies.admission.fairness`.
-    """
-
-    index: int
-    arrival_s: float
-    adapter: str | None
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    tenant: str = ""
-    share: float = 1.0
-    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +125,7 @@ def mooncake_chats(
     for row in rows:
         if row.arrival_s * stretch >= duration_s:
             break
-        length = max(1, math.ceil(row.prompt_tokens * block_tokens / MOONCAKE_BLOCK))
+        length = max(1, math.ceil(row.prompt_tokens * block_tokens / HASH_BLOCK_TOKENS))
         blocks = (range(block * block_tokens, (block + 1) * block_tokens) for block in row.hash_ids)
         prompt = tuple(
             itertools.islice(itertools.chain.from_iterable(blocks), min(length, max_prompt_tokens))
@@ -159,3 +145,25 @@ def _numbered(found: Sequence[TurnRequest]) -> list[TurnRequest]:
 
 def _fresh(ids: itertools.count[int], num_tokens: int) -> tuple[int, ...]:
     return tuple(itertools.islice(ids, num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drifting(Popularity):
+    """The k-th of N adapters at time share t has the popularity of the (k + m) mod N-th of `probabilities`,
+    with m = int(t · num_moves).
+
+    Every 1 / num_moves of the time the least popular adapter becomes the most popular, as a new function
+    would (probabilities: falling).
+    """
+
+    num_moves: int
+
+    def at(self, time_share: float) -> Popularity:
+        shift = -int(time_share * self.num_moves)
+        return from_weights(self.adapters, np.roll(self.probabilities, shift).tolist(), self.lora_ranks)
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        probabilities = np.asarray(self.probabilities)
+        places = rng.choice(len(probabilities), size=len(time_shares), p=probabilities)
+        moved = (places - (time_shares * self.num_moves).astype(int)) % len(probabilities)
+        return [self.adapters[index] for index in moved.tolist()]
