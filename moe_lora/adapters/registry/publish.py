@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
-from moe_lora.adapters.peft.reader import read_adapter, tensors_of
-from moe_lora.adapters.peft.training_state import config_fields
+from moe_lora.adapters.peft.reader import config_fields, read_adapter, tensors_of
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.records import RegisteredAdapter
 
