@@ -28,7 +28,7 @@ import networkx
 from bench.harness.records import Recorder
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
 
 BLOCK_SIZE = 16

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.cache.conversations import DialogueShape, Drifting, dialogues, mooncake_chats
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import FastLibra, make_caching_policy, static_partition
+from moe_lora.policies.caching.caching import CachingPolicy, FastLibra, make_caching_policy, static_partition
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.timing.host_times import CacheCosts
 from moe_lora.timing.transformer_time import TransformerTime

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_lora.config.optional_parts import DLoraConfig
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import CachingPolicy, make_caching_policy
 from moe_lora.policies.merging.merging import MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.sim.adapters import SimMerging

@@ -29,7 +29,7 @@ LAYOUTS = {
         "LeastOutstanding": "moe_lora.policies.routing.routing:LeastOutstanding",
         "AdapterAffinity": "moe_lora.policies.routing.routers:AdapterAffinity",
         "CacheCosts": "moe_lora.timing.host_times:CacheCosts",
-        "make_caching_policy": "moe_lora.policies.caching.caching_policies:make_caching_policy",
+        "make_caching_policy": "moe_lora.policies.caching.caching:make_caching_policy",
     },
     "flat": {
         "InstanceLoad": "moe_lora.policies.routing:InstanceLoad",
@@ -59,6 +59,7 @@ CACHED_ADAPTERS, CONVERSATIONS, BLOCK_SIZE, TURN_TOKENS = 200, 1000, 16, 48
 LAYOUTS["folders with costs in policies"] = LAYOUTS["folders"] | {
     "CacheCosts": "moe_lora.policies.caching.caching:CacheCosts"
 }
+POLICIES_APART = {"make_caching_policy": "moe_lora.policies.caching.caching_policies:make_caching_policy"}
 
 
 def named(name: str) -> Any:
@@ -66,6 +67,8 @@ def named(name: str) -> Any:
     layout = LAYOUTS["folders" if find_spec("moe_lora.timing") else "flat"]
     if find_spec("moe_lora.timing") and not find_spec("moe_lora.timing.host_times"):
         layout = LAYOUTS["folders with costs in policies"]
+    if find_spec("moe_lora.timing") and find_spec("moe_lora.policies.caching.caching_policies"):
+        layout = layout | POLICIES_APART
     module, _, attribute = (layout | ALIKE)[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

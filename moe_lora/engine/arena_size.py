@@ -19,8 +19,7 @@ from moe_lora.core.host import free_memory_bytes, host_memory_bytes, resident_by
 from moe_lora.core.shape import DEFAULT_LORA_RANK, ModelShape
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import FastLibra, Recency, make_caching_policy
+from moe_lora.policies.caching.caching import CachingPolicy, FastLibra, Recency, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
 
 logger = logging.getLogger(__name__)

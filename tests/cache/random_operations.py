@@ -9,7 +9,7 @@ from random import Random
 from moe_lora.cache.orders import Copy, LoadAdapter, Order, Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
 
 from .consistency import check

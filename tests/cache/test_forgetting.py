@@ -12,7 +12,7 @@ from moe_lora.cache.node_mover import SLICE
 from moe_lora.cache.orders import Copy, Readiness
 from moe_lora.cache.pages import DYING
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
 
 from .consistency import check

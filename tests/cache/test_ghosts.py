@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from moe_lora.cache.columns import Columns, Ghosts, ReuseAges
 from moe_lora.cache.pages import Node, encode
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching import Traits
-from moe_lora.policies.caching.caching_policies import Recency
+from moe_lora.policies.caching.caching import Recency, Traits
 
 from .test_unified_adapters import leave_history
 

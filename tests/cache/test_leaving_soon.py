@@ -12,7 +12,7 @@ from moe_lora.cache import ranking as ranking_module
 from moe_lora.cache.pages import CAN_BACK_UP, CAN_LEAVE
 from moe_lora.cache.ranking import LEAVING_SHARE, Ranking
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
 
 from .test_unified_adapters import leave_history

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import lru
+from moe_lora.policies.caching.caching import lru
 
 BLOCK = 4
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
 
 from .consistency import check

@@ -7,8 +7,13 @@ import pytest
 
 from moe_lora.cache.orders import Copy, Readiness
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import CostAware, FastLibra, fastlibra_wos, static_partition
+from moe_lora.policies.caching.caching import (
+    CachingPolicy,
+    CostAware,
+    FastLibra,
+    fastlibra_wos,
+    static_partition,
+)
 from moe_lora.timing.host_times import CacheCosts
 
 from .consistency import check

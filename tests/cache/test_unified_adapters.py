@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from moe_lora.cache.orders import Copy, LoadAdapter, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import FastLibra, lru, slora, static_partition
+from moe_lora.policies.caching.caching import CachingPolicy, FastLibra, lru, slora, static_partition
 from moe_lora.timing.host_times import CacheCosts
 
 from .consistency import check

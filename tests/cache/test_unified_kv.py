@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.caching.caching_policies import lru
+from moe_lora.policies.caching.caching import lru
 
 from .consistency import check
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moe_lora.policies.caching.caching_policies import CACHING_POLICIES
+from moe_lora.policies.caching.caching import CACHING_POLICIES
 
 from .random_operations import RandomCache
 

@@ -19,7 +19,7 @@ from moe_lora.engine.arena_size import ArenaSize, arena_size, caching_policy
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import KvLayout
-from moe_lora.policies.caching.caching_policies import CACHING_POLICIES
+from moe_lora.policies.caching.caching import CACHING_POLICIES
 from tests.families import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -13,7 +13,7 @@ from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
 from moe_lora.engine.merging import merging
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.merging.merging import CheapestMode, DLora, MergedOnly
 from moe_lora.policies.merging.merging_costs import MergingCosts
 from moe_lora.sim.adapters import SimMerging

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from moe_lora.policies.admission.host_start import HostLoads, HostStart
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.timing.host_times import CacheCosts, HostTimes, PartTime
 from tests.scheduling.parts import Parts as SimulatedParts
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.policies.caching.caching import CacheLoad
-from moe_lora.policies.caching.caching_policies import (
+from moe_lora.policies.caching.caching import (
     CACHING_POLICIES,
+    CacheLoad,
     lru,
     make_caching_policy,
     static_partition,

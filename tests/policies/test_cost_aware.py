@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_lora.policies.caching.caching import NUM_BINS, NUM_CLASSES, CacheLoad, ReuseRates
-from moe_lora.policies.caching.caching_policies import CostAware
+from moe_lora.policies.caching.caching import NUM_BINS, NUM_CLASSES, CacheLoad, CostAware, ReuseRates
 from moe_lora.timing.host_times import CacheCosts
 
 from .columns import columns

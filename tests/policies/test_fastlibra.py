@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.policies.caching.caching import CacheLoad
-from moe_lora.policies.caching.caching_policies import FastLibra, adapter_reward, required_adapters
+from moe_lora.policies.caching.caching import CacheLoad, FastLibra, adapter_reward, required_adapters
 from moe_lora.timing.host_times import CacheCosts
 
 from .columns import columns

@@ -12,8 +12,7 @@ from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.admission.host_start import HostLoads
-from moe_lora.policies.caching.caching import CachingPolicy
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import CachingPolicy, make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import RequestQueue
 from moe_lora.scheduling.views import shortest_first as shortest_first_order

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.policies.caching.caching_policies import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
 from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.timing.transformer_time import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest

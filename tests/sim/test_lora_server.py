@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.routing.routing import RoundRobin
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig

@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.core.clock import VirtualClock
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.merging.merging import BATCHINGS, Batching, MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts
 from moe_lora.sim.adapters import LoraWork, SimMergedWeights, SimMerging

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.admission.host_start import HostStart
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem
 from moe_lora.policies.migration.programs import plan_exact
 from moe_lora.policies.routing.model_routing import CostModel, ShortestPendingTime

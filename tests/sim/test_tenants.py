@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_lora.policies.caching.caching_policies import lru
+from moe_lora.policies.caching.caching import lru
 from moe_lora.sim.instance import CachedConfig, simulate_cached
 from moe_lora.workload.replay_plan import TurnRequest
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_lora.config.engine import CACHE_POLICIES
 from moe_lora.core.shape import ModelShape
-from moe_lora.policies.caching.caching_policies import make_caching_policy
+from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.provision.replayed.prefix_hits import StatedHits
 from moe_lora.provision.replayed.system import simulate
 from moe_lora.provision.replayed.system_config import SimLoraServerConfig, SystemConfig
