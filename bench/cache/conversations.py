@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.workload.arrivals import gamma_arrivals_until
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
-from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, TurnRequest
+from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, TurnRequest, gamma_arrivals_until
 from moe_lora.workload.traces.records import Trace
 
 PILOT_DIALOGUES = 1000

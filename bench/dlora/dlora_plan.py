@@ -23,10 +23,9 @@ from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.sim.adapters import SimMerging
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.timing.transformer_time import TransformerTime
-from moe_lora.workload.arrivals import gamma_arrivals_until
 from moe_lora.workload.popularity.functions import mapped_popularity
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
-from moe_lora.workload.replay_plan import TurnRequest
+from moe_lora.workload.replay_plan import TurnRequest, gamma_arrivals_until
 
 SLO_S = 0.5
 """Of the average latency: seconds of all requests over their output tokens (dLoRA section 7.1)."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.workload.arrivals import positive
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
+from moe_lora.workload.replay_plan import positive
 from moe_lora.workload.traces.records import RowReader
 from moe_lora.workload.traces.traces import detect_format, iter_requests
 

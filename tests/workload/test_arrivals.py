@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.workload.arrivals import cut_duration, gamma_arrivals, gamma_arrivals_until, original_arrivals
+from moe_lora.workload.replay_plan import (
+    cut_duration,
+    gamma_arrivals,
+    gamma_arrivals_until,
+    original_arrivals,
+)
 
 rates = st.floats(0.01, 1e4)
 bursts = st.floats(0.05, 50)

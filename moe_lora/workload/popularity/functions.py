@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.workload.arrivals import FloatArray, positive
+from moe_lora.workload.replay_plan import FloatArray, positive
 from moe_lora.workload.traces.formats import function_counts, is_2019, rows_2019, rows_2021
 from moe_lora.workload.traces.records import Trace, need
 
