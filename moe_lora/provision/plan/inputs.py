@@ -21,7 +21,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
 from moe_lora.provision.lower_bound import Work, work_of
-from moe_lora.provision.replayed.prefix_hits import BlockHits, PrefixHits, StatedHits
+from moe_lora.provision.replayed.system_config import BlockHits, PrefixHits, StatedHits
 from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import TraceRequest
 

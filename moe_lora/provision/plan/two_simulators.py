@@ -18,9 +18,8 @@ import numpy as np
 from moe_lora.config.engine import CACHE_POLICIES
 from moe_lora.core.shape import ModelShape
 from moe_lora.policies.caching.caching import make_caching_policy
-from moe_lora.provision.replayed.prefix_hits import StatedHits
 from moe_lora.provision.replayed.system import simulate
-from moe_lora.provision.replayed.system_config import SimLoraServerConfig, SystemConfig
+from moe_lora.provision.replayed.system_config import SimLoraServerConfig, StatedHits, SystemConfig
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig
