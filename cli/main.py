@@ -40,7 +40,8 @@ COMMANDS = {
     "adapters": "Check adapters, keep a registry of them.",
     "env": "Show the machine and the versions in use.",
 }
-"""What --help says of each.  A command is the function of its name in the module of its name."""
+"""What --help says of each.  A command is a function of its name, in the module of its name or `PLACES`."""
+PLACES = {"undrain": "drain", "restart": "drain"}
 INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 
@@ -77,7 +78,7 @@ class LazyGroup(click.Group):
                 ctx.fail(f"No such command {cmd_name!r}; did you mean {near[0]}?")
             return None
         name = cmd_name.replace("-", "_")
-        return getattr(importlib.import_module(f".{name}", __package__), name)
+        return getattr(importlib.import_module(f".{PLACES.get(name, name)}", __package__), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
