@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
-from .adapter_check import check
-from .adapter_convert import convert
 from .adapter_folders import (
     FOLDER,
     adapter_folders,
+    check,
+    convert,
     model_option,
     only_registry,
     path_argument,
