@@ -20,8 +20,7 @@ from moe_lora.policies.caching.arena_shares import ArenaShares
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .lease_queue import LeaseQueue, Standing, Waiter
-from .residency import Evict, Load, Residency, ServedAdapter
-from .server_pages import ShardPages
+from .residency import Evict, Load, Residency, ServedAdapter, ShardPages
 
 
 @dataclass(frozen=True)

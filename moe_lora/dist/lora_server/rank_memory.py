@@ -17,7 +17,7 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
-from moe_lora.cache.leases.server_pages import ShardPages, enough_gb
+from moe_lora.cache.leases.residency import ShardPages, enough_gb
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Partition

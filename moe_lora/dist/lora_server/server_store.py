@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer, shard_layer
-from moe_lora.cache.leases.server_pages import Run
+from moe_lora.cache.leases.residency import Run
 from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.partition import Partition
 from moe_lora.core.shape import ModelShape

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.cache.leases.server_pages import ServerPages, fits
+from moe_lora.cache.leases.residency import ServerPages, fits
 from moe_lora.core.errors import ConfigError
 
 lengths = st.lists(st.integers(1, 4), max_size=8)
