@@ -10,7 +10,7 @@ from bench.cache.conversations import DialogueShape, Drifting, dialogues, moonca
 from moe_lora.policies.caching.caching import CachingPolicy, FastLibra, make_caching_policy, static_partition
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.timing.host_times import CacheCosts
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.popularity.named import distinct, gaussian
 from moe_lora.workload.popularity.popularity import Popularity, uniform, zipf
 from moe_lora.workload.replay_plan import TurnRequest

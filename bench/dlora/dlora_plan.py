@@ -22,7 +22,7 @@ from moe_lora.policies.merging.merging import MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts, Uid
 from moe_lora.sim.adapters import SimMerging
 from moe_lora.sim.instance import CachedConfig
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.popularity.functions import mapped_popularity
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
 from moe_lora.workload.replay_plan import TurnRequest, gamma_arrivals_until

@@ -21,7 +21,7 @@ from moe_lora.policies.routing.routing import InstanceLoad
 from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import Scheduled
 from moe_lora.timing.host_times import CacheCosts, ColdAdapter
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
 from moe_lora.workload.statistics import mean, percentile
 

@@ -19,8 +19,7 @@ from moe_lora.policies.merging.merging_costs import MergingCosts
 from moe_lora.sim.adapters import SimMerging
 from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.sim.requests import CachedRequest
-from moe_lora.timing.step_model import StepModel
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import StepModel, TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 

@@ -16,7 +16,7 @@ from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_pol
 from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.requests import PARTS
 from moe_lora.timing.host_times import HostTimes, PartTime
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import TurnRequest
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
 from moe_lora.sim.instance import CachedConfig, CachedInstance
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
 
 MAX_LEN, BLOCK_SIZE, LARGEST = 24, 4, 5

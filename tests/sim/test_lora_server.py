@@ -17,7 +17,7 @@ from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig
 from moe_lora.sim.requests import StepCounts
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
 
 LAYER_S, LOAD_S = 0.05, 0.2

@@ -15,7 +15,7 @@ from moe_lora.policies.merging.merging_costs import MergingCosts
 from moe_lora.sim.adapters import LoraWork, SimMergedWeights, SimMerging
 from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.requests import CachedRequest
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
 
 MERGE_S = 0.03

@@ -25,7 +25,7 @@ from moe_lora.policies.routing.routing import RoundRobin
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 from moe_lora.timing.host_times import HostTimes, PartTime
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
 
 TIME = TransformerTime(

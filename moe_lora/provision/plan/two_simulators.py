@@ -25,7 +25,7 @@ from moe_lora.sim.lora_server import SimServerConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig
 from moe_lora.sim.requests import CachedRequest, StepCounts
 from moe_lora.timing.host_times import LinkTime
-from moe_lora.timing.transformer_time import TransformerTime
+from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, PlannedRequest, TurnRequest
 from moe_lora.workload.statistics import mean, percentile
 from moe_lora.workload.traces.records import Trace
