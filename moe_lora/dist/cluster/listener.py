@@ -190,9 +190,12 @@ class _Stream(AsyncIterator[TokenOutput]):
     request ends with an UnreadError.
     """
 
-    def __init__(self, name: str, under_way: dict[str, _Stream], peer: Peer, max_unread: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, under_way: dict[str, _Stream], peer: Peer, max_unread: int
+    ) -> None:
         self._max_unread = max_unread
-        self._name = name
+        self._name = request.request_id
+        self.adapter = request.adapter
         self._under_way = under_way
         self._peer = peer
         self._items: deque[TokenOutput | Exception] = deque()
@@ -248,7 +251,7 @@ class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  A close ends the connection, not the engine.
 
     Belongs to the event loop of the connection. on_move: called with move orders for requests of this
-    connection.  on_death: called with the adapters in the engine's notes at death, and the notes.
+    connection.  on_death: called with the adapters that may have ended the engine, and the engine's notes.
     max_unread: unread items per request.  notes: place of the engine's notes.
     """
 
@@ -295,10 +298,16 @@ class DialledClient(CallableEngine):
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if failed or self._peer.cut:
-            self.on_death(self._notes.adapters(), self._notes)
+            self.on_death(self._at_work(), self._notes)
         for stream in self._streams.values():
             stream.put(self._dead)
         self._streams.clear()
+
+    def _at_work(self) -> frozenset[str]:
+        """Adapters of the engine's notes; of this connection's requests for an engine on another host."""
+        if self._notes.readable:
+            return self._notes.adapters()
+        return frozenset(s.adapter for s in self._streams.values() if s.adapter is not None)
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         try:
@@ -329,7 +338,7 @@ class DialledClient(CallableEngine):
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is already running")
-        stream = self._streams[name] = _Stream(name, self._streams, self._peer, self._max_unread)
+        stream = self._streams[name] = _Stream(request, self._streams, self._peer, self._max_unread)
         self._peer.send(Request.of(request))
         return stream
 

@@ -107,6 +107,7 @@ class ReadNotes:
         self.place = place
         self._file = _opened(place)
         self._memory = None if self._file is None else mmap.mmap(self._file.fileno(), 0)
+        self.readable = self._memory is not None
 
     def try_lock(self) -> bool:
         """Acquire the notes for a trial; False if another front end of the host has a trial."""

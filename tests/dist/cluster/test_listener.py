@@ -21,6 +21,7 @@ from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, S
 from moe_lora.dist.cluster.listener import CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Abort, Dead, Heartbeat, Outputs
+from moe_lora.engine.client.step_notes import StepNotes
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import INFO
@@ -495,5 +496,25 @@ def test_request_whose_outputs_nobody_takes_ends_and_is_aborted_and_others_go_on
         with pytest.raises(UnreadError, match="more than 6 steps"):
             await anext(stream)
         assert isinstance(peer.sent[-1], Abort)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("on_this_host", [True, False])
+def test_adapters_at_work_are_known_from_notes_or_else_from_the_requests(on_this_host):
+    async def run():
+        peer = RecordingPeer(
+            [Outputs([TokenOutput(request_id="over", token_ids=(1,), finish_reason="stop")])]
+        )
+        peer.cut = True
+        notes = StepNotes()
+        notes.step({"noted"})
+        client = DialledClient(peer, "one", notes=notes.place if on_this_host else "")
+        for name in ("over", "asked", None):
+            client.generate(GenerateRequest(request_id=str(name), prompt_token_ids=(1,), adapter=name))
+        deaths = []
+        client.on_death = lambda adapters, notes: deaths.append(adapters)
+        await client.read()
+        assert deaths == [frozenset({"noted" if on_this_host else "asked"})]
 
     asyncio.run(run())
