@@ -144,6 +144,7 @@ class _Build:
             else:
                 exchanges = rank.join(followers.directory)
                 runner = make_runner(rank, exchanges, followers, store.host, find=store.find)
+                runner.settle_others = followers.settle
                 if rank.device.type == "cpu":
                     from .ranks.regroup import Regroup
 

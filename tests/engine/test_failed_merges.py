@@ -13,6 +13,7 @@ from moe_lora.engine.merging.merged_weights import MergedWeights, RoundingErrors
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging.merging import MergedOnly
 from tests.engine.merging.test_merging import GREEDY, EveryMode, ask, expected_of, start, use
+from tests.engine.ranks.faulty_follower import use_faulty_followers
 from tests.engine.test_host_assisted import lora_server
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
@@ -168,6 +169,17 @@ def test_merge_that_fails_on_rank_0_is_undone_on_all_ranks(served, monkeypatch):
         assert answered == expected_of(model, answered)
         answered = ask(llm, model)
         assert answered == expected_of(model, answered)
+        assert llm.stats().merges > 0
+
+
+def test_merge_that_fails_on_a_follower_is_undone_on_all_ranks(served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+    use(monkeypatch, EveryMode(2))
+    use_faulty_followers(monkeypatch, {"fold": 1})
+    with start(model, expert_parallel=2) as llm:
+        for _ in range(2):
+            answered = ask(llm, model)
+            assert answered == expected_of(model, answered)
         assert llm.stats().merges > 0
 
 

@@ -104,7 +104,7 @@ def _obey(
             if host is not None:
                 counts[0] = host.backend.num_fallback_rows
         elif isinstance(message, MergeOrder):
-            runner.swap(message)
+            answers.send(_swapped(runner, message))
         elif isinstance(message, CaptureSteps):
             runner.capture(message)
         elif isinstance(message, BeginOrder):
@@ -119,6 +119,15 @@ def _obey(
             answers.send(Done())
         else:
             copier.carry_out(message)
+
+
+def _swapped(runner: ModelRunner, order: MergeOrder) -> Done:
+    try:
+        runner.swap(order)
+    except Exception as error:
+        logger.exception("a merge failed")
+        return Done(error)
+    return Done()
 
 
 class Answers:

@@ -146,13 +146,14 @@ class Followers:
         Raises a follower's error. Raises EngineDeadError if one is gone or exceeds the time (None:
         unlimited).
         """
-        for dist_rank in range(1, len(self._connections) + 1):
-            error = self.answer(dist_rank, within_s)
-            if error is not None:
-                raise error
+        for error in filter(None, self.answers(within_s)):
+            raise error
 
-    def answer(self, dist_rank: int, within_s: float | None = None) -> Exception | None:
-        """Wait for a follower's answer; returns its error.  Raises EngineDeadError as `settle`."""
+    def answers(self, within_s: float | None = None) -> list[Exception | None]:
+        """Wait until all have answered; returns their errors.  Raises EngineDeadError as `settle`."""
+        return [self._answer(dist_rank, within_s) for dist_rank in range(1, len(self._connections) + 1)]
+
+    def _answer(self, dist_rank: int, within_s: float | None) -> Exception | None:
         while True:
             message = self._receive(dist_rank, within_s)
             if isinstance(message, Done):

@@ -53,8 +53,7 @@ class Regroup:
         self._number += 1
         _leave(self._rank, error)
         self._followers.tell(LeaveGroup())
-        ranks = range(1, self._rank.config.num_ranks)
-        found = [error, *(self._followers.answer(rank, LEAVE_TIMEOUT_S) for rank in ranks)]
+        found = [error, *self._followers.answers(LEAVE_TIMEOUT_S)]
         self._followers.tell(JoinGroup(self._number))
         self._rank.meet(_meeting(self._followers.directory, self._number))
         causes = (one for one in found if one is not None and not isinstance(one, RankLostError))

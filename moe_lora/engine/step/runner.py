@@ -94,6 +94,8 @@ class ModelRunner:
         self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | None] | None = None
         self.regroup: Callable[[Exception], Exception] | None = None
         """With other ranks on CPU: see `ranks.regroup.Regroup`."""
+        self.settle_others: Callable[[], None] | None = None
+        """With other ranks: see `ranks.followers.Followers.settle`."""
         self._outer = outer
         self._pushed = pushed
         self.merged = merged
@@ -230,11 +232,15 @@ class ModelRunner:
         return logits
 
     def swap(self, order: MergeOrder) -> None:
-        """Merge or unmerge pieces on all ranks before the next step."""
+        """Merge or unmerge pieces on all ranks before the next step.  Raises the error of any rank."""
         assert self.merged is not None
         if self._announce is not None:
             self._announce(order)
-        self.merged.carry_out(order)
+        try:
+            self.merged.carry_out(order)
+        finally:
+            if self.settle_others is not None:
+                self.settle_others()
 
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> torch.Tensor:

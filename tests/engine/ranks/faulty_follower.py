@@ -10,13 +10,22 @@ from multiprocessing.connection import Connection
 
 from moe_lora.core.teardown import run_child
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
+from moe_lora.engine.ranks import followers
 from moe_lora.engine.ranks.follower import follow
 from moe_lora.engine.step.runner import ModelRunner
+from moe_lora.models.weight_merge import WeightMerge
 
 FAULTS = "MOE_LORA_TEST_FAULTS"
 BAD_TOKEN = 99
 
 _left: dict[str, int] = {}
+
+
+def use_faulty_followers(monkeypatch, faults: dict[str, int]) -> None:
+    """Engines built from now on have followers with these faults."""
+    start = followers.start_child
+    monkeypatch.setenv(FAULTS, json.dumps(faults))
+    monkeypatch.setattr(followers, "start_child", lambda name, **rest: start(__name__, **rest))
 
 
 def _is_due(kind: str) -> bool:
@@ -60,8 +69,20 @@ def _break_copies() -> None:
     RankCopier.begin = maybe
 
 
+def _break_merges() -> None:
+    fold_in = WeightMerge.fold_in
+
+    def maybe(self, *given):
+        fold_in(self, *given)
+        if _is_due("fold"):
+            raise RuntimeError("this follower has no room for a copy")
+
+    WeightMerge.fold_in = maybe
+
+
 if __name__ == "__main__":
     _left.update(json.loads(os.environ[FAULTS]))
     _break_steps()
     _break_copies()
+    _break_merges()
     run_child(lambda fd: follow(Connection(fd)))

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.ranks import followers as module
 from tests.engine.test_failed_adapters import CONFIG, NAMES, drive, four, infos, request
 
-from .faulty_follower import BAD_TOKEN, FAULTS
+from .faulty_follower import BAD_TOKEN, use_faulty_followers
 
 EP, TP = {"expert_parallel": 2}, {"tensor_parallel": 2}
 ALWAYS = 1 << 20
@@ -23,13 +21,9 @@ both_divisions = pytest.mark.parametrize("ranks", [EP, TP], ids=["expert_paralle
 def faulty(monkeypatch):
     """Builds an engine with followers of these faults."""
     cores = []
-    start = module.start_child
 
     def build(faults, **settings):
-        monkeypatch.setenv(FAULTS, json.dumps(faults))
-        monkeypatch.setattr(
-            module, "start_child", lambda name, **rest: start("tests.engine.ranks.faulty_follower", **rest)
-        )
+        use_faulty_followers(monkeypatch, faults)
         cores.append(build_engine(replace(CONFIG, **settings)))
         return cores[-1]
 
