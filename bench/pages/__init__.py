@@ -32,4 +32,5 @@ TABLES = {
     "server-rates": "server:rates",
     "simulator": "simulated:nearness",
     "support": "support:matrix",
+    "two-kills": "serving:two_kills",
 }

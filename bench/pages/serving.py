@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restarts of instances: docs/results/serving.md."""
+"""Killed instances: docs/results/serving.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 from bench.harness.records import Record
 
-from .evidence import records
+from .evidence import Config, records
 from .markdown import table
 
 BEFORE, IMPORTS, SPARE, NO_SPARE = (
@@ -17,6 +17,7 @@ BEFORE, IMPORTS, SPARE, NO_SPARE = (
     "later code, a spare process",
     "later code, no spare process",
 )
+NO_SPARE_SETTING = "engine.spare_process=false"
 CODE = {"2af820bb": BEFORE, "de7406cc": IMPORTS, "fa037b99": IMPORTS}
 """Commits without spare processes."""
 
@@ -36,9 +37,30 @@ def restarts() -> str:
     return table(("", "`--eager`", "compiled", "load of the machine"), rows)
 
 
+def two_kills() -> str:
+    """Requests around two kills: medians over rounds (worst), and the machine's load."""
+    found: dict[bool, list[Config]] = defaultdict(list)
+    for one in records("two_kills.jsonl"):
+        found[NO_SPARE_SETTING not in one["config"]["options"]].append(one["result"])
+    rows = [
+        (
+            f"{'a' if spare else 'no'} spare process, {len(rounds)} rounds",
+            _worst([100 * one["share_503"] for one in rounds], " %"),
+            *(_worst([one[key] for one in rounds], " s") for key in ("longest_gap_s", "p99_s")),
+            _range([one["load_1_min"] for one in rounds]),
+        )
+        for spare, rounds in found.items()
+    ]
+    return table(("", "503", "longest time without an answer", "P99 of an answer", "load"), rows)
+
+
+def _worst(values: list[float], unit: str) -> str:
+    return f"{median(values):.1f} ({max(values):.1f}){unit}"
+
+
 def _code(record: Record) -> str:
     commit, options = str(record["env"].get("git_commit")), record["config"]["options"]
-    return CODE.get(commit[:8], NO_SPARE if "engine.spare_process=false" in options else SPARE)
+    return CODE.get(commit[:8], NO_SPARE if NO_SPARE_SETTING in options else SPARE)
 
 
 def _seconds(values: list[float]) -> str:
