@@ -150,6 +150,17 @@ class UnifiedCache:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
                 self._mover.let_die(node)
 
+    def evict_all(self) -> None:
+        """Free all pages: KV is gone, adapters are on neither arena.  Nothing may be pinned or moving."""
+        self.clear_history(list(self._tree.adapters))
+        while self._mover.sweep():
+            pass
+        for node in self._tree.adapters.values():
+            if node.num_pages and node.device_pages is not None:
+                self._mover.drop(node)
+            if node.host_pages is not None:
+                self._mover.drop_host(node)
+
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
         """Pin the adapter for one request and load it if needed, evicting the least valued nodes.
 

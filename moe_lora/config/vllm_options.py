@@ -117,7 +117,7 @@ MODELS = (
         own=True,
     ),
     only("--override-generation-config", ("{}",), "send sampling parameters with each request"),
-    off("--enable-sleep-mode", "stop the server to free its device"),
+    unused("--enable-sleep-mode", "on a CPU /sleep works without the option; a GPU's memory stays", "flag"),
     unused("--limit-mm-per-prompt", _TEXT_ONLY),
     unused("--mm-processor-kwargs", _TEXT_ONLY),
     unused("--mm-processor-cache-gb", _TEXT_ONLY),

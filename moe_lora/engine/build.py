@@ -158,6 +158,7 @@ class _Build:
             sampler = Sampler(info, config.seed, ahead=is_ahead)
             core = EngineCore(info, scheduler, runner, manager, transfers, sampler)
             core.attach_moves(partial(_kv_transfer, config, rank))
+            core.rank = rank
             if runner.merged is not None:
                 from moe_lora.engine.merging.merging import make_merging
 

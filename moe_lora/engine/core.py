@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
+    from moe_lora.engine.ranks.rank import Rank
 
 
 class StepUnderWay(NamedTuple):
@@ -90,6 +91,8 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._make_kv: Callable[[], KvTransfer] | None = None
         self._moves: RequestMoves | None = None
+        self.rank: Rank
+        """Of this process, for a sleep; set by `build_engine`."""
         self.stalled = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []

@@ -33,6 +33,7 @@ from .verbs import EngineVerbs, PoolVerbs, Steps
 
 if TYPE_CHECKING:
     from .pauses import Pauses
+    from .sleep import Sleep
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class EngineLoop(threading.Thread):
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
         core.watch(self._lose, lambda: self.inbox.put(_look_again))
-        self._engine = engine = EngineVerbs(core, self._files, self._make_pauses)
+        self._engine = engine = EngineVerbs(core, self._files, self._make_pauses, self._make_sleep)
         self._verbs = verbs_of(engine)
         if (pool := core.adapters.store.pool) is not None:
             self._verbs |= verbs_of(PoolVerbs(engine, core, pool, self._files))
@@ -118,6 +119,8 @@ class EngineLoop(threading.Thread):
             if pauses is not None and pauses.delay(command, arrival_s):
                 return
             try:
+                if self._engine.asleep is not None:
+                    self._engine.asleep.check_awake()
                 if command.request.sampling.grammar is None or not self._compiles(command, arrival_s):
                     self._core.add_request(command.request, arrival_s)
             except Exception as error:
@@ -146,6 +149,11 @@ class EngineLoop(threading.Thread):
         return Pauses(
             core.sequences, self._compiling, core.abort, self._handle, self.inbox.put, core.adapters
         )
+
+    def _make_sleep(self) -> Sleep:
+        from .sleep import Sleep
+
+        return Sleep(self._core, self.inbox.put)
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
         """False if the request's grammar is compiled; else the request enters the engine later."""

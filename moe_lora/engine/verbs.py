@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_lora.core.errors import AdapterNotFoundError
@@ -25,12 +26,14 @@ from .client.messages import (
     PauseScope,
     PoolEntry,
     RequestLoad,
+    SleepPart,
 )
 
 if TYPE_CHECKING:
     from .adapters.pool_store import PoolAdapters
     from .core import EngineCore
     from .pauses import Pauses
+    from .sleep import Sleep
 
 Result = TypeVar("Result")
 Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
@@ -60,14 +63,23 @@ def of_instances(method: Method) -> Method:
 class EngineVerbs:
     """The verbs of one engine, called by the thread that owns `core`.
 
-    files: the thread that reads adapters, while steps go on.  pauses: None before the first pause.
+    files: the thread that reads adapters, while steps go on.  pauses, asleep: None before the first pause and
+    the first sleep.
     """
 
-    def __init__(self, core: EngineCore, files: Executor, make_pauses: Callable[[], Pauses]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        files: Executor,
+        make_pauses: Callable[[], Pauses],
+        make_sleep: Callable[[], Sleep],
+    ) -> None:
         self._core = core
         self._files = files
         self._make_pauses = make_pauses
+        self._make_sleep = make_sleep
         self.pauses: Pauses | None = None
+        self.asleep: Sleep | None = None
 
     @verb
     def model_info(self) -> ModelInfo:
@@ -125,6 +137,24 @@ class EngineVerbs:
         if self.pauses is None:
             self.pauses = self._make_pauses()
         self.pauses.abort(scope)
+
+    @of_instances
+    def sleep(self, level: int, mode: PauseMode, timeout_s: float) -> Steps[None]:
+        """As `Sleep.start`.  mode: abort or wait."""
+        if self.asleep is None:
+            self.asleep = self._make_sleep()
+        abort = partial(self.abort_requests, PauseScope()) if mode == "abort" else None
+        yield from self.asleep.start(level, abort, timeout_s)
+
+    @of_instances
+    def wake_up(self, parts: Sequence[SleepPart]) -> Steps[None]:
+        """As `Sleep.stop`."""
+        if self.asleep is not None:
+            yield from self.asleep.stop(parts)
+
+    @of_instances
+    def parts_asleep(self) -> list[SleepPart]:
+        return [] if self.asleep is None else sorted(self.asleep.parts)
 
     @of_instances
     def clear_cache(self) -> None:

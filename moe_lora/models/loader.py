@@ -151,12 +151,17 @@ def load_model(
     reading, a few rows at a time; None: keep the checkpoint's formats.  show: called after each parameter,
     with bytes.
     """
+    spec, checkpoint, weights = _opened(model_dir)
+    return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
+
+
+def _opened(model_dir: Path) -> tuple[ModelSpec, Checkpoint, WeightMap]:
     config = read_config(model_dir)
     spec, checkpoint = model_spec(config), Checkpoint(model_dir, config)
     weights = weight_map(spec, checkpoint)
     if checkpoint.scheme is not None:
         weights = stored_pieces(weights, checkpoint.scheme, checkpoint.file_of, spec.shape.num_experts)
-    return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
+    return spec, checkpoint, weights
 
 
 def random_model(
@@ -171,6 +176,27 @@ def random_model(
     spec = model_spec(config)
     checkpoint = RandomCheckpoint(spec, config, device)
     return _loaded(spec, checkpoint, checkpoint.weights, dtype, device, shard, quantisation, show)
+
+
+def refill(model: CausalLM, model_dir: Path) -> None:
+    """Read the weights of `load_model` again into place.  Raises ConfigError, also for other tensors."""
+    _, checkpoint, weights = _opened(model_dir)
+    _fill(model, checkpoint, weights, {}, silent)
+
+
+def refill_random(model: CausalLM, config: Mapping[str, Any], device: torch.device) -> None:
+    """Make the weights of `random_model` again in place."""
+    checkpoint = RandomCheckpoint(model.spec, config, device)
+    _fill(model, checkpoint, checkpoint.weights, {}, silent)
+
+
+def held_weights(model: CausalLM) -> list[torch.Tensor]:
+    """The tensors that a checkpoint fills."""
+    quantised = (one for one in model.modules() if isinstance(one, QuantisedWeight))
+    return [
+        *(weight.data for weight in model.parameters()),
+        *itertools.chain(*(one.buffers() for one in quantised)),
+    ]
 
 
 def _loaded(

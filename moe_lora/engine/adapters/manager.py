@@ -282,6 +282,20 @@ class AdapterManager:
         found = [uid for uid, adapter in self.versions.items() if names(adapter.name)]
         self._cache.clear_history([*found, None] if names(None) else found)
 
+    def evict_all(self) -> None:
+        """Free all pages of adapters and prefixes.  No request and no copy may be under way."""
+        for adapter in self._pinned:
+            self._cache.unpin(adapter.uid)
+        self.to_bring.clear()
+        self._cache.evict_all()
+        for adapter in self._pinned:
+            self._cache.pin(adapter.uid)
+
+    def bring_evicted(self) -> None:
+        """Load pinned adapters again."""
+        self.to_bring = list(self._pinned)
+        self.bring_pinned()
+
     def pin(self, adapter: AdapterVersion) -> None:
         """Load the adapter and keep it; with a LoRA Server, only the local part.  Raises CapacityError if
         no room is left for a request.

@@ -133,6 +133,8 @@ class Transfers:
 
     blocking = False
     """True: no step starts during an adapter's load (an emulation of S-LoRA)."""
+    moves_ahead = True
+    """False: no page moves ahead of need, and none on a clock."""
     on_change: Callable[[], None] | None = None
     """Called from another thread after a copy."""
 
@@ -203,6 +205,8 @@ class Transfers:
         """
         if self._send():
             self._balanced = False
+        if not self.moves_ahead:
+            return None
         now_s = self._clock.now_s()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._interval_s

@@ -115,6 +115,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 """Fate of running requests: they end, go on to their ends, or gain no tokens until the resume."""
 
 
+SleepPart = Literal["weights", "kv_cache", "scheduling"]
+"""Parts of an engine that sleep and wake up; "scheduling" wakes up with the last part."""
+
+
 @dataclass(frozen=True)
 class PauseScope:
     """Requests that a pause covers.

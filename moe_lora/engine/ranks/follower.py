@@ -40,6 +40,7 @@ from .followers import (
     BeginOrder,
     Done,
     Followers,
+    MemoryOrder,
     OrderEnded,
     RankReport,
     SetUp,
@@ -104,7 +105,7 @@ def _obey(
             if host is not None:
                 counts[0] = host.backend.num_fallback_rows
         elif isinstance(message, MergeOrder):
-            answers.send(_swapped(runner, message))
+            answers.send(_attempted(partial(runner.swap, message)))
         elif isinstance(message, CaptureSteps):
             runner.capture(message)
         elif isinstance(message, BeginOrder):
@@ -117,15 +118,17 @@ def _obey(
             if host is not None:
                 host.settle()
             answers.send(Done())
+        elif isinstance(message, MemoryOrder):
+            answers.send(_attempted(partial(message.carry_out, rank)))
         else:
             copier.carry_out(message)
 
 
-def _swapped(runner: ModelRunner, order: MergeOrder) -> Done:
+def _attempted(work: Callable[[], object]) -> Done:
     try:
-        runner.swap(order)
+        work()
     except Exception as error:
-        logger.exception("a merge failed")
+        logger.exception("an order of rank 0 failed")
         return Done(error)
     return Done()
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_c
 from moe_lora.engine.step.step_batch import packed_message
 
 from . import exchange
+
+if TYPE_CHECKING:
+    from .rank import Rank
 
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
@@ -62,6 +65,17 @@ class OrderEnded:
 
     number: int
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class MemoryOrder:
+    """Call these methods of the rank, and answer."""
+
+    steps: tuple[Literal["free_arenas", "free_weights", "read_weights"], ...]
+
+    def carry_out(self, rank: Rank) -> None:
+        for step in self.steps:
+            getattr(rank, step)()
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from moe_lora.engine.adapters.copies import Arenas, RankCopier
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import allocated, free_bytes, most_sharers
 from moe_lora.families import shape_of
+from moe_lora.kernels.cpu.library import give_memory_back
 from moe_lora.kernels.operands import SlotTable, kv_layout
-from moe_lora.models.loader import load_model, random_model
+from moe_lora.models.loader import held_weights, load_model, random_model, refill, refill_random
 from moe_lora.models.quantised_weight import quantisation_of
 
 from .exchange import (
@@ -121,6 +122,24 @@ class Rank:
         """Allocate the arenas and the slot table.  Raises ConfigError without enough memory."""
         sizes = num_pages * self.layout.page_bytes, num_host_pages * self.layout.page_bytes
         self.arena, self.host_arena, self.slots = allocated(self.config, self.shape, self.device, *sizes)
+
+    def free_arenas(self) -> None:
+        """Give their memory back; addresses stay, so steps and captured graphs need no change.  CPU only."""
+        give_memory_back(self.arena)
+        if self.host_arena is not None:
+            give_memory_back(self.host_arena)
+
+    def free_weights(self) -> None:
+        """As `free_arenas`, until `read_weights`."""
+        for weight in held_weights(self.model):
+            give_memory_back(weight)
+
+    def read_weights(self) -> None:
+        """Read the weights again into place.  Raises ConfigError for a checkpoint that is gone or changed."""
+        if self.config.load_format == "dummy":
+            refill_random(self.model, self.config.hf_config(), self.device)
+        else:
+            refill(self.model, Path(self.config.model_dir))
 
     def join(self, directory: Path) -> Exchanges:
         """Connect the ranks; returns once all have joined."""

@@ -231,6 +231,14 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
+def give_memory_back(tensor: torch.Tensor) -> None:
+    """Give the whole pages behind a contiguous CPU tensor back; its values are undefined until written."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
 # The Refusal codes of csrc/kernels.h.
 _BAD_EXPERT, _BAD_SLOT, _BAD_OFFSET, _BAD_PAGE = -2, -3, -4, -5
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from anyio import fail_after
 from fastapi import Request
@@ -18,7 +18,7 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import rank_limit
 from moe_lora.dist.net.thread import in_daemon_thread
-from moe_lora.engine.client.messages import PauseMode, PauseScope
+from moe_lora.engine.client.messages import PauseMode, PauseScope, SleepPart
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, describe_validation
 from moe_lora.serve.limits import SMALL_BODY_BYTES, body_of
@@ -63,6 +63,15 @@ class WorldQuery(Query):
 class ResetQuery(Query):
     reset_running_requests: Literal["false", "False", "0"] = "false"
     reset_external: Literal["false", "False", "0"] = "false"
+
+
+class SleepQuery(Query):
+    level: Literal["1", "2"] = "1"
+    mode: Literal["abort", "wait"] = "abort"
+
+
+class WakeUpQuery(Query):
+    tags: list[SleepPart] = []
 
 
 class Nothing(Query):
@@ -126,6 +135,27 @@ class Endpoints:
         await self._body(request, Nothing)
         await self._resume(request)
         return JsonResponse(self.RESUMED)
+
+    async def sleep(self, request: Request) -> Response:
+        """Answers once every instance has given its memory back."""
+        query, timeout_s = read_query(request, SleepQuery), self._frontend.limits.config.pause_timeout_s
+        try:
+            await self._call("sleep", int(query.level), query.mode, timeout_s)
+        except TimeoutError as error:
+            await self._call("wake_up", get_args(SleepPart))
+            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
+            raise ApiError(408, what) from error
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        """Answers once every instance has its memory."""
+        query = read_query(request, WakeUpQuery, tags=request.query_params.getlist("tags"))
+        await self._call("wake_up", query.tags or get_args(SleepPart))
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        read_query(request, Nothing)
+        return JsonResponse({"is_sleeping": bool(await self._call("parts_asleep"))})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         read_query(request, ResetQuery)
@@ -247,9 +277,9 @@ async def parse_json(content: bytearray, kind: type[Form]) -> Form:
         raise bad_request(NOT_JSON) from None
 
 
-def read_query(request: Request, kind: type[Form]) -> Form:
-    """The values of the URL.  Raises ApiError for an unknown name or value."""
+def read_query(request: Request, kind: type[Form], **lists: list[str]) -> Form:
+    """The values of the URL.  lists: of repeated names.  Raises ApiError for an unknown name or value."""
     try:
-        return kind.model_validate(dict(request.query_params))
+        return kind.model_validate({**request.query_params, **lists})
     except ValidationError as error:
         raise describe_validation(error) from None

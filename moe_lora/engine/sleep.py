@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep of an engine: its memory is given back, and requests are refused, until it wakes up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from moe_lora.core.errors import BusyError, ConfigError
+from moe_lora.engine.ranks.followers import MemoryOrder
+
+from .client.messages import Entry, SleepPart
+
+if TYPE_CHECKING:
+    from .core import EngineCore
+    from .verbs import Steps
+
+PARTS: tuple[SleepPart, ...] = ("weights", "kv_cache")
+
+
+class Sleep:
+    """For the engine's thread.  parts: asleep.  put: queues an entry for this thread."""
+
+    def __init__(self, core: EngineCore, put: Callable[[Entry], None]) -> None:
+        self._core, self._put = core, put
+        self.parts: set[SleepPart] = set()
+        self._has_weights = True
+        self._changes = False
+
+    def check_awake(self) -> None:
+        """Raises BusyError."""
+        if self.parts:
+            raise BusyError("the model is asleep; send the request again after /wake_up")
+
+    def start(self, level: int, abort: Callable[[], None] | None, timeout_s: float) -> Steps[None]:
+        """Free the arenas once no request runs; level 2: the weights too.
+
+        abort: ends running requests; None: they go on to their ends.  Raises TimeoutError after timeout_s,
+        and stays awake.
+        """
+        self._check_mode()
+        with self._alone():
+            end_s, before = time.monotonic() + timeout_s, set(self.parts)
+            self.parts |= set(PARTS)
+            if abort is not None:
+                abort()
+            timer = threading.Timer(timeout_s, self._put, [lambda: None])
+            timer.daemon = True
+            timer.start()
+            yield lambda: self._is_idle() or time.monotonic() >= end_s
+            timer.cancel()
+            if not self._is_idle():
+                self.parts = before
+                raise TimeoutError(f"requests ran on for {timeout_s:g} s, and the model stays awake")
+            self._core.transfers.moves_ahead = False
+            self._core.adapters.evict_all()
+            drops_weights = level == 2 and self._has_weights
+            self._has_weights = self._has_weights and not drops_weights
+            order = MemoryOrder(("free_arenas", "free_weights") if drops_weights else ("free_arenas",))
+            (yield self._on_all_ranks(order)).result()
+
+    def stop(self, parts: Sequence[SleepPart]) -> Steps[None]:
+        """Wake these parts up.  Raises ConfigError for a checkpoint that can't be read any more."""
+        with self._alone():
+            if "weights" in parts and not self._has_weights:
+                (yield self._on_all_ranks(MemoryOrder(("read_weights",)))).result()
+                self._has_weights = True
+            was_asleep = bool(self.parts)
+            self.parts -= set(parts)
+            if was_asleep and not self.parts:
+                self._core.transfers.moves_ahead = True
+                self._core.adapters.bring_evicted()
+                self._core.transfers.send()
+
+    def _check_mode(self) -> None:
+        """Raises ConfigError for an engine that can't give memory back."""
+        rank = self._core.rank
+        if rank.device.type != "cpu":
+            raise ConfigError(
+                f"device={rank.config.device!r} can't sleep: only host memory is given back so far; end the "
+                "server to free a GPU, or pause it (/pause)"
+            )
+        if rank.merges:
+            raise ConfigError(
+                f"batching={rank.config.batching!r} can't sleep: the weights may hold an adapter; use "
+                "batching='unmerged'"
+            )
+
+    def _on_all_ranks(self, order: MemoryOrder) -> Future[None]:
+        """In a thread of its own, which ends: a thread that stays keeps OpenMP's workers from the steps."""
+        rank, followers = self._core.rank, self._core.transfers.followers
+        followers.tell(order)
+
+        def work() -> None:
+            try:
+                order.carry_out(rank)
+            finally:
+                followers.settle()
+
+        thread = ThreadPoolExecutor(1, "sleep")
+        done = thread.submit(work)
+        thread.shutdown(wait=False)
+        return done
+
+    def _is_idle(self) -> bool:
+        return not (self._core.has_work or self._core.transfers.busy)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raises BusyError beside another change."""
+        if self._changes:
+            raise BusyError("the model falls asleep or wakes up; send the request again later")
+        self._changes = True
+        try:
+            yield
+        finally:
+            self._changes = False

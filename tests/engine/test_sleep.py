@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sleeping engine gives its memory back, and has the same tokens after it wakes up."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.core.errors import BusyError, ConfigError
+from moe_lora.core.host import resident_bytes
+from moe_lora.models.loader import held_weights
+from tests.models.generated_code import captured_graphs
+from tests.patience import PATIENCE_S
+
+from .test_pauses import DEMO, REVERSE, UPPER, Stream, call, is_still
+
+ARENA_MB = 120.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+ALL = ("kv_cache", "weights")
+
+
+@contextmanager
+def engine(model: Path | str = DEMO / "model", **settings: Any) -> Iterator[LLM]:
+    given = {"eager": True, "num_threads": 1, "dtype": "float32", "arena_mb": ARENA_MB, **settings}
+    with LLM(str(model), adapters={"policy": UPPER, "other": REVERSE}, **given) as llm:
+        yield llm
+
+
+def tokens(llm: LLM) -> list[tuple[int, ...]]:
+    prompts, adapters = ["abcdefgh=", "xyz="] * 3, ["policy", None, "other", "other", None, "policy"]
+    return [one.token_ids for one in llm.generate(prompts, adapters, GREEDY)]
+
+
+def sleep(llm: LLM, level: int, mode: str = "abort", timeout_s: float = 600.0) -> None:
+    call(llm, "sleep", level, mode, timeout_s)
+
+
+def freed_by(work: Callable[[], object]) -> int:
+    before = resident_bytes()
+    work()
+    return before - resident_bytes()
+
+
+def refuses(llm: LLM) -> bool:
+    with pytest.raises(BusyError, match="/wake_up"):
+        Stream(llm, "refused", "policy").get()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("level", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"eager": False}),
+        (2, {"quantize": "int8"}),
+        (1, {"host_arena_mb": 20.0}),
+        (2, {"load_format": "dummy"}),
+        (2, {"tensor_parallel": 2}),
+        (1, {"expert_parallel": 2}),
+    ],
+)
+def test_tokens_are_the_same_after_a_sleep(level, settings):
+    with captured_graphs(), engine(**settings) as llm:
+        before = tokens(llm)
+        call(llm, "pin_adapter", "policy", True)
+        for _ in range(2):
+            sleep(llm, level)
+            assert refuses(llm)
+            assert not any(one.residency == "device" for one in call(llm, "list_adapters"))
+            call(llm, "wake_up", ALL)
+            assert tokens(llm) == before
+            assert next(one.residency for one in call(llm, "list_adapters")) == "device"
+
+
+def test_memory_of_the_arena_and_of_the_weights_is_given_back():
+    with engine() as llm:
+        rank = llm.client.core.rank
+        rank.arena.fill_(1)
+        weights = held_weights(rank.model)
+        num_bytes = sum(one.nbytes for one in weights)
+        assert freed_by(lambda: sleep(llm, 1)) > 0.9 * ARENA_MB * 1e6
+        assert any(one.any() for one in weights)
+        assert freed_by(lambda: sleep(llm, 2)) > 0.5 * num_bytes
+        large = [one for one in weights if one.nbytes > 1 << 16]
+        assert large
+        assert not any(one.flatten()[len(one.flatten()) // 2] for one in large)
+        assert freed_by(lambda: call(llm, "wake_up", ALL)) < -0.5 * num_bytes
+        assert all(torch.isfinite(one).all() for one in weights)
+
+
+def test_an_adapter_loaded_or_pinned_during_a_sleep_serves_after_it():
+    with engine() as llm:
+        before = tokens(llm)
+        sleep(llm, 2)
+        call(llm, "load_adapter", "new", UPPER)
+        call(llm, "pin_adapter", "new", True)
+        call(llm, "unload_adapter", "policy")
+        call(llm, "load_adapter", "policy", UPPER)
+        call(llm, "wake_up", ALL)
+        assert tokens(llm) == before
+        assert llm.generate("abcdefgh=", "new", GREEDY)[0].token_ids == before[0]
+
+
+def test_it_is_awake_with_its_last_part():
+    with engine() as llm:
+        before = tokens(llm)
+        sleep(llm, 2)
+        assert call(llm, "parts_asleep") == ["kv_cache", "weights"]
+        call(llm, "wake_up", ("weights", "scheduling"))
+        assert call(llm, "parts_asleep") == ["kv_cache"]
+        assert refuses(llm)
+        call(llm, "wake_up", ("kv_cache",))
+        assert call(llm, "parts_asleep") == []
+        assert tokens(llm) == before
+        call(llm, "wake_up", ALL)
+        assert tokens(llm) == before
+
+
+def test_running_requests_end_or_go_on_before_it():
+    with engine() as llm:
+        running = Stream(llm, "running", "policy", gated=True)
+        running.get()
+        asked = llm.client.start_call("sleep", 1, "wait", 600.0)
+        late = Stream(llm, "late", "policy")
+        running.gate.set()
+        with pytest.raises(BusyError):
+            late.get()
+        asked.result(timeout=PATIENCE_S)
+        assert running.rest() == "length"
+        call(llm, "wake_up", ALL)
+        running = Stream(llm, "again", "policy", gated=True)
+        running.get()
+        asked = llm.client.start_call("sleep", 1, "abort", 600.0)
+        running.gate.set()
+        asked.result(timeout=PATIENCE_S)
+        assert running.rest() == "abort"
+
+
+def test_a_request_that_does_not_end_in_time_keeps_it_awake():
+    with engine() as llm:
+        running = Stream(llm, "running", "policy", gated=True)
+        running.get()
+        asked = llm.client.start_call("sleep", 1, "wait", 0.2)
+        running.gate.set()
+        call(llm, "hold_request", "running", 0)
+        with pytest.raises(TimeoutError, match="stays awake"):
+            asked.result(timeout=PATIENCE_S)
+        assert is_still(llm, running)
+        assert call(llm, "parts_asleep") == []
+        assert Stream(llm, "next", "policy", tokens=3).rest() == "length"
+
+
+def test_a_change_beside_another_is_refused():
+    with engine() as llm:
+        running = Stream(llm, "running", "policy", gated=True)
+        running.get()
+        asked = llm.client.start_call("sleep", 1, "wait", 600.0)
+        second = llm.client.start_call("wake_up", ALL)
+        running.gate.set()
+        with pytest.raises(BusyError, match="falls asleep"):
+            second.result(timeout=PATIENCE_S)
+        asked.result(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_gone_leaves_it_asleep_until_it_is_back(tmp_path, ranks):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO / "model", model)
+    with engine(model, tensor_parallel=ranks) as llm:
+        before = tokens(llm)
+        sleep(llm, 2)
+        model.rename(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError):
+            call(llm, "wake_up", ALL)
+        assert refuses(llm)
+        (tmp_path / "elsewhere").rename(model)
+        call(llm, "wake_up", ALL)
+        assert tokens(llm) == before
+
+
+def test_merged_weights_refuse_to_sleep():
+    with engine(batching="merged") as llm:
+        with pytest.raises(ConfigError, match="batching='unmerged'"):
+            sleep(llm, 1)
+        assert call(llm, "parts_asleep") == []
+        assert Stream(llm, "next", "policy", tokens=3).rest() == "length"

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/sleep and /wake_up over real servers: instances give memory back, and have the same tokens after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lora.serve.server import create_app
+from tests.dist.cluster_jobs import until
+
+from .conftest import as_served, frontend_of
+from .demo_server import DemoServer, demo_server
+from .live_server import ServerThread, wait_until
+from .test_controls import NUM, OPTIONS, SEVERAL, Http, several
+
+RANKS = ("--tensor-parallel-size", "2")
+
+
+def resident_mb(server: DemoServer) -> list[float]:
+    """Of each instance's process."""
+    found = []
+    for pid in server.engine_pids():
+        text = Path(f"/proc/{pid}/status").read_text()
+        found.append(int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) / 1e3)
+    return found
+
+
+@pytest.fixture(scope="module", params=[(), SEVERAL, RANKS], ids=["alone", "several", "ranks"])
+def server(request, tmp_path_factory) -> Iterator[DemoServer]:
+    with demo_server(tmp_path_factory.mktemp("sleep") / "log", *OPTIONS, *request.param) as server:
+        if request.param is SEVERAL:
+            said = r"instance instance-\d dialled in"
+            until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
+        yield server
+
+
+def answers(http: Http) -> list[str]:
+    return [http.complete(model, 8, ignore_eos=True)["text"] for model in ("upper", "demo", "rot13") * 2]
+
+
+@pytest.mark.parametrize("level", ["", "?level=1&mode=wait", "?level=2&mode=abort"])
+def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, level):
+    http = Http(server.url)
+    before, awake_mb = answers(http), resident_mb(server)
+    http.ok("POST", f"/sleep{level}")
+    assert http.ok("GET", "/is_sleeping") == {"is_sleeping": True}
+    assert all(mb < was for mb, was in zip(resident_mb(server), awake_mb, strict=True))
+    for stream in (False, True, False, True):  # each connection may reach another front end and instance
+        refused = http("POST", "/v1/completions", json={"prompt": "a=", "model": "upper", "stream": stream})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "/wake_up" in refused.json()["error"]["message"]
+    assert http("GET", "/health").status_code == 200
+    http.ok("POST", "/wake_up?tags=weights")
+    assert http.ok("GET", "/is_sleeping") == {"is_sleeping": True}
+    http.ok("POST", "/wake_up?tags=kv_cache&tags=scheduling")
+    assert http.ok("GET", "/is_sleeping") == {"is_sleeping": False}
+    assert answers(http) == before
+
+
+def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
+    http = Http(server.url)
+    http.ok("POST", "/pause?mode=keep&clear_cache=false")
+    with several(http, "upper") as running:
+        wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
+        http.ok("POST", "/sleep")
+        assert all(one.result()["finish_reason"] == "abort" for one in running)
+    http.ok("POST", "/wake_up")
+    http.ok("POST", "/resume")
+    assert http.ok("GET", "/is_sleeping") == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "problem"),
+    [
+        ("POST", "/sleep?level=3", "level"),
+        ("POST", "/sleep?mode=keep", "'abort' or 'wait'"),
+        ("POST", "/sleep?tags=weights", "tags"),
+        ("POST", "/wake_up?tags=kv", "tags"),
+        ("POST", "/wake_up?level=1", "level"),
+        ("GET", "/is_sleeping?level=1", "level"),
+    ],
+)
+def test_a_wrong_value_is_named(server, method, path, problem):
+    answer = Http(server.url)(method, path)
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
+def test_requests_that_outlive_the_wait_keep_all_instances_awake(engine, tokenizer, monkeypatch):
+    calls: list[str] = []
+
+    async def call(verb: str, *args: Any) -> None:
+        calls.append(verb)
+        if verb == "sleep":
+            assert args[:2] == (1, "wait")
+            raise TimeoutError("requests ran on for 1 s")
+
+    monkeypatch.setattr(engine, "call", call)
+    app = create_app(frontend_of(engine, tokenizer))
+    with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+        answer = served.post("/sleep?mode=wait", {})
+        assert answer.status_code == 408
+        assert "raise front_end.pause_timeout_s" in answer.json()["error"]["message"]
+    assert calls == ["sleep", "wake_up"]
+
+
+def test_a_server_with_merging_refuses(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, "--batching", "merged") as server:
+        http = Http(server.url)
+        refused = http("POST", "/sleep")
+        assert refused.status_code == 400
+        assert "batching='unmerged'" in refused.json()["error"]["message"]
+        assert http.complete("upper")["text"]
