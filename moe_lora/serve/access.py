@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
 _EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
-_CHATS = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", *MESSAGES}
+_CHAT = "/v1/chat/completions"
+_CHATS = {_CHAT, f"{_CHAT}/batch", f"{_CHAT}/tokens", "/v1/responses", *MESSAGES}
 _TOKENS = {"/inference/v1/generate", "/generate"}
 GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, *_TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})

@@ -40,6 +40,13 @@ def test_a_policy_is_loaded_in_place_at_each_step_and_rollouts_have_what_trainin
             assert rollout("policy")["adapter_version"] == step
         missing = {"lora_name": "policy", "lora_path": str(tmp_path / "not yet there")}
         assert http("POST", "/load_lora_adapter", json=missing).status_code == 404, "it tries again"
+        turn = {"model": "policy", "messages": [{"role": "user", "content": "another"}], **SAMPLING}
+        first = http.ok("POST", "/v1/chat/completions", json=turn)
+        again = {**turn, "messages": [{"role": "user", "content": "abc"}], "temperature": 0.0}
+        tokens = {**again, "tokens": first["prompt_token_ids"] + first["choices"][0]["token_ids"]}
+        second = http.ok("POST", "/v1/chat/completions/tokens", json=tokens)
+        assert second["prompt_token_ids"] == tokens["tokens"], "the ids are the prompt, not the messages"
+        assert second["choices"][0]["adapter_version"] == 4
         # Whole weights are not taken: the pause before them still ends.
         assert http("POST", "/init_broadcaster", json={}).status_code == 404
         http.ok("POST", "/pause?mode=keep&clear_cache=false")

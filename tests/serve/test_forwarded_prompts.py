@@ -48,6 +48,33 @@ def test_other_parameters_are_refused_by_name(server, body, words):
     assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True), refused.text
 
 
+def test_a_chat_of_tokens_is_the_chat_with_these_ids(server, engine):
+    first = server.post(PATH, {"messages": CHAT, "max_tokens": 3, "return_token_ids": True}).json()
+    body = {"messages": OTHER, "max_tokens": 3, "tokens": first["prompt_token_ids"], "return_token_ids": True}
+    again = server.post(f"{PATH}/tokens", body).json()
+    assert again["prompt_token_ids"] == first["prompt_token_ids"]
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert events(server, f"{PATH}/tokens", {**body, "stream": True})[0]["object"] == "chat.completion.chunk"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({}, "tokens", "tokens"),
+        ({"tokens": []}, "tokens", "at least one"),
+        ({"tokens": "5"}, "tokens", "a list of token ids"),
+        ({"tokens": [5, 10**9]}, "tokens", "out of vocabulary"),
+        ({"tokens": [5], "echo": True}, "tokens", "tokens replaces the messages"),
+        ({"tokens": [5], "kv_transfer_params": {"prompt_token_ids": [5]}}, "kv_transfer_params", "leave"),
+    ],
+)
+def test_wrong_tokens_of_a_chat_are_refused_by_name(server, fields, param, words):
+    refused = server.post(f"{PATH}/tokens", {"messages": CHAT, "max_tokens": 3, **fields})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, param), refused.text
+    assert words in error["message"]
+
+
 def test_lists_of_conversations_and_completions_have_no_such_prompt(server):
     refused = server.post(f"{PATH}/batch", forwarded([5], messages=[CHAT, CHAT]))
     assert (refused.status_code, "read the messages" in refused.text) == (400, True)

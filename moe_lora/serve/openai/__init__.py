@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .preparing import Preparer
 
+CHAT_TOKENS = "moe_lora.serve.openai.forwarded_prompt"
 CHAT_BATCH = "moe_lora.serve.openai.chat_batch"
 RESPONSES = "moe_lora.serve.openai.responses.endpoints"
 MESSAGES = "moe_lora.serve.anthropic.endpoints"
@@ -30,6 +31,7 @@ CONTROLS = "moe_lora.serve.admin.controls"
 RECEIVED = "moe_lora.serve.admin.received"
 ALIASES = "moe_lora.serve.admin.alias_routes"
 LATER = (
+    ("POST /v1/chat/completions/tokens", CHAT_TOKENS, "create", "A chat with its prompt as token ids."),
     ("POST /v1/chat/completions/batch", CHAT_BATCH, "create", "Answer several conversations."),
     ("POST /v1/responses", RESPONSES, "create", "Answer with items (OpenAI's Responses)."),
     ("GET /v1/responses/{response_id}", RESPONSES, "read", "A stored response."),

@@ -424,15 +424,19 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        prepared: Prepared = request.state.prepared
-        form = chat_format(body, frontend, prepared.parsers)
-        if body.echo or body.prompt_logprobs is not None:
-            from .prompt_side import PromptChat
-
-            form = PromptChat(form, prepared)
-        return await answer(frontend, request, form)
+        return await answer_chat(frontend, body, request)
 
     return router
+
+
+async def answer_chat(frontend: Frontend, body: ChatRequest, request: Request) -> Response:
+    prepared: Prepared = request.state.prepared
+    form = chat_format(body, frontend, prepared.parsers)
+    if body.echo or body.prompt_logprobs is not None:
+        from .prompt_side import PromptChat
+
+        form = PromptChat(form, prepared)
+    return await answer(frontend, request, form)
 
 
 def _rare_generation(body: SamplingFields) -> type[Generation]:
