@@ -114,8 +114,8 @@ def test_the_type_of_a_verb_that_waits_is_that_of_its_return_value():
 
     interface = Interface(verbs_of(NewVerbs))
     assert "hidden" not in interface
-    assert interface.result("count_slowly", Raw(encode(3))) == 3
-    assert interface.args("count", Raw(encode((["a"], False)))) == (["a"], False)
+    assert interface.results["count_slowly"](Raw(encode(3))) == 3
+    assert interface.args["count"](Raw(encode((["a"], False)))) == (["a"], False)
 
 
 def test_front_ends_reach_verbs_of_adapters_only():

@@ -50,10 +50,10 @@ EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\
 _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 
 
-def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
+def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
     """config.json of the base model; None if not present here, or outside `root`.
 
-    Raises AdapterError for an unreadable or too large file, or no JSON object.
+    Raises AdapterError for an unreadable or too large file, no JSON object, or a base of other sizes.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
@@ -73,13 +73,11 @@ def read_base(config: AdapterConfig, root: str | None) -> dict[str, Any] | None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         raise _not_comparable(config, error) from error
+    _check_base(config, found, shape)
     return found
 
 
-def check_base(config: AdapterConfig, base: Mapping[str, Any] | None, shape: ModelShape) -> None:
-    """Raises AdapterError for a base model of other sizes.  base: from `read_base`."""
-    if base is None:
-        return
+def _check_base(config: AdapterConfig, base: Mapping[str, Any], shape: ModelShape) -> None:
     try:
         theirs = shape_of(base)
     except ValueError as error:

@@ -89,7 +89,7 @@ def opened(
         real = Path(os.path.realpath(folder))
         before = _stamps(real)
         config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}", subtracts)
-        base = read_base(config, root)
+        base = read_base(config, root, shape)
         where = f"{shown}{WEIGHTS_FILE}"
         with open_file(weights_file(real, shown), where, root) as weights:
             _check_header_size(weights, shape, where)

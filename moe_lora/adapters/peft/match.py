@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lora.core.errors import AdapterError, shown
 from moe_lora.core.shape import ModelShape, rank_problem
 
-from .base import base_copies, check_base, one_place, quantised_base
+from .base import base_copies, one_place, quantised_base
 from .config import AdapterConfig, has_suffix, suffixes
 from .names import TINKER_HEAD, Names, OuterPaths, TensorName, read_names, stranger, unplaced
 from .places import (
@@ -79,7 +79,6 @@ def match(
         from .columns import match_with_columns
 
         return match_with_columns(match, tensors, config, shape, where, base, base_dir)
-    check_base(config, base, shape)
     _check_sizes(tensors, shape, where)
     places = place_map(shape)
     replaced: tuple[ReplacedRows, ...] = ()

@@ -175,7 +175,8 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
     or below two prefixes.
     """
     by_key = {key: _read_name(key, layer_prefix, outer, where) for key in sorted(keys)}
-    _check_one_adapter(by_key, where)
+    if len({name.adapter for name in by_key.values()}) > 1:
+        raise _two_adapters(by_key, where)
     _check_one_front(by_key, layer_prefix, where)
     fronts: dict[str, None] = {}
     read_as: dict[str, dict[str, None]] = {}
@@ -288,15 +289,13 @@ def _is_known_front(front: str, layer_prefix: str) -> bool:
     return len(_LANGUAGE_PARTS & set(parts)) == 1 and set(parts) <= {own, "model", *_LANGUAGE_PARTS}
 
 
-def _check_one_adapter(by_key: Mapping[str, TensorName], where: str) -> None:
-    if len({name.adapter for name in by_key.values()}) < 2:
-        return
+def _two_adapters(by_key: Mapping[str, TensorName], where: str) -> AdapterError:
     second, other = list({name.adapter: (key, name) for key, name in by_key.items()}.values())[-1]
     first = min(
         (key for key, name in by_key.items() if name.adapter != other.adapter),
         key=lambda key: (by_key[key].path != other.path, by_key[key].part != other.part, key),
     )
-    raise AdapterError(
+    return AdapterError(
         f"{where}: {first} and {second} are tensors of two adapters, by the names in their keys; give "
         "one adapter only, from a PEFT model by get_peft_model_state_dict(model, adapter_name=...)"
     )

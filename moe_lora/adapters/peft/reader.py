@@ -172,7 +172,7 @@ def pack_state_dict(
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
     tensors = tensors_of(state_dict, shape, where)
-    matched = match(tensors, parsed, shape, where, read_base(parsed, None), base_dir)
+    matched = match(tensors, parsed, shape, where, read_base(parsed, None, shape), base_dir)
     check_rank(matched, max_lora_rank, where)
     return _pack(matched, tensors, shape, dtype, name, where, base_dir)
 

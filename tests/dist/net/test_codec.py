@@ -76,10 +76,10 @@ def test_object_that_is_no_plain_data_is_not_sent():
 
 
 def test_arguments_are_what_the_method_takes():
-    assert CALLS.args("double", msgspec.Raw(encode((4,)))) == (4,)
+    assert CALLS.args["double"](msgspec.Raw(encode((4,)))) == (4,)
     for wrong in (("four",), (), (1, 2)):
         with pytest.raises(msgspec.DecodeError):
-            CALLS.args("double", msgspec.Raw(encode(wrong)))
+            CALLS.args["double"](msgspec.Raw(encode(wrong)))
 
 
 def test_interface_speaks_the_data_classes_of_its_annotations():
@@ -93,5 +93,5 @@ def test_interface_speaks_the_data_classes_of_its_annotations():
 
     Methods.move.__annotations__ = {"place": JobPlace, "names": frozenset[str], "return": dict[str, JobPlace]}
     interface, place = Interface(Methods), JobPlace("a", (1, 2))
-    assert interface.args("move", msgspec.Raw(encode((place, {"x"})))) == (place, frozenset("x"))
-    assert interface.result("move", msgspec.Raw(encode({"a": place}))) == {"a": place}
+    assert interface.args["move"](msgspec.Raw(encode((place, {"x"})))) == (place, frozenset("x"))
+    assert interface.results["move"](msgspec.Raw(encode({"a": place}))) == {"a": place}
