@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -31,9 +31,11 @@ from .causal_lm import Attention, CausalLM, NormedQkv
 from .checkpoint import Checkpoint
 from .linear import ExpertLinear, LoraLinear
 from .quantised_weight import Quantisation, QuantisedWeight, WeightLayout, common_layout
-from .random_weights import RandomCheckpoint
 from .stored_weight import StoredWeight
 from .weights import Piece, WeightMap, stored_pieces, weight_map
+
+if TYPE_CHECKING:
+    from .random_weights import RandomCheckpoint
 
 _NORMED = ("q_norm", "k_norm")
 """Norms of a `NormedQkv`, in the order of the site's modules."""
@@ -131,7 +133,7 @@ logger = logging.getLogger(__name__)
 
 RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the same values
 NUM_NAMED = 5  # unexpected tensors in an error message
-Source = Checkpoint | RandomCheckpoint
+Source: TypeAlias = "Checkpoint | RandomCheckpoint"
 Target = torch.Tensor | QuantisedWeight
 Stored = dict[str, dict[int, "torch.Tensor | StoredWeight"]]
 """Opened tensors, by parameter and number of the local piece."""
@@ -173,6 +175,8 @@ def random_model(
     show: Show = silent,
 ) -> CausalLM:
     """As `load_model`, with this config.json and the weights of a `RandomCheckpoint`."""
+    from .random_weights import RandomCheckpoint
+
     spec = model_spec(config)
     checkpoint = RandomCheckpoint(spec, config, device)
     return _loaded(spec, checkpoint, checkpoint.weights, dtype, device, shard, quantisation, show)
