@@ -14,8 +14,7 @@ from moe_lora.core.progress import progress
 from moe_lora.report import SloTargets, append_result, environment, write_json
 from moe_lora.report.load_client import ServedModels
 from moe_lora.report.replay import ReplayState, replay, served_models
-from moe_lora.report.run_file import run_result, without_arrays
-from moe_lora.report.tables import summary_table
+from moe_lora.report.run_file import run_result, summary_table, without_arrays
 from moe_lora.workload.popularity.functions import map_adapters, read_invocations, with_invocations
 from moe_lora.workload.popularity.named import parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity, read_counts

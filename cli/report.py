@@ -18,8 +18,7 @@ def report(runs: tuple[str, ...], out: str, title: str) -> None:
     from rich.console import Console
 
     from moe_lora.report.html import write_report
-    from moe_lora.report.run_file import read_run
-    from moe_lora.report.tables import summary_table
+    from moe_lora.report.run_file import read_run, summary_table
 
     found = [read_run(path) for path in runs]
     write_report(out, found, title)

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from . import plots
 from .plots import GRAY, color, label, new_figure
 from .results import write_text
-from .tables import rows, shown
+from .run_file import rows, shown
 
 BASE = """<!doctype html>
 <html lang="en">

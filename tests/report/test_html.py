@@ -15,8 +15,7 @@ from moe_lora.report import ClientTiming, RequestRecord, SloTargets
 from moe_lora.report.html import render, write_report
 from moe_lora.report.plots import attainment, cdf, in_flight, token_times_s
 from moe_lora.report.results import write_json
-from moe_lora.report.run_file import read_run, run_result, without_arrays
-from moe_lora.report.tables import summary_table
+from moe_lora.report.run_file import read_run, run_result, summary_table, without_arrays
 
 
 def make_run(label: str, num_requests: int = 12, failed: int = 1) -> dict:
