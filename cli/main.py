@@ -41,7 +41,7 @@ COMMANDS = {
     "env": "Show the machine and the versions in use.",
 }
 """What --help says of each.  A command is a function of its name, in the module of its name or `PLACES`."""
-PLACES = {"undrain": "drain", "restart": "drain"}
+PLACES = dict.fromkeys(("drain", "undrain", "restart", "capacity"), "administrator")
 INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 

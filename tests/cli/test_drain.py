@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moe_lora.cli import drain
+from moe_lora.cli import administrator
 from moe_lora.cli.main import main
 
 
@@ -23,9 +23,9 @@ def drained(monkeypatch: pytest.MonkeyPatch, cards: list[dict[str, Any] | None],
         found = cards.pop(0)
         return {"data": [] if found is None else [found]}
 
-    monkeypatch.setattr(drain, "_LOOK_S", 0.0)
-    monkeypatch.setattr(drain, "call_instance", lambda *_: cards.pop(0))
-    monkeypatch.setattr(drain, "call", call)
+    monkeypatch.setattr(administrator, "_LOOK_S", 0.0)
+    monkeypatch.setattr(administrator, "call_instance", lambda *_: cards.pop(0))
+    monkeypatch.setattr(administrator, "call", call)
     return CliRunner().invoke(main, ["drain", "one", "--wait-s", str(wait_s)])
 
 
