@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family
-from .schema.latent import (
+from .schema.attention_forms import (
     LATENT_ATTENTION,
     LATENT_BESIDE,
     LATENT_SIZES,
@@ -20,6 +18,8 @@ from .schema.latent import (
     latent_scale,
     latent_shape,
 )
+from .schema.config_json import ConfigJson
+from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family
 from .schema.routed import CORRECTION, corrected_gate, later_layers, leading_dense
 
 

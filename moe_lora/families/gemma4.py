@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .schema.attention_forms import GLOBAL_ATTENTION, global_heads, rope_of_heads, windows_before_full
 from .schema.config_json import ConfigJson
 from .schema.family import QK_NORMS, SIZES, Family, Place, fused_experts, linear_mlp
-from .schema.global_heads import GLOBAL_ATTENTION, global_heads, rope_of_heads, windows_before_full
 
 GATE = Place(path="router.proj", site="router")
 FUSED, LINEAR = fused_experts("experts"), linear_mlp("experts.{}")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .schema.attention_forms import DELTA_TENSORS, INTERLEAVED_DELTA, delta_layers
 from .schema.config_json import ConfigJson
-from .schema.delta_net import DELTA_TENSORS, INTERLEAVED_DELTA, delta_layers
 from .schema.family import (
     ADAPTED_EXPERTS,
     ATTENTION,
