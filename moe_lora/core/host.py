@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 from .errors import ConfigError
@@ -75,7 +74,6 @@ def _host_name() -> str:
     return "host-" + re.sub(r"[^\w.-]", "_", platform.node())
 
 
-@cache
 def _of_host(prefix: str) -> str:
     """Prefix of this host's folders, short for socket paths.  Locks of other hosts may be invisible here."""
     return f"{prefix}{hashlib.sha256(platform.node().encode()).hexdigest()[:6]}-"
