@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,7 @@ from moe_lora.policies.merging.merging_costs import MergingCosts, Mode, Uid
 from moe_lora.scheduling.views import Scheduled
 from moe_lora.timing.step_model import bytes_per_rank, expected_step_times, expected_swap_times
 
-from .merged_weights import MergedAdapter, MergedWeights, MergeOrder, Piece, RoundingErrors
+from .merged_weights import MergedAdapter, MergeOrder, Piece, RoundingErrors
 
 if TYPE_CHECKING:
     from moe_lora.engine.ranks.rank import Rank
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _COPY_BYTES, _NUM_COPIES = 64 << 20, 3
-
-
-class Merges(Protocol):
-    """Executes orders on all ranks (`ModelRunner`)."""
-
-    merged: MergedWeights | None
-
-    def swap(self, order: MergeOrder) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class Merging:
     def __init__(
         self,
         policy: MergingPolicy,
-        runner: Merges,
+        runner: ModelRunner,
         adapters: AdapterManager,
         clock: Clock,
         *,

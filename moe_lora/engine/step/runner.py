@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from .execution_context import ExecutionContext
 from .step_batch import RANK_STEP, CaptureSteps, StepBatch, StepBuffer, with_places
 
 if TYPE_CHECKING:
+    from moe_lora.dist.deltas.device_frames import PushedBackend
     from moe_lora.engine.merging.merged_weights import MergedWeights, MergeOrder
     from moe_lora.engine.ranks.followers import LoadedLayers
     from moe_lora.lora.outer import OuterDeltas
@@ -47,20 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
 _COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
-
-
-class PushedSteps(Protocol):
-    """Steps of a backend of source PUSHED."""
-
-    def takes(self, routing: RowRouting, num_rows: int, *, decode: bool) -> bool:
-        """True if the backend can serve the step's leased rows."""
-        ...
-
-    def settled(self) -> bool:
-        """Wait for the step's answers; False if some are missing: compute the step again without the
-        backend.
-        """
-        ...
 
 
 class ModelRunner:
@@ -87,7 +74,7 @@ class ModelRunner:
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch | MergeOrder | CaptureSteps], None] | None = None,
         merged: MergedWeights | None = None,
-        pushed: PushedSteps | None = None,
+        pushed: PushedBackend | None = None,
         graphs: StepGraphs | None = None,
         outer: Callable[[], OuterDeltas] | None = None,
     ) -> None:
