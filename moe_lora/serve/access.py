@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"})
 """Paths without a key, for balancers: the answers reveal no data of clients."""
-_EMBEDDING = {"/v1/embeddings", "/pooling", "/invocations"}
+_EMBEDDING = {"/v1/embeddings", "/v2/embed", "/pooling", "/invocations"}
 _CHAT = "/v1/chat/completions"
 _CHATS = {_CHAT, f"{_CHAT}/batch", f"{_CHAT}/tokens", "/v1/responses", *MESSAGES}
 _TOKENS = {"/inference/v1/generate", "/generate"}

@@ -184,7 +184,7 @@ UNKNOWN = [
     ("GET", "/metrics/"),
     ("GET", "//metrics"),
     ("POST", "/v1/responses/x/y"),
-    ("GET", "/v2/embed"),
+    ("GET", "/v2/rerank"),
     ("GET", "/what/comes/later"),
 ]
 
@@ -233,7 +233,14 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
     assert open_to_tenants == {
         *(access.OPEN & set(schema["paths"])),
         *("/v1/models", "/v1/models/{model}"),
-        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/pooling", "/invocations"),
+        *(
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/embeddings",
+            "/v2/embed",
+            "/pooling",
+            "/invocations",
+        ),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/inference/v1/abort_requests"),
         *("/inference/v1/generate", "/v1/chat/completions/batch"),
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),

@@ -93,6 +93,37 @@ def test_embeddings_of_chats_and_of_shortened_inputs(demo):  # noqa: F811
     assert short["data"] == ask(demo, "/v1/embeddings", input=tokens[-2:])["data"]
 
 
+def test_cohere_s_interface_has_the_same_vectors_by_type(demo):  # noqa: F811
+    texts = ["hello world=", "abc="]
+    data = ask(demo, "/v1/embeddings", input=texts)["data"]
+    expected = [one["embedding"] for one in data]
+    kinds = ["float", "base64", "ubinary", "binary"]
+    answer = ask(demo, "/v2/embed", texts=texts, input_type="search_query", embedding_types=kinds)
+    found = answer["embeddings"]
+    assert found["float"] == expected
+    assert ask(demo, "/v2/embed", texts=texts)["embeddings"] == {"float": expected}
+    for row, values in enumerate(expected):
+        raw = base64.b64decode(found["base64"][row])
+        assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(values)
+        bits = [bit == "1" for byte in found["ubinary"][row] for bit in f"{byte:08b}"]
+        assert bits == [value >= 0 for value in values]
+        assert [one + 128 for one in found["binary"][row]] == found["ubinary"][row]
+    num_tokens = sum(len(TOKENIZER.encode(one)) for one in texts)
+    assert answer["meta"]["billed_units"]["input_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [("START", -2), ("END", 2)])
+def test_cohere_s_interface_shortens_at_the_named_side(demo, truncate, kept):  # noqa: F811
+    tokens = ask(demo, "/tokenize", prompt="hello")["tokens"]
+    part = tokens[kept:] if kept < 0 else tokens[:kept]
+    expected = [one["embedding"] for one in ask(demo, "/v1/embeddings", input=part)["data"]]
+    body = {"texts": ["hello"], "truncate": truncate, "max_tokens": 2}
+    assert ask(demo, "/v2/embed", **body)["embeddings"]["float"] == expected
+    long = ["hello " * 300]
+    assert ask(demo, "/v2/embed", texts=long)["meta"]["billed_units"]["input_tokens"] == 256
+    assert "maximum context length" in refused(demo, "/v2/embed", texts=long, truncate="NONE")["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
 def test_conversations_are_embedded_from_messages_or_input(demo, path):  # noqa: F811
     other = [{"role": "user", "content": "abc"}]
@@ -169,6 +200,11 @@ def test_a_model_of_several_widths_shortens_its_embeddings(tokenizer, tmp_path):
         ("/detokenize", {"tokens": [128]}, "token id 128 is out of vocabulary"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/v1/embeddings", {"input": []}, "input is empty"),
+        ("/v2/embed", {"texts": []}, "texts is empty"),
+        ("/v2/embed", {"texts": ["a"], "images": ["b"]}, "images is not supported"),
+        ("/v2/embed", {"texts": ["a"], "truncate": "MIDDLE"}, "truncate"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 3}, "output_dimension=3"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input is empty"),
         ("/v1/embeddings", {"input": [[128]]}, "token id 128"),
         ("/v1/embeddings", {"input": "a" * 300}, "maximum context length is 256"),

@@ -22,6 +22,7 @@ RESPONSES = "moe_lora.serve.openai.responses.endpoints"
 MESSAGES = "moe_lora.serve.anthropic.endpoints"
 TOKENIZING = "moe_lora.serve.openai.tokenizing"
 EMBEDDING = "moe_lora.serve.openai.embedding"
+COHERE = "moe_lora.serve.openai.cohere"
 BATCHES = "moe_lora.serve.batches.endpoints"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
@@ -43,6 +44,7 @@ LATER = (
     ("POST /detokenize", TOKENIZING, "detokenize", "Text of token ids."),
     ("GET /tokenizer_info", TOKENIZING, "info", "The tokenizer's configuration."),
     ("POST /v1/embeddings", EMBEDDING, "embed", "Hidden states of last tokens, of length 1."),
+    ("POST /v2/embed", COHERE, "embed", "Hidden states of last tokens by type (Cohere)."),
     ("POST /pooling", EMBEDDING, "pool", "Hidden states of last tokens."),
     ("POST /inference/v1/generate", TOKEN_IDS, "generate", "Answer token ids with token ids."),
     ("POST /inference/v1/abort_requests", TOKEN_IDS, "abort", "End requests by their ids."),

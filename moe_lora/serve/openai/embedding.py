@@ -132,9 +132,14 @@ class Endpoints:
         """The hidden states as they are, unless the body says otherwise."""
         return await self._answer(request, PoolingFormat)
 
-    async def _answer(self, request: Request, form: type[EmbeddingFormat]) -> Response:
+    async def _answer(
+        self,
+        request: Request,
+        form: type[EmbeddingFormat],
+        kind: type[EmbeddingRequest] = EmbeddingRequest,
+    ) -> Response:
         frontend = self._frontend
-        found = await read_body(request, EmbeddingRequest, frontend, self._preparer)
+        found = await read_body(request, kind, frontend, self._preparer)
         prompts = await self._prompts(found)
         request.state.prepared = Prepared(
             body=found.body,

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v2/embed: embeddings in the form of Cohere's interface, as vLLM has them."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from moe_lora.serve.http_errors import ApiError, JsonResponse, to_json
+
+from .embedding import EmbeddingFormat
+from .embedding import Endpoints as EmbeddingEndpoints
+from .endpoints import CLIENT_GONE, unless_disconnected
+from .fields import FieldError, check_unknown
+from .generation import Delta, Generation
+from .prompt_bodies import EmbeddingRequest
+from .prompt_side import in_slices
+
+NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
+"""Names of an embedding request's fields in a body of Cohere."""
+_NO_TEXTS = ("images", "inputs")
+_SIDES = {"END": "right", "START": "left"}
+
+
+class CohereRequest(EmbeddingRequest):
+    """A body of /v2/embed.  input_type: without an effect, for prompts have no prefix."""
+
+    embedding_types: Annotated[
+        list[Literal["float", "base64", "binary", "ubinary"]] | None, Field(max_length=4)
+    ] = None
+    input_type: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in _NO_TEXTS:
+            if data.get(name) is not None:
+                raise FieldError(name, f"{name} is not supported; send texts")
+        found = {**data, **{name: data.get(given) for name, given in NAMES.items()}}
+        for name in (*NAMES.values(), *_NO_TEXTS, "truncate"):
+            found.pop(name, None)
+        side = data.get("truncate", "END")
+        if side not in ("NONE", *_SIDES):
+            raise FieldError("truncate", f'truncate={side!r:.40} must be "NONE", "START" or "END"')
+        if side in _SIDES:
+            found["truncation_side"] = _SIDES[side]
+            found["truncate_prompt_tokens"] = -1 if data.get("max_tokens") is None else data["max_tokens"]
+        check_unknown(found, cls.model_fields)
+        return found
+
+
+class CohereFormat(EmbeddingFormat):
+    """Lists of vectors by type."""
+
+    _body: CohereRequest
+
+    async def respond(
+        self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
+    ) -> Response:
+        whole = await unless_disconnected(request.receive, generation.whole())
+        if whole is None:
+            return Response(status_code=CLIENT_GONE)
+        num_tokens = sum(map(len, generation.prompts))
+        answered = {
+            "id": head["id"],
+            "response_type": "embeddings_by_type",
+            "embeddings": await in_slices(self._by_type(whole)),
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": num_tokens}},
+        }
+        return JsonResponse(answered, headers=headers)
+
+    def _by_type(self, whole: Sequence[Delta]) -> Iterator[bytes]:
+        opening = b"{"
+        for kind in dict.fromkeys(self._body.embedding_types or ["float"]):
+            yield opening + b'"%s":' % kind.encode()
+            start = b"["
+            for delta in whole:
+                yield start + to_json(_shown(self._values(delta), kind))
+                start = b","
+            yield b"]"
+            opening = b","
+        yield b"}"
+
+
+def _shown(values: np.ndarray[Any, Any], kind: str) -> Any:
+    """The vector as JSON.  ubinary: eight signs a byte, the first highest; binary: the same less 128."""
+    if kind == "float":
+        return values.tolist()
+    if kind == "base64":
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    signs = np.packbits(values >= 0).astype(int)
+    return (signs - 128 if kind == "binary" else signs).tolist()
+
+
+class Endpoints(EmbeddingEndpoints):
+    """The endpoint of one front end."""
+
+    async def embed(self, request: Request) -> Response:
+        """Errors have Cohere's names of fields."""
+        try:
+            return await self._answer(request, CohereFormat, CohereRequest)
+        except ApiError as error:
+            error.param = NAMES.get(error.param or "", error.param)
+            for name, given in NAMES.items():
+                error.message = re.sub(rf"\b{name}\b", given, error.message)
+            raise
