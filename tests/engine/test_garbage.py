@@ -13,7 +13,6 @@ from moe_lora.dist.launch.roles import FULL_COLLECTION_EVERY, collect_rarely
 def collector_is_as_before() -> Iterator[None]:
     threshold = gc.get_threshold()
     yield
-    gc.unfreeze()
     gc.set_threshold(*threshold)
 
 

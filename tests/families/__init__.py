@@ -7,10 +7,12 @@ initialisation. Everything is reproducible from (family, seed).
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -355,6 +357,14 @@ def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator) 
 
 def load_model(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint as a transformers model in eval mode: the oracle."""
+    files = [(file.name, file.stat()) for file in sorted(Path(model_dir).iterdir()) if file.is_file()]
+    facts = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
+    return copy.deepcopy(_loaded(str(model_dir), dtype, facts))
+
+
+@lru_cache(maxsize=32)
+def _loaded(model_dir: str, dtype: torch.dtype, files: tuple[tuple[Any, ...], ...]) -> Any:
+    """The checkpoint's model; a copy of a loaded model takes a fraction of another load."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
