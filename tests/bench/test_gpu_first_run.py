@@ -368,26 +368,21 @@ def test_what_parts_launch_is_compiled_ahead(tmp_path, monkeypatch) -> None:
     assert not any(build.meta.get("DEPENDENT") for build in builds)
 
 
-def test_quick_is_for_what_can_be_tried_anywhere(tmp_path) -> None:
-    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "facts", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "not for ['facts']" in done.stderr
-
-
-@pytest.mark.parametrize("option", ["--layers", "--limit-s"])
-def test_numbers_below_one_are_refused(tmp_path, option) -> None:
-    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "qwen3", option, "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"argument {option}: must be at least 1" in done.stderr
-
-
-def test_unknown_parts_are_refused(tmp_path) -> None:
-    command = [sys.executable, "-m", "bench.gpu.first_run", str(tmp_path), "facts", "fact"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "unknown: ['fact']" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["facts", "--quick"], "not for ['facts']"),
+        (["qwen3", "--layers", "0"], "argument --layers: must be at least 1"),
+        (["qwen3", "--limit-s", "0"], "argument --limit-s: must be at least 1"),
+        (["facts", "fact"], "unknown: ['fact']"),
+    ],
+)
+def test_wrong_words_are_refused(words, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_run", str(tmp_path), *words])
+    with pytest.raises(SystemExit) as refused:
+        first_run.main()
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
