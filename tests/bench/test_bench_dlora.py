@@ -88,6 +88,7 @@ def test_replicas_serve_everybody(system: str) -> None:
     assert (found["num_plans"] > 0) <= system.endswith("migration")
 
 
+@pytest.mark.slow
 def test_the_real_engine_serves_every_policy() -> None:
     """A tiny model; every request ends, and policies that merge have merged."""
     seen = []

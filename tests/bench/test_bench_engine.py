@@ -32,6 +32,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return read_results(out)
 
 
+@pytest.mark.slow
 def test_each_cell_has_every_contestant(records: list[dict]) -> None:
     plan = PLANS["quick"]
     for num_requests, num_adapters in plan.cells():
@@ -43,6 +44,7 @@ def test_each_cell_has_every_contestant(records: list[dict]) -> None:
         assert found == (SYSTEMS_WITH_ADAPTERS if num_adapters else {"engine base", "transformers base"})
 
 
+@pytest.mark.slow
 def test_records_hold_speed_pairs_environment_and_bytes(records: list[dict]) -> None:
     for record in records:
         config, result = record["config"], record["result"]
@@ -59,12 +61,14 @@ def test_records_hold_speed_pairs_environment_and_bytes(records: list[dict]) -> 
             assert (result["read_bytes"]["adapters"] > 0) == (config["num_adapters"] > 0)
 
 
+@pytest.mark.slow
 def test_tokens_of_the_run_equal_the_peers_in_fp32(records: list[dict]) -> None:
     checks = records[0]["result"]["correctness"]
     assert set(checks) == {"base", "attention adapters", "all adapters"}
     assert all(check["token_agreement"] == 1.0 for check in checks.values())
 
 
+@pytest.mark.slow
 def test_goals_are_read_from_the_records(records: list[dict]) -> None:
     found = goals(records, PLANS["quick"].headline)
     assert [goal.name.split(",")[0] for goal in found] == [
@@ -77,6 +81,7 @@ def test_goals_are_read_from_the_records(records: list[dict]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_bytes_of_one_request_are_those_of_its_experts(records: list[dict]) -> None:
     (result,) = (
         r["result"]

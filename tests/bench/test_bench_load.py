@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from bench.engine.bench_load import FULL, main, shapes
 
 
+@pytest.mark.slow
 def test_a_quick_run_loads_both_checkpoints_and_deletes_them(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
     arguments = [

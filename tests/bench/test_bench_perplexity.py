@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -19,6 +20,7 @@ def fixed_text() -> tuple[bytes, bytes]:
     return made[0], made[1]
 
 
+@pytest.mark.slow
 def test_each_format_has_a_record_and_only_the_quantised_differ(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
     assert all(len(text) > 10_000 for text in bench_perplexity.docs_bytes())

@@ -12,6 +12,7 @@ ONE = ["--only", "family=mixtral", "--only", "layout=EP2-PP1", "--only", "transp
 ONE += ["--only", "expert_parallel=1", "--only", "dtype=float32", "--only", "sites=all"]
 
 
+@pytest.mark.slow
 def test_combination_without_a_difference_is_recorded(tmp_path, capsys):
     out = tmp_path / "checked.jsonl"
     assert check_lora_server.main(["--out", str(out), *ONE]) == 0

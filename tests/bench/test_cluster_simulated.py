@@ -143,6 +143,7 @@ def test_draws_differ_by_their_seed_and_the_first_is_the_recorded_one(systems):
     assert [one.arrival_s for one in first[:5]] != [one.arrival_s for one in second[:5]]
 
 
+@pytest.mark.slow
 def test_the_bench_of_placements_writes_a_record_a_system(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
     out = tmp_path / "out.jsonl"

@@ -76,6 +76,7 @@ def test_serviceable_rate_lies_where_the_logarithm_crosses() -> None:
     assert serviceable([(10, 1.5)]) == (10, "<")
 
 
+@pytest.mark.slow
 def test_runs_labels_and_resumes(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     lines = [f"2023-11-16 18:17:{i:02}.000,{512 * (1 + i % 3)},{4 + i % 5}" for i in range(20)]

@@ -93,6 +93,7 @@ def test_parts_are_timed_against_their_alternatives(tmp_path: Path) -> None:
     assert {"workers", "torch's threads", "CPU library, in process"} == set(found["threads"][0]["seconds"])
 
 
+@pytest.mark.slow
 def test_both_ways_to_a_worker_bring_the_adapters_deltas(tmp_path: Path) -> None:
     served = Served(tmp_path, lora_rank=8)
     x = torch.randn(2 * TOKENS_EACH, SIZE.hidden_size).bfloat16()

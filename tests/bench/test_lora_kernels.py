@@ -67,6 +67,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str]:
     return read_results(out), done.output
 
 
+@pytest.mark.slow
 def test_each_phase_of_a_case_has_every_contestant(output: tuple[list[dict], str]) -> None:
     records, _ = output
     own, peers = {"our sgmv", "our mbgmv", "our bgmv"}, {"mm loop", "gather + bmm", "grouped_mm"}
@@ -81,6 +82,7 @@ def test_each_phase_of_a_case_has_every_contestant(output: tuple[list[dict], str
             assert found == own | peers | ({"outsider"} if phase == "delta" else set())
 
 
+@pytest.mark.slow
 def test_a_wrong_contestant_is_refused_and_named(output: tuple[list[dict], str]) -> None:
     records, text = output
     wrong = [r["result"] for r in records if r["config"]["kernel"] == "wrong"]
@@ -89,6 +91,7 @@ def test_a_wrong_contestant_is_refused_and_named(output: tuple[list[dict], str])
     assert "WRONG  wrong" in text
 
 
+@pytest.mark.slow
 def test_records_agree_with_themselves(output: tuple[list[dict], str]) -> None:
     for record in output[0]:
         config, result = record["config"], record["result"]
@@ -107,6 +110,7 @@ def test_records_agree_with_themselves(output: tuple[list[dict], str]) -> None:
         assert config["timed_by"] == "wall time"
 
 
+@pytest.mark.slow
 def test_summary_answers_the_goals_of_the_device(output: tuple[list[dict], str]) -> None:
     records, text = output
     assert {verdict.goal.device for verdict in verdicts(records)} == {"cpu"}
@@ -288,6 +292,7 @@ for kernel, more in (("sgmv", {}), ("mbgmv", {}), ("bgmv", {}), ("sgmv", {"algor
 """
 
 
+@pytest.mark.slow
 def test_our_gpu_kernels_are_wired_as_contestants() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(

@@ -14,7 +14,7 @@ from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
 from moe_lora.models.mlp import MoeMlp
 from moe_lora.models.weight_merge import HeldAdapter, WeightMerge
-from tests.families import FAMILIES, LATER_MOE, later
+from tests.families import FAMILIES, FURTHER, LATER_MOE, later
 from tests.oracle import greedy_reference
 
 from .harness import Harness
@@ -105,8 +105,16 @@ def test_weights_are_the_same_bits_after_random_cycles(num_cycles, family, dtype
     assert [weight.data_ptr() for weight in harness.model.parameters()] == places
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("family", [*FAMILIES, *LATER_MOE, *later("qwen3", "granite")])
+@pytest.mark.parametrize(
+    ("family", "share"),
+    [
+        *((family, share) for family in FAMILIES for share in (0.5, 1.0)),
+        *((family, 0.5) for family in LATER_MOE),
+        *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in LATER_MOE),
+        *(pytest.param(*one.values, 0.5, marks=one.marks) for one in later("qwen3", "granite")),
+        *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in FURTHER),
+    ],
+)
 def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
     """Rows of the merged adapter, of others and of the base, with some or all sites merged."""
     model, prompts = served(family), make_prompts()

@@ -18,6 +18,7 @@ from tests.families import (
     ALL_TARGETS,
     BESIDE_TARGETS,
     DENSE_FAMILIES,
+    FAMILIES,
     FURTHER_MOE,
     LATER_MOE,
     MOE_FAMILIES,
@@ -27,6 +28,7 @@ from tests.families import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+SLOW = pytest.mark.slow
 
 
 def assert_packs_as_peft_merges(family, model_dir, adapter, shape):
@@ -35,8 +37,14 @@ def assert_packs_as_peft_merges(family, model_dir, adapter, shape):
     return packed
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.parametrize("targets", [ALL_TARGETS, ("qkv", "o"), ("gate_up",), ("down",)], ids="-".join)
+@pytest.mark.parametrize(
+    ("targets", "family"),
+    [
+        pytest.param(targets, family, marks=() if targets is ALL_TARGETS or family in FAMILIES else SLOW)
+        for targets in (ALL_TARGETS, ("qkv", "o"), ("gate_up",), ("down",))
+        for family in ALL_FAMILIES
+    ],
+)
 def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint, shape_of, tmp_path):
     adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=5, targets=targets, seed=3)
     packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
@@ -65,8 +73,14 @@ def test_per_expert_form_packs_as_peft_merges(family, targets, checkpoint, shape
     assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize(
+    ("use_rslora", "family"),
+    [
+        pytest.param(use_rslora, family, marks=SLOW if use_rslora and family not in FAMILIES else ())
+        for use_rslora in (False, True)
+        for family in ALL_FAMILIES
+    ],
+)
 def test_patterns_and_rslora_pack_as_peft_merges(family, use_rslora, checkpoint, shape_of, tmp_path):
     first_layer = r"0\..*" if family != "dbrx" else r"blocks\.0\..*"
     expert = "mlp.w2" if family == "dbrx" else "experts.down_proj"

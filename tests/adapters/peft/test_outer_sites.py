@@ -15,7 +15,7 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
-from tests.families import ALL_FAMILIES, load_model, make_adapter
+from tests.families import ALL_FAMILIES, FAMILIES, load_model, make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HEAD = "base_model.model.lm_head."
@@ -42,9 +42,16 @@ def change(path, tensors=None, config=None):
 
 
 # phimoe's head has a bias; gemma4's head is the embedding, so a merge changes both at once.
-@pytest.mark.parametrize("family", [one for one in ALL_FAMILIES if one not in ("phimoe", "gemma4")])
 @pytest.mark.parametrize(
-    "modules", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids="-".join
+    ("modules", "family"),
+    [
+        pytest.param(
+            modules, family, marks=() if len(modules) == 2 or family in FAMILIES else pytest.mark.slow
+        )
+        for modules in (("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"))
+        for family in ALL_FAMILIES
+        if family not in ("phimoe", "gemma4")
+    ],
 )
 def test_pairs_outside_the_layers_pack_as_peft_merges(family, modules, checkpoint, shape_of, tmp_path):
     patterns = {"rank_pattern": {"lm_head": 3}, "alpha_pattern": {"lm_head": 5}, "use_rslora": True}

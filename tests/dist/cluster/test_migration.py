@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -164,16 +165,22 @@ async def until_idle(engines) -> None:
     raise AssertionError("an engine kept a request that had gone")
 
 
+KINDS = ("tokens", "kv")
+CUTS = ({7}, {1, 40}, {1, 5, 6, 20, 33})
+SAMPLINGS = (
+    {},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+    {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "bad_word_ids": ((40,), (50, 51))},
+)
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("kind", "cuts", "sampling"),
     [
-        {},
-        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
-        {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "bad_word_ids": ((40,), (50, 51))},
+        pytest.param(KINDS[i], CUTS[j], SAMPLINGS[k], marks=pytest.mark.slow if (i + j + k) % 3 else ())
+        for i, j, k in product(range(2), range(3), range(3))
     ],
 )
-@pytest.mark.parametrize("cuts", [{7}, {1, 40}, {1, 5, 6, 20, 33}])
-@pytest.mark.parametrize("kind", ["tokens", "kv"])
 def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sampling, kind):
     """With its KV to the last bit, so that logprobs are equal; by tokens up to rounding."""
 
