@@ -79,6 +79,13 @@ class Stream:
             self.ended = choice["finish_reason"] or self.ended
 
 
+async def answers(url: str) -> list[list[int]]:
+    """Tokens of all streams, none of them moved."""
+    streams = [Stream(body) for body in BODIES]
+    await asyncio.gather(*(stream.read(url) for stream in streams))
+    return [stream.tokens for stream in streams]
+
+
 def metrics(url: str) -> dict[tuple[str, str], float]:
     text = httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
@@ -152,10 +159,7 @@ def running(tmp_path_factory) -> Iterator[Running]:
     one = Running(SteppedCluster(settings, tmp_path_factory.mktemp("moves")))
     try:
         one.wait_until_whole()
-        for body in BODIES:
-            stream = Stream(body)
-            asyncio.run(stream.read(one.cluster.urls[OTHER]))
-            one.expected.append(stream.tokens)
+        one.expected += asyncio.run(answers(one.cluster.urls[OTHER]))
         assert [len(tokens) for tokens in one.expected] == [LENGTH] * len(BODIES)
         yield one
     finally:

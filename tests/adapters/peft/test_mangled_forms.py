@@ -71,6 +71,7 @@ def _reversed(content: bytes) -> bytes:
 
 def _put(number: int, value: float) -> Callable[[File, str], None]:
     def change(file: File, key: str) -> None:
+        file.tensors[key] = file.tensors[key].clone()
         file.tensors[key].view(-1)[number] = value
 
     return change
@@ -244,7 +245,7 @@ def _kinds(file: File) -> list[str]:
 
 
 def _copy(file: File) -> File:
-    return File({key: tensor.clone() for key, tensor in file.tensors.items()}, dict(file.config))
+    return File(dict(file.tensors), dict(file.config))
 
 
 def _names(message: str, key: str, variant: File) -> bool:
