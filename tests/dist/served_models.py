@@ -18,7 +18,7 @@ from tests.families import (
     make_checkpoint,
 )
 
-NUM_TOKENS, FEW_TOKENS = 32, 4
+NUM_TOKENS, FEW_TOKENS = 20, 4
 CAPACITY = 3
 """Adapters that the LoRA Server holds at once: one fewer than there are."""
 

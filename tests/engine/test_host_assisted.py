@@ -37,7 +37,7 @@ from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
 
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
 """An adapter of a tiny model takes about a third of a second."""
