@@ -155,8 +155,10 @@ class Pauses:
             return scope.covers(request)
         from moe_lora.core.composed import parts_in
 
+        sequence = self._sequences.get(request.request_id)
         try:
-            path = self._adapters.current(name).path
+            known = None if sequence is None else sequence.adapter
+            path = (known or self._adapters.current(name)).path
         except AdapterNotFoundError:  # unloaded meanwhile: the request ends at its start
             return False
         terms = [] if path is None else parts_in(path)

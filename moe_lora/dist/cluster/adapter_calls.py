@@ -191,7 +191,10 @@ class FleetAdapters:
                 name: one for name, one in registry.pauses.items() if owner not in (None, name)
             }
         if registry.on_abort is not None and (verb == "abort_requests" or args[1:2] == ("abort",)):
-            registry.aborts = (*registry.aborts[1 - MAX_ABORTS :], AbortOrder(args[0], time.time_ns()))
+            registry.aborts = (
+                *(registry.aborts or ())[1 - MAX_ABORTS :],
+                AbortOrder(args[0], time.time_ns()),
+            )
             registry.on_abort(args[0])
         answers = await ask_live(registry, lambda client: client.call(verb, *args))
         lists = [found for _, found in answers if found is not None]

@@ -218,8 +218,8 @@ class InstanceRegistry:
         self.pauses: dict[str, PauseOrder] = {}
         """By owner."""
         self.aliases = KnownAliases()
-        self.aborts: tuple[AbortOrder, ...] = ()
-        """The latest, in order."""
+        self.aborts: tuple[AbortOrder, ...] | None = None
+        """The latest, in order.  None: another process's controller has yet to tell."""
         self.on_abort: Callable[[PauseScope], None] | None = None
         """Ends requests that wait for a resolver."""
         self.on_drain: Callable[[Instance], None] = lambda instance: None

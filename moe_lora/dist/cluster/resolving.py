@@ -31,7 +31,7 @@ _TRIES = 3
 """Another front end may unload an adapter between load and request."""
 ROOM_S = 30.0
 """Wait of a load for adapters without requests."""
-_LOOK_S = 0.1
+_LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0
 
 
 class ResolvingClient(FleetClient):
@@ -118,19 +118,22 @@ class ResolvingClient(FleetClient):
     async def _load(self, name: str) -> None:
         """Waits for room.  Raises BusyError while every resolved adapter has requests."""
         self._resolver.missing.check(name)
-        end_s = time.monotonic() + ROOM_S
+        end_s, pause_s = time.monotonic() + ROOM_S, _LOOK_S
         while True:
             num_resolved = len(resolved(self._instance_registry))
             if num_resolved >= self._most * 9 // 10 and self._unloading is None:
                 self._unloading = asyncio.create_task(self._unload_idle())
             if num_resolved >= self._most and self._unloading is not None:
                 await asyncio.shield(self._unloading)
-            try:
-                return await self._resolver.load(name)
-            except BusyError:
-                if time.monotonic() >= end_s:
-                    raise
-            await asyncio.sleep(_LOOK_S)
+            is_last = time.monotonic() >= end_s
+            if is_last or len(resolved(self._instance_registry)) < self._most:
+                try:
+                    return await self._resolver.load(name)
+                except BusyError:
+                    if is_last:
+                        raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     async def _unload_idle(self) -> None:
         """Unload the adapters with the longest idle time, to four fifths of the number."""

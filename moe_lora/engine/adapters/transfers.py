@@ -206,7 +206,7 @@ class Transfers:
         if self._send():
             self._balanced = False
         if not self.moves_ahead:
-            return None
+            return FOLLOWERS_LOOK_S if self.followers.lagging else None
         now_s = self._clock.now_s()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._interval_s

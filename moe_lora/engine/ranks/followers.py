@@ -122,6 +122,7 @@ class Followers:
         self._connections = connections
         self._children = children
         self._ending = threading.Event()
+        self._reading = threading.Lock()
         self._folder = folder
         self._host_counts: list[np.ndarray] = []
         self._ended: dict[int, _Ended] = {}
@@ -165,7 +166,8 @@ class Followers:
 
     def answers(self, within_s: float | None = None) -> list[Exception | None]:
         """Wait until all have answered; returns their errors.  Raises EngineDeadError as `settle`."""
-        return [self._answer(dist_rank, within_s) for dist_rank in range(1, len(self._connections) + 1)]
+        with self._reading:
+            return [self._answer(dist_rank, within_s) for dist_rank in range(1, len(self._connections) + 1)]
 
     def _answer(self, dist_rank: int, within_s: float | None) -> Exception | None:
         while True:
@@ -196,10 +198,13 @@ class Followers:
             return ended
         for number, error in ended:
             self._note_end(0, number, error)
-        for dist_rank in range(1, len(self._connections) + 1):
-            while (message := self._receive(dist_rank, 0.0)) is not None:
-                assert isinstance(message, OrderEnded), "a follower answers only while rank 0 waits"
-                self._note_end(dist_rank, message.number, message.error)
+        self.lagging = bool(self._ended)
+        if not self._reading.acquire(blocking=False):  # another thread waits for answers, and reads the rest
+            return []
+        try:
+            self._read_ends()
+        finally:
+            self._reading.release()
         num_ranks, now_s = len(self._connections) + 1, time.monotonic()
         for order in self._ended.values():
             if len(order.errors) < num_ranks and now_s - order.since_s > exchange.TIMEOUT_S:
@@ -208,6 +213,12 @@ class Followers:
         results = [(number, self._ended.pop(number).error) for number in whole]
         self.lagging = bool(self._ended)
         return results
+
+    def _read_ends(self) -> None:
+        for dist_rank in range(1, len(self._connections) + 1):
+            while (message := self._receive(dist_rank, 0.0)) is not None:
+                assert isinstance(message, OrderEnded), "a follower answers only while rank 0 waits"
+                self._note_end(dist_rank, message.number, message.error)
 
     def _note_end(self, dist_rank: int, number: int, error: Exception | None) -> None:
         self._ended.setdefault(number, _Ended(time.monotonic())).errors[dist_rank] = error
@@ -230,10 +241,12 @@ class Followers:
             how = child.how_ended if child.ended.done() else "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
-    def loaded_layers(self, own: np.ndarray) -> LoadedLayers:
-        """Of all ranks.  own: [slots, layers] bool of rank 0."""
+    def loaded_layers(self, own: np.ndarray, num_layers: int) -> LoadedLayers:
+        """Of all ranks.  own: `SlotTable.present` of rank 0.  num_layers: without the sites outside."""
         ranks = range(1, len(self._connections) + 1)
-        self.layers = LoadedLayers(own, [shared_layers(self.directory, rank, own.shape) for rank in ranks])
+        of_ranks = [own, *(shared_layers(self.directory, rank, own.shape) for rank in ranks)]
+        own, *others = (one[:, :num_layers] for one in of_ranks)
+        self.layers = LoadedLayers(own, others)
         return self.layers
 
     def host_fallback_rows(self) -> int:
@@ -302,7 +315,7 @@ class LoadedLayers:
 
 
 def shared_layers(directory: Path, dist_rank: int, shape: tuple[int, ...]) -> np.ndarray:
-    """[slots, layers] bool of one follower, shared with rank 0."""
+    """`SlotTable.present` of one follower, shared with rank 0.  shape: of the whole table."""
     path = directory / f"layers-{dist_rank}"
     return np.memmap(path, np.bool_, "r+" if path.exists() else "w+", shape=shape)
 

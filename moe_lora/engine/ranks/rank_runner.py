@@ -71,6 +71,9 @@ def make_runner(
         from moe_lora.lora.paced import PacedBackend
 
         backend = PacedBackend(backend, rank.shape, profile, remote=rank.lora_server is not None)
+    layers = None
+    if followers is not None and host is not None:
+        layers = followers.loaded_layers(rank.slots.present, rank.shape.num_layers)
     of_step, context = _step_parts(rank, backend, exchanges)
     context.with_columns = cache(partial(_with_columns, rank, backend))
     sources = [Source.LOCAL if s.name in rank.local_sites else Source.LEASED for s in rank.shape.sites]
@@ -80,7 +83,7 @@ def make_runner(
         rank.device,
         sources,
         num_taken_over=lambda: routed.num_taken_over,
-        present=None if followers is None or host is None else followers.loaded_layers(rank.present),
+        present=layers,
         eager=rank.config.eager,
         decode_buckets=rank.config.decode_buckets or (),
         announce=None if followers is None else followers.tell,

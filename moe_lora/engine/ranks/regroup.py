@@ -98,9 +98,14 @@ class FollowedSteps:
 
 def _leave(rank: Rank, error: Exception | None) -> None:
     """Close the rank's group: it closes once nothing refers to it, the frames of `error` included."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ if isinstance(error.__cause__, Exception) else None
+    earlier: list[BaseException | None] = [error]
+    known: set[int] = set()
+    while earlier:
+        one = earlier.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            earlier += [one.__cause__, one.__context__]
     rank.leave()
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import pickle
 from multiprocessing import Pipe
+from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.host import OwnFolder
 from moe_lora.engine.ranks.follower import Answers
-from moe_lora.engine.ranks.followers import Done, Followers, LoadedLayers, OrderEnded
+from moe_lora.engine.ranks.followers import Done, Followers, LoadedLayers, OrderEnded, shared_layers
 
 
 @pytest.fixture
@@ -54,6 +57,33 @@ def test_ends_beside_an_answer_are_kept(two_followers):
     followers.settle()
     second.send(OrderEnded(1))
     assert followers.ended_everywhere([(1, None)]) == [(1, None)]
+
+
+def test_ends_wait_while_another_thread_reads_answers(two_followers):
+    followers, answers = two_followers
+    waiting = Thread(target=followers.settle)
+    waiting.start()
+    while not followers._reading.locked():
+        continue
+    assert followers.ended_everywhere([(1, None)]) == []
+    assert followers.lagging
+    for one in answers:
+        one.send(OrderEnded(1))
+        one.send(Done())
+    waiting.join()
+    assert followers.ended_everywhere([]) == [(1, None)]
+
+
+def test_layers_of_followers_are_found_in_their_files():
+    with OwnFolder() as folder:
+        followers = Followers([None], SimpleNamespace(path=folder))
+        there = shared_layers(folder, 1, (3, 5))
+        own = np.zeros((3, 5), dtype=bool)
+        layers = followers.loaded_layers(own, 4)
+        own[2] = there[2, 1] = True
+        assert layers[2].tolist() == [False, True, False, False]
+        layers.clear(2)
+        assert not there.any()
 
 
 def test_follower_that_is_gone_ends_the_wait():

@@ -100,8 +100,27 @@ def test_adapters_that_a_follower_cannot_load_are_unavailable_and_the_base_model
     assert all(one.residency == "unavailable" for one in infos(core))
 
 
-@pytest.mark.parametrize("extra", [{}, {"host_workers": 1}], ids=["device", "host_workers"])
-def test_follower_that_loads_slowly_changes_no_token(faulty, right, extra):
-    core = faulty({"late": 40}, **EP, **extra)
+def test_follower_that_loads_slowly_changes_no_token(faulty, right):
+    core = faulty({"late": 40}, **EP)
     for _ in range(2):
         assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
+
+
+def test_prompts_while_a_follower_has_some_of_the_layers_have_the_right_tokens(faulty):
+    prompts = [tuple(range(3 + number, 27 + number)) for number in range(4)]
+    requests = [request(f"r{number}", "reverse", prompt) for number, prompt in enumerate(prompts)]
+    core = build_engine(CONFIG)
+    right = {name: tokens for name, (tokens, _) in drive(core, *requests).items()}
+    core.close()
+    core = faulty({"late": ALWAYS}, **EP, host_workers=1)
+    drive(core, request("first", "upper"))  # a later adapter has a later slot
+    found: dict[str, list[int]] = {}
+    for one in requests:
+        core.add_request(one)
+        for _ in range(3):
+            for output in core.step():
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+    while core.has_work:
+        for output in core.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    assert found == right

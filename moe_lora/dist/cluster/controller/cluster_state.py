@@ -116,7 +116,7 @@ class ClusterStateLog:
             drains=self._instance_registry.drains.orders,
             restarting=tuple(sorted(self._instance_registry.drains.restarting)),
             aliases=dict(self._instance_registry.aliases),
-            aborts=self._instance_registry.aborts,
+            aborts=self._instance_registry.aborts or (),
         )
         router = self._routes.table
         if router is not None and self._placement is not None:
@@ -171,10 +171,12 @@ class ClusterStateLog:
 
 
 def follow_aborts(instance_registry: InstanceRegistry, aborts: tuple[AbortOrder, ...]) -> None:
-    """Execute the unknown ones of another process's controller."""
+    """Execute the new ones of another process's controller; the first state's are older than the requests
+    here.
+    """
     known, instance_registry.aborts = instance_registry.aborts, aborts
     for one in aborts:
-        if one not in known and instance_registry.on_abort is not None:
+        if known is not None and one not in known and instance_registry.on_abort is not None:
             instance_registry.on_abort(one.scope)
 
 
