@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import BusyError, ConfigError
-from moe_lora.engine.ranks.followers import MemoryOrder
+from moe_lora.engine.ranks.followers import MemoryOrder, MemoryStep
 
 from .client.messages import Entry, SleepPart
 
 if TYPE_CHECKING:
     from .core import EngineCore
     from .verbs import Steps
-
-PARTS: tuple[SleepPart, ...] = ("weights", "kv_cache")
 
 
 class Sleep:
@@ -36,8 +34,15 @@ class Sleep:
         if self.parts:
             raise BusyError("the model is asleep; send the request again after /wake_up")
 
-    def start(self, level: int, abort: Callable[[], None] | None, timeout_s: float) -> Steps[None]:
-        """Free the arenas once no request runs; level 2: the weights too.
+    def start(
+        self,
+        parts: Collection[SleepPart],
+        abort: Callable[[], None] | None,
+        timeout_s: float,
+        *,
+        drops_weights: bool,
+    ) -> Steps[None]:
+        """Free the arenas, for kv_cache, and drop the weights if asked to, once no request runs.
 
         abort: ends running requests; None: they go on to their ends.  Raises TimeoutError after timeout_s,
         and stays awake.
@@ -45,7 +50,7 @@ class Sleep:
         self._check_mode()
         with self._alone():
             end_s, before = time.monotonic() + timeout_s, set(self.parts)
-            self.parts |= set(PARTS)
+            self.parts |= set(parts)
             if abort is not None:
                 abort()
             timer = threading.Timer(timeout_s, self._put, [lambda: None])
@@ -56,14 +61,17 @@ class Sleep:
             if not self._is_idle():
                 self.parts = before
                 raise TimeoutError(f"requests ran on for {timeout_s:g} s, and the model stays awake")
-            self._core.transfers.moves_ahead = False
-            self._core.adapters.evict_all()
-            drops_weights = level == 2 and self._has_weights
-            self._has_weights = self._has_weights and not drops_weights
-            order = MemoryOrder(("free_arenas", "free_weights") if drops_weights else ("free_arenas",))
-            (yield self._on_all_ranks(order)).result()
+            self._core.transfers.moves_ahead = not self.parts
+            steps: list[MemoryStep] = []
+            if "kv_cache" in parts:
+                self._core.adapters.evict_all()
+                steps.append("free_arenas")
+            if drops_weights and self._has_weights:
+                self._has_weights = False
+                steps.append("free_weights")
+            (yield self._on_all_ranks(MemoryOrder(tuple(steps)))).result()
 
-    def stop(self, parts: Sequence[SleepPart]) -> Steps[None]:
+    def stop(self, parts: Collection[SleepPart]) -> Steps[None]:
         """Wake these parts up.  Raises ConfigError for a checkpoint that can't be read any more."""
         with self._alone():
             if "weights" in parts and not self._has_weights:

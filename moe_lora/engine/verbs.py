@@ -139,12 +139,14 @@ class EngineVerbs:
         self.pauses.abort(scope)
 
     @of_instances
-    def sleep(self, level: int, mode: PauseMode, timeout_s: float) -> Steps[None]:
+    def sleep(
+        self, parts: Sequence[SleepPart], drops_weights: bool, mode: PauseMode, timeout_s: float
+    ) -> Steps[None]:
         """As `Sleep.start`.  mode: abort or wait."""
         if self.asleep is None:
             self.asleep = self._make_sleep()
         abort = partial(self.abort_requests, PauseScope()) if mode == "abort" else None
-        yield from self.asleep.start(level, abort, timeout_s)
+        yield from self.asleep.start(parts, abort, timeout_s, drops_weights=drops_weights)
 
     @of_instances
     def wake_up(self, parts: Sequence[SleepPart]) -> Steps[None]:

@@ -39,7 +39,7 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def sleep(llm: LLM, level: int, mode: str = "abort", timeout_s: float = 600.0) -> None:
-    call(llm, "sleep", level, mode, timeout_s)
+    call(llm, "sleep", ALL, level == 2, mode, timeout_s)
 
 
 def freed_by(work: Callable[[], object]) -> int:
@@ -124,11 +124,22 @@ def test_it_is_awake_with_its_last_part():
         assert tokens(llm) == before
 
 
+@pytest.mark.parametrize("part", ALL)
+def test_a_part_sleeps_alone(part):
+    with engine() as llm:
+        before = tokens(llm)
+        call(llm, "sleep", (part,), part == "weights", "wait", 600.0)
+        assert call(llm, "parts_asleep") == [part]
+        assert refuses(llm)
+        call(llm, "wake_up", (part,))
+        assert tokens(llm) == before
+
+
 def test_running_requests_end_or_go_on_before_it():
     with engine() as llm:
         running = Stream(llm, "running", "policy", gated=True)
         running.get()
-        asked = llm.client.start_call("sleep", 1, "wait", 600.0)
+        asked = llm.client.start_call("sleep", ALL, False, "wait", 600.0)
         late = Stream(llm, "late", "policy")
         running.gate.set()
         with pytest.raises(BusyError):
@@ -138,7 +149,7 @@ def test_running_requests_end_or_go_on_before_it():
         call(llm, "wake_up", ALL)
         running = Stream(llm, "again", "policy", gated=True)
         running.get()
-        asked = llm.client.start_call("sleep", 1, "abort", 600.0)
+        asked = llm.client.start_call("sleep", ALL, False, "abort", 600.0)
         running.gate.set()
         asked.result(timeout=PATIENCE_S)
         assert running.rest() == "abort"
@@ -148,7 +159,7 @@ def test_a_request_that_does_not_end_in_time_keeps_it_awake():
     with engine() as llm:
         running = Stream(llm, "running", "policy", gated=True)
         running.get()
-        asked = llm.client.start_call("sleep", 1, "wait", 0.2)
+        asked = llm.client.start_call("sleep", ALL, False, "wait", 0.2)
         running.gate.set()
         call(llm, "hold_request", "running", 0)
         with pytest.raises(TimeoutError, match="stays awake"):
@@ -162,7 +173,7 @@ def test_a_change_beside_another_is_refused():
     with engine() as llm:
         running = Stream(llm, "running", "policy", gated=True)
         running.get()
-        asked = llm.client.start_call("sleep", 1, "wait", 600.0)
+        asked = llm.client.start_call("sleep", ALL, False, "wait", 600.0)
         second = llm.client.start_call("wake_up", ALL)
         running.gate.set()
         with pytest.raises(BusyError, match="falls asleep"):

@@ -62,6 +62,19 @@ def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, lev
     assert answers(http) == before
 
 
+@pytest.mark.parametrize("tags", [["kv_cache"], ["kv_cache", "weights"], None])
+def test_memory_is_released_and_resumed_by_the_names_of_sglang(server, tags):
+    http = Http(server.url)
+    before = answers(http)
+    http.ok("POST", "/release_memory_occupation", json={"tags": tags})
+    assert http.ok("GET", "/is_sleeping") == {"is_sleeping": True}
+    if tags is not None and len(tags) > 1:
+        http.ok("POST", "/resume_memory_occupation", json={"tags": ["weights"]})
+        tags = ["kv_cache"]
+    http.ok("POST", "/resume_memory_occupation", json={"tags": tags})
+    assert answers(http) == before
+
+
 def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
     http = Http(server.url)
     http.ok("POST", "/pause?mode=keep&clear_cache=false")
@@ -97,7 +110,7 @@ def test_requests_that_outlive_the_wait_keep_all_instances_awake(engine, tokeniz
     async def call(verb: str, *args: Any) -> None:
         calls.append(verb)
         if verb == "sleep":
-            assert args[:2] == (1, "wait")
+            assert args[:3] == (("weights", "kv_cache"), False, "wait")
             raise TimeoutError("requests ran on for 1 s")
 
     monkeypatch.setattr(engine, "call", call)

@@ -67,11 +67,15 @@ class OrderEnded:
     error: Exception | None = None
 
 
+MemoryStep = Literal["free_arenas", "free_weights", "read_weights"]
+"""A method of `Rank`."""
+
+
 @dataclass(frozen=True)
 class MemoryOrder:
     """Call these methods of the rank, and answer."""
 
-    steps: tuple[Literal["free_arenas", "free_weights", "read_weights"], ...]
+    steps: tuple[MemoryStep, ...]
 
     def carry_out(self, rank: Rank) -> None:
         for step in self.steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
@@ -68,6 +69,12 @@ class ResetQuery(Query):
 class SleepQuery(Query):
     level: Literal["1", "2"] = "1"
     mode: Literal["abort", "wait"] = "abort"
+
+
+class MemoryBody(Query):
+    """SGLang's names; there is no graph to free."""
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 class WakeUpQuery(Query):
@@ -138,19 +145,26 @@ class Endpoints:
 
     async def sleep(self, request: Request) -> Response:
         """Answers once every instance has given its memory back."""
-        query, timeout_s = read_query(request, SleepQuery), self._frontend.limits.config.pause_timeout_s
-        try:
-            await self._call("sleep", int(query.level), query.mode, timeout_s)
-        except TimeoutError as error:
-            await self._call("wake_up", get_args(SleepPart))
-            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
-            raise ApiError(408, what) from error
+        query = read_query(request, SleepQuery)
+        await self._sleep(("weights", "kv_cache"), query.mode, drops_weights=query.level == "2")
         return Response()
 
     async def wake_up(self, request: Request) -> Response:
         """Answers once every instance has its memory."""
         query = read_query(request, WakeUpQuery, tags=request.query_params.getlist("tags"))
         await self._call("wake_up", query.tags or get_args(SleepPart))
+        return Response()
+
+    async def release_memory(self, request: Request) -> Response:
+        """As /sleep with mode=wait; "weights" are dropped."""
+        tags = (await self._body(request, MemoryBody)).tags or ("weights", "kv_cache")
+        parts = [tag for tag in tags if tag != "cuda_graph"]
+        await self._sleep(parts, "wait", drops_weights="weights" in parts)
+        return Response()
+
+    async def resume_memory(self, request: Request) -> Response:
+        tags = (await self._body(request, MemoryBody)).tags or get_args(SleepPart)
+        await self._call("wake_up", [tag for tag in tags if tag != "cuda_graph"])
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -229,6 +243,15 @@ class Endpoints:
             what = f"no token within {GENERATE_S:g} s; see the server's log"
             raise ApiError(503, what) from error
         return Response()
+
+    async def _sleep(self, parts: Sequence[str], mode: PauseMode, *, drops_weights: bool) -> None:
+        timeout_s = self._frontend.limits.config.pause_timeout_s
+        try:
+            await self._call("sleep", parts, drops_weights, mode, timeout_s)
+        except TimeoutError as error:
+            await self._call("wake_up", get_args(SleepPart))
+            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
+            raise ApiError(408, what) from error
 
     async def _pause(self, request: Request, mode: PauseMode, *, clears_cache: bool) -> None:
         scope, timeout_s = scope_of(caller_of(request.scope)), self._frontend.limits.config.pause_timeout_s

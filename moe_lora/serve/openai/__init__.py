@@ -73,6 +73,8 @@ LATER = (
     ("POST /sleep", CONTROLS, "sleep", "Give memory back on all instances."),
     ("POST /wake_up", CONTROLS, "wake_up", "End a sleep, or a part of it."),
     ("GET /is_sleeping", CONTROLS, "is_sleeping", "Whether an instance sleeps."),
+    ("POST /release_memory_occupation", CONTROLS, "release_memory", "As /sleep, by parts (SGLang)."),
+    ("POST /resume_memory_occupation", CONTROLS, "resume_memory", "As /wake_up (SGLang)."),
     ("GET /server_info", CONTROLS, "server_info", "Model and limits, under vLLM's names."),
     ("GET /get_world_size", CONTROLS, "world_size", "Number of processes with the model."),
     ("POST /reset_prefix_cache", CONTROLS, "reset_prefix_cache", "Forget all computed prompts."),
