@@ -21,7 +21,7 @@ from .sources import (
 )
 
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
-_INTEGRATIONS = ("moe_lora.integrations.callback", "moe_lora.integrations.trl")
+_INTEGRATIONS = tuple(f"moe_lora.integrations.{name}" for name in ("callback", "trl", "verl"))
 ROOTS = ("moe_lora", "moe_lora.cli.main", *_INTEGRATIONS)
 """The library's front door, the `moe-lora` command, and what trainers import."""
 _SHAPE = re.compile(r"\[(?:[A-Z0-9…][\w+*/ .-]*)(?:, ?[\w+*/ .…-]+)*\]")

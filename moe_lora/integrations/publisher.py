@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,12 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Ten
     from peft import get_peft_model_state_dict
 
     found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    whole = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in found.items()}
+    return whole_tensors(found.items())
+
+
+def whole_tensors(tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    """In host memory; gathers sharded tensors."""
+    whole = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in tensors}
     return {key: one.detach().cpu().contiguous() for key, one in whole.items()}
 
 
@@ -54,7 +60,7 @@ class Publisher:
 
         Running requests end on the former version.  Raises AdapterError with the server's reason.
         """
-        headers = {"X-Adapter-Config": json.dumps(config, default=_plain)}
+        headers = {"X-Adapter-Config": json.dumps(config, default=plain)}
         answer = self._http.put(f"/v1/adapters/{self.name}", content=save(tensors), headers=headers)
         return int(_checked(answer, self.name)["version"])
 
@@ -78,7 +84,7 @@ def _checked(answer: httpx.Response, name: str) -> dict[str, Any]:
     raise AdapterError(f"the server did not accept {name!r}: {reason}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Sets and enumerations of a PEFT configuration as JSON has them."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)

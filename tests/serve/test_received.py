@@ -178,6 +178,9 @@ def test_tensors_in_base64_are_served(http):
     [
         (in_base64(pickle.dumps({"a": 1})), "is a pickle"),
         (in_base64(b"", serialized_tensors="?"), "not base64"),
+        (in_base64(b"", serialized_named_tensors=["a"]), "give one of"),
+        (in_base64(b"", serialized_tensors=None), "give one of"),
+        (in_base64(b"", serialized_tensors=None, serialized_named_tensors=["?"]), "serialized_named_tensors"),
         (in_base64(b"", serialized_tensors=["a", "b"]), "serialized_tensors"),
         (in_base64(b"\0" * ((MOST_MB << 20) + (1 << 16))), f"received_mb={MOST_MB}"),
         (in_base64(b"", load_format="flattened_bucket"), "load_format"),

@@ -46,13 +46,30 @@ _WAY_OUT = (
 )
 
 
+_OneText = Annotated[list[str], Field(min_length=1, max_length=1)]
+
+
 class TensorsBody(Query):
-    """serialized_tensors: a single file: the server divides tensors among ranks."""
+    """serialized_tensors: a single file: the server divides tensors among ranks.
+
+    serialized_named_tensors: the same, by the name of later versions of SGLang.
+    """
 
     lora_name: str
     config_dict: dict[str, Any]
-    serialized_tensors: str | Annotated[list[str], Field(min_length=1, max_length=1)]
+    serialized_tensors: str | _OneText | None = None
+    serialized_named_tensors: _OneText | None = None
     load_format: None = None
+
+    @property
+    def file(self) -> tuple[str, str]:
+        """The field's name, and the file.  Raises ApiError."""
+        fields = ("serialized_tensors", "serialized_named_tensors")
+        given = [(name, found) for name in fields if (found := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise bad_request(f"give one of {' and '.join(fields)}: a safetensors file in base64", fields[0])
+        name, found = given[0]
+        return name, found if isinstance(found, str) else found[0]
 
 
 class Endpoints:
@@ -99,13 +116,11 @@ class Endpoints:
         """The name, config and file in SGLang's body.  Raises ApiError."""
         body = await parse_json(content, TensorsBody)
         check_new_name(body.lora_name, self._frontend)
-        given = body.serialized_tensors
-        if not isinstance(given, str):
-            given = given[0]
+        field, given = body.file
         try:
             file = await in_daemon_thread(b64decode, given, None, True)
         except ValueError:
-            raise bad_request("serialized_tensors is not base64", "serialized_tensors") from None
+            raise bad_request(f"{field} is not base64", field) from None
         return body.lora_name, json.dumps(body.config_dict), file
 
     def take_body(self, client: str, num_bytes: int) -> None:
