@@ -206,7 +206,7 @@ def follow_comparing(connection: Connection) -> None:
 def forked(target: Callable[[Connection], None]) -> Iterator[Connection]:
     """A process that runs `target` with the other end of the connection, and ends when this end is closed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "moe_lora.dist.lora_server.server_rank"])
     ours, theirs = context.Pipe()
     log_level = logging.getLogger("moe_lora").level
     process = context.Process(target=_run, args=(target, theirs, log_level), daemon=True)
