@@ -18,12 +18,12 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shard import ModelShard
-from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
+from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes, site_ranks
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
-from moe_lora.engine.ranks.rank_runner import make_runner, site_ranks
+from moe_lora.engine.ranks.rank_runner import make_runner
 from moe_lora.engine.step.sampler import Sampler, schedules_ahead
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids, read_sampling_defaults
 from moe_lora.families import family_named, shape_of
@@ -144,11 +144,7 @@ class _Build:
             else:
                 exchanges = rank.join(followers.directory)
                 runner = make_runner(rank, exchanges, followers, store.host, find=store.find)
-                runner.settle_others = followers.settle
-                if rank.device.type == "cpu":
-                    from .ranks.regroup import Regroup
-
-                    runner.regroup = Regroup(rank, followers)
+                followers.attach(runner, rank)
             followers.settle()
             manager, transfers, scheduler = self._moving_parts(store)
             info = model_info(config, rank, size.max_kv_pages)

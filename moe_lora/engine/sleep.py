@@ -99,7 +99,7 @@ class Sleep:
             )
 
     def _on_all_ranks(self, order: MemoryOrder) -> Future[None]:
-        """In a thread of its own, which ends: a thread that stays keeps OpenMP's workers from the steps."""
+        """In a short thread of its own: a lasting one would keep OpenMP's workers from the steps."""
         rank, followers = self._core.rank, self._core.transfers.followers
         followers.tell(order)
 

@@ -62,8 +62,8 @@ class LoadedSum:
 
 async def composed(
     frontend: Frontend, model: str, terms: Sequence[WeightedAdapter], caller: Caller
-) -> tuple[LoadedSum, Caller]:
-    """The sum, and the caller with a right to it.  Raises ApiError, and errors of a load."""
+) -> tuple[str, Caller, LoadedSum]:
+    """The sum's name, the caller with a right to it, and the sum.  Raises ApiError, and errors of a load."""
     if model not in frontend.model_names:
         raise bad_request(
             f"lora needs the base model, and model is {model!r}; send {frontend.model_name!r}", "model"
@@ -77,7 +77,7 @@ async def composed(
         await _make_room(frontend, infos)
         await found.load()
     frontend.composed_s[found.name] = time.monotonic()
-    return found, caller.with_right(found.name)
+    return found.name, caller.with_right(found.name), found
 
 
 def _part(term: WeightedAdapter, infos: dict[str, AdapterInfo], caller: Caller) -> Part:

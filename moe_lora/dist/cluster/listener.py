@@ -251,7 +251,7 @@ class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  A close ends the connection, not the engine.
 
     Belongs to the event loop of the connection. on_move: called with move orders for requests of this
-    connection.  on_death: called with the adapters that may have ended the engine, and the engine's notes.
+    connection.  on_death: called with the adapters at work in the engine, and its notes.
     max_unread: unread items per request.  notes: place of the engine's notes.
     """
 

@@ -253,6 +253,16 @@ class ShardSizes:
         return [-(-num_bytes // self.page_bytes) for num_bytes in sizes]
 
 
+def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int]:
+    """The largest rank of the adapters at each site, the outer sites last."""
+    sites = (*shape.sites, *shape.outer_sites)
+    entries = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
+    for layer in (layer for packed in adapters for layer in packed.layers):
+        ranks = layer.table[: len(entries), 2].numpy()
+        np.maximum(entries[: len(ranks)], ranks, out=entries[: len(ranks)])
+    return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
+
+
 @dataclass(frozen=True)
 class Failure:
     """retry_s: the engine's time of the next allowed load by a request; None: needs a new load call."""

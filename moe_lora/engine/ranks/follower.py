@@ -141,7 +141,7 @@ class Answers:
         self._lock = threading.Lock()
 
     def send(self, message: Done | OrderEnded) -> None:
-        """An error that can't be pickled becomes a RuntimeError with its text."""
+        """An error without a pickled form becomes a RuntimeError with its text."""
         if message.error is not None:
             message = replace(message, error=_portable(message.error))
         with self._lock, suppress(ConnectionError):  # rank 0 is gone, and this process ends

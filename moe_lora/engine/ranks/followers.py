@@ -28,6 +28,8 @@ from moe_lora.engine.step.step_batch import packed_message
 from . import exchange
 
 if TYPE_CHECKING:
+    from moe_lora.engine.step.runner import ModelRunner
+
     from .rank import Rank
 
 HOST_STORE = "adapters"
@@ -100,7 +102,7 @@ OrderResult: TypeAlias = tuple[int, Exception | None]
 
 @dataclass
 class _Ended:
-    """An order, since its end on a first rank.  errors: by rank, of the ranks where the order has ended."""
+    """An order, since its end on a first rank.  errors: by rank with an end."""
 
     since_s: float
     errors: dict[int, Exception | None] = field(default_factory=dict)
@@ -130,11 +132,11 @@ class Followers:
         self._folder = folder
         self._host_counts: list[np.ndarray] = []
         self._ended: dict[int, _Ended] = {}
-        """Orders that have ended on some ranks."""
+        """Orders with an end on some ranks."""
         self.lagging = False
         """True while there are such orders."""
         self.layers: LoadedLayers | None = None
-        """With host workers, which compute the layers that a rank has yet to load."""
+        """With host workers, for the layers under load."""
 
     @property
     def directory(self) -> Path:
@@ -194,7 +196,7 @@ class Followers:
         return message
 
     def ended_everywhere(self, ended: list[OrderResult]) -> list[OrderResult]:
-        """Orders that have ended on all ranks since the last call, each with the first error or None.
+        """Orders with an end on all ranks since the last call, each with the first error or None.
 
         ended: at rank 0, since the last call.  Raises EngineDeadError.
         """
@@ -244,6 +246,14 @@ class Followers:
             wait([child.ended], STOP_TIMEOUT_S)
             how = child.how_ended if child.ended.done() else "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
+
+    def attach(self, runner: ModelRunner, rank: Rank) -> None:
+        """Rank 0 learns of other ranks' errors in merges, and on CPU in steps."""
+        runner.settle_others = self.settle
+        if rank.device.type == "cpu":
+            from .regroup import Regroup
+
+            runner.regroup = Regroup(rank, self)
 
     def loaded_layers(self, own: np.ndarray, num_layers: int) -> LoadedLayers:
         """Of all ranks.  own: `SlotTable.present` of rank 0.  num_layers: without the sites outside."""
@@ -300,7 +310,7 @@ def _silent(dist_rank: int, within_s: float) -> EngineDeadError:
 
 
 class LoadedLayers:
-    """Layers of each slot that all ranks of an instance have loaded.
+    """Layers of each slot, loaded on all ranks of an instance.
 
     own: [slots, layers] bool, of rank 0.  others: of the followers, in memory shared with them.
     """
@@ -313,7 +323,7 @@ class LoadedLayers:
         return np.logical_and.reduce([self._own[slot], *(other[slot] for other in self._others)])
 
     def clear(self, slot: int) -> None:
-        """Before a load: a follower may have yet to clear what its slot held."""
+        """Before a load: a follower may have yet to clear its slot."""
         for other in self._others:
             other[slot] = False
 

@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
-from moe_lora.core.shape import ModelShape
 from moe_lora.engine.arena_size import max_model_len
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.engine.step.runner import ModelRunner
@@ -92,16 +89,6 @@ def make_runner(
         graphs=None if capture is None else _graphs(rank, capture, backends, sources),
         outer=cache(partial(_outer_deltas, rank)),
     )
-
-
-def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int]:
-    """The largest rank of the adapters at each site, the outer sites last."""
-    sites = (*shape.sites, *shape.outer_sites)
-    entries = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
-    for layer in (layer for packed in adapters for layer in packed.layers):
-        ranks = layer.table[: len(entries), 2].numpy()
-        np.maximum(entries[: len(ranks)], ranks, out=entries[: len(ranks)])
-    return [int(entries[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
 
 def _step_parts(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a step that raised on one rank of an instance on CPU: all ranks leave the step, and meet anew.
+"""After an error of one rank in a step on CPU: all ranks of the instance leave the step, and meet anew.
 
-A rank that raises closes its group.  The other ranks, in wait for its rows, then raise too.  Rank 0 has all
-ranks leave, learns the first error, and opens a new group with them.
+The rank closes its group.  The other ranks, in wait for its rows, then raise too.  Rank 0 has all ranks
+leave, learns the first error, and opens a new group with them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Regroup:
         self._number = 0
 
     def __call__(self, error: Exception) -> Exception:
-        """Have all ranks leave a step that raised `error` here, and meet anew.
+        """Have all ranks leave a step after `error` of this rank, and meet anew.
 
-        Returns the error of the rank that failed first.  Raises EngineDeadError if a rank is gone.
+        Returns the first error of any rank.  Raises EngineDeadError if a rank is gone.
         """
         self._number += 1
         _leave(self._rank, error)
@@ -61,7 +61,7 @@ class Regroup:
 
 
 class FollowedSteps:
-    """A follower's part: its steps, and the error that ended one.  directory: of the instance."""
+    """A follower's part: its steps, and the error of a failed step.  directory: of the instance."""
 
     def __init__(self, rank: Rank, runner: ModelRunner, directory: Path) -> None:
         self._rank = rank

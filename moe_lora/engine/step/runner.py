@@ -182,17 +182,17 @@ class ModelRunner:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def can_repeat(self, error: Exception) -> bool:
-        """True if a step that raised `error` may run again: on a CPU, while all ranks live."""
+        """True if a step may run again after this error: on a CPU, while all ranks live."""
         return self._device.type == "cpu" and (
             not isinstance(error, EngineDeadError) or isinstance(error, RankLostError)
         )
 
     def drop_step(self) -> None:
-        """Drop this rank's part of a step that raised."""
+        """Drop this rank's part of a failed step."""
         self._context.abandon_step()
 
     def abandon(self, error: Exception) -> Exception:
-        """Drop a step that raised `error`, on all ranks; returns the error of the rank that failed first.
+        """Drop a failed step on all ranks; returns the first error of any rank.
 
         Raises EngineDeadError if a rank is gone.
         """

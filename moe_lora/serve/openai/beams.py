@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search (`use_beam_search`): the n likeliest answers that a search of width n finds.
+"""Beam search (`use_beam_search`): the n likeliest answers of a search of width n.
 
 Each step of a beam is a request for one token, with the log probabilities of the 2n likeliest tokens.
 """
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     "repetition_penalty": (None, 1),
 }
-"""Fields that a search does not follow, and their unused values."""
+"""Fields without a meaning in a search, and their unused values."""
 
 
 def check_beams(body: SamplingFields) -> None:

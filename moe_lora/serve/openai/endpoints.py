@@ -351,8 +351,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     if body.lora is not None:
         from moe_lora.serve.composing import composed
 
-        loaded_sum, caller = await composed(frontend, model, body.lora, caller)
-        adapter = loaded_sum.name
+        adapter, caller, loaded_sum = await composed(frontend, model, body.lora, caller)
     is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics or body.use_beam_search
     make = _rare_generation(body) if is_rare else Generation
     generation = make(
@@ -386,8 +385,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     if form.respond is not None:
         return await form.respond(request, generation, head, headers)
     if body.stream:
-        is_forced = frontend.config.force_include_usage
-        options = ALL_USAGE if is_forced else body.stream_options or StreamOptions()
+        options = ALL_USAGE if frontend.config.force_include_usage else body.stream_options or StreamOptions()
         return EventStream(generation, form, head, options, headers)
     work = generation.whole() if form.collect is None else form.collect(generation)
     whole = await unless_disconnected(request.receive, work)
