@@ -64,6 +64,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     pauses: dict[str, PauseScope] = field(default_factory=dict)
     num_cleared: int = 0
+    asleep: set[str] = field(default_factory=set)
     instances: tuple[Any, ...] = ()
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     num_tokens: int = 0
@@ -187,6 +188,15 @@ class ScriptedEngine:
 
     def _clear_cache(self) -> None:
         self.num_cleared += 1
+
+    def _sleep(self, parts: Sequence[str], *_: object) -> None:
+        self.asleep |= set(parts)
+
+    def _wake_up(self, parts: Sequence[str]) -> None:
+        self.asleep -= set(parts)
+
+    def _parts_asleep(self) -> list[str]:
+        return sorted(self.asleep)
 
     def _load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         if name in self.adapters and not replace:

@@ -16,6 +16,7 @@ from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.serve.anthropic.request import MessagesBody
 from moe_lora.serve.openai.responses.request import ResponsesBody
 from tests.adapters.peft_folders import BASE
+from tests.patience import PATIENCE_S
 from tests.small_tokenizers import characters, wrapped
 
 from .conftest import app_of, scripted
@@ -73,7 +74,7 @@ def check(response):
 @SCHEMA.parametrize()
 @LIMITED
 def test_cases_from_the_openapi_document(case):
-    case.call_and_validate(checks=[not_a_server_error])
+    case.call_and_validate(checks=[not_a_server_error], timeout=PATIENCE_S)
 
 
 @settings(LIMITED, max_examples=150)

@@ -83,9 +83,9 @@ async def join(
             if _of_certificates(error):
                 raise LoraServerError(f"the LoRA Server's {error}") from error
             if time.monotonic() >= deadline_s:
+                how = error or f"in {timeout_s:g} s"
                 raise LoraServerError(
-                    f"no LoRA Server answers at {_SETTING}={place} ({error}); start it, or correct the "
-                    "address"
+                    f"no LoRA Server answers at {_SETTING}={place} ({how}); start it, or correct the address"
                 ) from error
             await asyncio.sleep(0.05)
     rest_s = max(1.0, deadline_s - time.monotonic())

@@ -16,6 +16,7 @@ from moe_lora.dist.lora_server.messages import HANDSHAKE
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.dist.lora_server.test_leader import granted, joined
+from tests.patience import PATIENCE_S
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
 
@@ -28,8 +29,8 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def admin(cluster: Cluster, **settings) -> LoraServerAdmin:
-    return LoraServerAdmin(cluster.config.address, None, **settings)
+def admin(cluster: Cluster, timeout_s: float = PATIENCE_S) -> LoraServerAdmin:
+    return LoraServerAdmin(cluster.config.address, None, timeout_s=timeout_s)
 
 
 def all_loaded(cluster: Cluster, leases: LeaseClient, adapters: str) -> None:
