@@ -15,6 +15,8 @@ from pathlib import Path
 from moe_lora.core import processes
 from tests.patience import PATIENCE_S
 
+from .live_server import wait_until
+
 DEMO = Path(__file__).parents[2] / "demo"
 START_TIMEOUT_S = 120.0
 
@@ -36,6 +38,11 @@ class DemoServer:
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
         raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
+
+    def wait_for_instances(self, num_links: int = 6) -> None:
+        """Until instances have dialled in so often: two, to the controller and to two front ends."""
+        said = r"instance instance-\d dialled in"
+        wait_until(lambda: len(re.findall(said, self.log.read_text())) >= num_links, "all have dialled in")
 
     def engine_pids(self) -> list[int]:
         """Process ids of the engines that the server started, the oldest first."""

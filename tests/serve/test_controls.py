@@ -17,7 +17,6 @@ import pytest
 
 from demo.tasks import prompt_for
 from moe_lora.serve.api_keys import add_key
-from tests.dist.cluster_jobs import until
 from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, DemoServer, demo_server
@@ -33,8 +32,7 @@ NUM = 6
 def server(request, tmp_path_factory) -> Iterator[DemoServer]:
     with demo_server(tmp_path_factory.mktemp("controls") / "log", *OPTIONS, *request.param) as server:
         if request.param:
-            said = r"instance instance-\d dialled in"
-            until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
+            server.wait_for_instances()
         yield server
 
 
@@ -251,6 +249,8 @@ def test_a_dead_trainer_s_pause_ends_by_itself(tmp_path):
 @pytest.mark.parametrize("options", [(), SEVERAL], ids=["alone", "several"])
 def test_a_shutdown_in_a_pause_finishes_answers(tmp_path, options):
     with demo_server(tmp_path / "log", *OPTIONS, *options) as server:
+        if options:
+            server.wait_for_instances()
         http = Http(server.url)
         http.ok("POST", "/pause?mode=keep")
         with several(http, "upper") as answers:
@@ -261,6 +261,7 @@ def test_a_shutdown_in_a_pause_finishes_answers(tmp_path, options):
 
 def test_pauses_outlive_one_of_two_front_ends(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
+        server.wait_for_instances()
         http = Http(server.url)
         http.ok("POST", "/pause?mode=keep")
         [first, _] = server.front_end_pids()

@@ -91,6 +91,7 @@ def test_a_key_without_the_right_probes_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_names_outlive_killed_processes(tmp_path: Path) -> None:
     with demo_server(tmp_path / "log", *resolver(DEMO / "adapters"), *SEVERAL) as server:
+        server.wait_for_instances()
         text = {name: ask(server, name) for name in ("upper", "lower", "reverse")}
         assert {status for status, _ in text.values()} == {200}
         pids = dict(re.findall(r"(\S+) started \(process (\d+)\)", server.log.read_text()))
