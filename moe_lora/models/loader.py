@@ -190,6 +190,8 @@ def refill(model: CausalLM, model_dir: Path) -> None:
 
 def refill_random(model: CausalLM, config: Mapping[str, Any], device: torch.device) -> None:
     """Make the weights of `random_model` again in place."""
+    from .random_weights import RandomCheckpoint
+
     checkpoint = RandomCheckpoint(model.spec, config, device)
     _fill(model, checkpoint, checkpoint.weights, {}, silent)
 

@@ -122,14 +122,14 @@ def pool_engines(model, transport: str) -> Iterator[list[InProcessClient]]:
         yield clients
 
 
-def ask_client(client: InProcessClient, model) -> list[tuple[int, ...]]:
+def ask_client(client: InProcessClient, model, sampling: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
     """As `ask`."""
     outputs: SimpleQueue = SimpleQueue()
     for number, (slot, prompt) in enumerate(zip(SLOTS, make_prompts(), strict=True)):
         request = GenerateRequest(
             request_id=str(number),
             prompt_token_ids=tuple(prompt),
-            sampling=GREEDY,
+            sampling=sampling,
             adapter=None if slot < 0 else model.adapters[slot].name,
         )
         client.submit(request, outputs.put)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,7 +53,7 @@ def read_adapter(
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
-        needed = sum(math.prod(entry.shape) for entry in found.entries.values()) * dtype.itemsize
+        needed = sum(_layer_bytes(found, shape, dtype))
         if found.match.replaced:
             from .replaced import change_bytes
 
@@ -145,12 +144,16 @@ def adapter_layer_bytes(
     Raises AdapterError as `read_adapter`, except for values that are not finite.
     """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
-        tensors = {
-            key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
-        }
-        for column in found.match.columns:
-            tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
-        return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
+        return _layer_bytes(found, shape, dtype)
+
+
+def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    tensors = {
+        key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
+    }
+    for column in found.match.columns:
+        tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
+    return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
 
 
 def pack_state_dict(

@@ -261,7 +261,7 @@ def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
         for path in model.adapters:
             client.start_call("pool_load", path.name, str(path), False, 1).result(60)
         for _ in range(2):
-            answered = ask_client(client, model)
+            answered = ask_client(client, model, GREEDY)
             assert answered == expected_of(model, answered)
         stats = client.start_call("stats").result(60)
     finally:
