@@ -150,7 +150,7 @@ def test_a_controller_killed_under_requests_costs_none(running, expected):
     state = cluster.metric("one", "moe_lora:controller_state")
     answer = cluster.load("one", "other")
     assert answer.status_code == 503
-    assert "the controller at" in answer.json()["error"]["message"]
+    assert "the controller is away" in answer.json()["error"]["message"]
     assert cluster.over("two", of_loaded(REQUESTS)).answers() == expected
     running.controller = cluster.controller()
     running.controller.wait_for("the controller begins", 2)

@@ -242,7 +242,7 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
             "/invocations",
         ),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/inference/v1/abort_requests"),
-        *("/inference/v1/generate", "/v1/chat/completions/batch"),
+        *("/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/tokens"),
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
         *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
         *("/v1/completions/render", "/v1/chat/completions/render"),

@@ -250,7 +250,8 @@ def test_a_request_waits_for_room_and_then_says_that_there_is_none(monkeypatch) 
         for answer in answers:
             await anext(answer)
         waiting = asyncio.create_task(front_end.ask("b"))
-        await until(lambda: "b" in front_end.found)
+        await until(lambda: any(one.adapter == "b" for one, _ in front_end.client._loads.values()))
+        assert "b" not in front_end.found, "nothing is looked up without room"
         assert len([output async for output in answers[0]]) == 3
         assert len(await waiting) == 1
         assert len(front_end.names()) <= MOST

@@ -40,11 +40,11 @@ def test_what_is_asked_while_nobody_is_there_is_refused(link):
 def test_aborts_reach_waiting_requests_once(link):
     ended: list[str] = []
     link._instance_registry.on_abort = lambda scope: ended.append(scope.owner)
-    orders = [AbortOrder(PauseScope(name), number) for number, name in enumerate("abc")]
-    for number in (1, 2, 3):
-        link.receive(ClusterState(number=number, aborts=tuple(orders[:number])))
-    link.receive(ClusterState(number=4, aborts=tuple(orders[1:])))
-    assert ended == ["a", "b", "c"]
+    old, *orders = [AbortOrder(PauseScope(name), number) for number, name in enumerate("-abc")]
+    for number in (1, 2, 3, 4):
+        link.receive(ClusterState(number=number, aborts=(old, *orders[: number - 1])))
+    link.receive(ClusterState(number=5, aborts=tuple(orders)))
+    assert ended == ["a", "b", "c"], "an abort of before this front end's requests ends none"
 
 
 def test_what_is_served_is_taken_over_whole():
