@@ -205,16 +205,15 @@ class Transfers:
         """
         if self._send():
             self._balanced = False
-        if not self.moves_ahead:
-            return FOLLOWERS_LOOK_S if self.followers.lagging else None
-        now_s = self._clock.now_s()
-        if now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + self._interval_s
-            more = self._cache.tick(now_s, batch_size)
-            self._balanced = not (self._send() or more)
-        if self.followers.lagging:
-            return FOLLOWERS_LOOK_S
-        return None if self._balanced else self._next_tick_s - now_s
+        wait_s = None
+        if self.moves_ahead:
+            now_s = self._clock.now_s()
+            if now_s >= self._next_tick_s:
+                self._next_tick_s = now_s + self._interval_s
+                more = self._cache.tick(now_s, batch_size)
+                self._balanced = not (self._send() or more)
+            wait_s = None if self._balanced else self._next_tick_s - now_s
+        return FOLLOWERS_LOOK_S if self.followers.lagging else wait_s
 
     def send(self) -> None:
         """Send the cache's orders."""

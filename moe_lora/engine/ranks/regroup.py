@@ -87,7 +87,7 @@ class FollowedSteps:
     def leave(self) -> Exception | None:
         """Leave the group; returns the error of the failed step here."""
         error, self._error = self._error, None
-        _leave(self._rank, error)
+        self._rank.leave()
         self._runner.drop_step()
         return error
 

@@ -76,6 +76,9 @@ class MemoryBody(Query):
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
+    def parts(self, default: Sequence[str]) -> list[str]:
+        return [tag for tag in self.tags or default if tag != "cuda_graph"]
+
 
 class WakeUpQuery(Query):
     tags: list[SleepPart] = []
@@ -157,14 +160,13 @@ class Endpoints:
 
     async def release_memory(self, request: Request) -> Response:
         """As /sleep with mode=wait; "weights" are dropped."""
-        tags = (await self._body(request, MemoryBody)).tags or ("weights", "kv_cache")
-        parts = [tag for tag in tags if tag != "cuda_graph"]
+        parts = (await self._body(request, MemoryBody)).parts(("weights", "kv_cache"))
         await self._sleep(parts, "wait", drops_weights="weights" in parts)
         return Response()
 
     async def resume_memory(self, request: Request) -> Response:
-        tags = (await self._body(request, MemoryBody)).tags or get_args(SleepPart)
-        await self._call("wake_up", [tag for tag in tags if tag != "cuda_graph"])
+        body = await self._body(request, MemoryBody)
+        await self._call("wake_up", body.parts(get_args(SleepPart)))
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:
