@@ -91,12 +91,62 @@ bool packed_dots_pass(const IsaTable& table, Codes codes, int64_t rows) {
     return !memcmp(found.data(), expected.data(), found.size() * sizeof(bf16));
 }
 
+// Weights of a byte tile as its table reads them (dynamic.inl), in codes of 8 or 4 bits.
+struct ByteWeights {
+    bool int4;
+    int64_t width, num_w;
+
+    // A number of the range of the code.
+    int32_t value(int64_t n, int64_t k) const {
+        return int4 ? int32_t((n * 5 + k * 3) % 16) - 8 : int32_t((n * 53 + k * 37) % 255) - 127;
+    }
+    std::vector<uint8_t> packed() const {
+        const int64_t depth = int4 ? 8 : 4, words = (width + depth - 1) / depth, blocks = (num_w + 15) / 16;
+        std::vector<uint8_t> data(blocks * words * 64, 0);
+        for (int64_t n = 0; n < num_w; n++)
+            for (int64_t k = 0; k < width; k++) {
+                uint8_t& byte = data[(n / 16 * words + k / depth) * 64 + n % 16 * 4 + k % 4];
+                byte |= int4 ? uint8_t(value(n, k) + 8) << (k % 8 < 4 ? 0 : 4) : uint8_t(value(n, k));
+            }
+        return data;
+    }
+};
+
+// True if the table's dots of bytes, with whole and partial tiles, are those of a plain loop. All sums are exact.
+bool byte_dots_pass(const IsaTable& table, bool int4, int64_t width, int64_t group) {
+    constexpr int64_t kRows = 37, kNumW = 40, kPaddedW = 48;
+    const int64_t padded = (width + 63) / 64 * 64, groups = width / group;
+    const ByteWeights weights{int4, width, kNumW};
+    const std::vector<uint8_t> data = weights.packed();
+    std::vector<uint8_t> plain(kRows * padded);
+    for (size_t i = 0; i < plain.size(); i++) plain[i] = uint8_t(i * 101 % 256);
+    std::vector<int64_t> places(kRows);
+    std::vector<float> x_scale(kRows, 0.25f), scale(kPaddedW * groups), found(kRows * kNumW);
+    std::vector<int32_t> zero(kRows);
+    std::vector<void*> out(kRows);
+    for (int64_t i = 0; i < kRows; i++)
+        places[i] = i, zero[i] = int4 ? int32_t(120 + i) : 128, out[i] = &found[i * kNumW];
+    for (size_t i = 0; i < scale.size(); i++) scale[i] = float(1 << i % 3) / 2;
+    (int4 ? table.dynamic_int4_f32 : table.dynamic_int8_f32)({places.data(), plain.data(), nullptr, x_scale.data(),
+        zero.data(), data.data(), scale.data(), nullptr, out.data(), kRows, kNumW, width, padded, group, 0});
+    for (int64_t i = 0; i < kRows; i++)
+        for (int64_t n = 0; n < kNumW; n++) {
+            double exact = 0;
+            for (int64_t k = 0; k < width; k++)
+                exact += (plain[i * padded + k] - zero[i]) * weights.value(n, k) *
+                         double(scale[(n / 16 * groups + k / group) * 16 + n % 16]);
+            if (found[i * kNumW + n] != float(exact / 4)) return false;
+        }
+    return true;
+}
+
 bool tiles_pass_self_test(const IsaTable& table) {
     if (!passes_self_test(table)) return false;
     for (int codes = 0; codes < kNumCodes; codes++)
         for (int64_t rows : {1, 37})
             if (!packed_dots_pass(table, Codes(codes), rows)) return false;
-    return true;
+    return byte_dots_pass(table, false, 72, 72) && byte_dots_pass(table, true, 128, 32) &&
+           byte_dots_pass(table, true, 128, 128);
 }
 
 #ifdef MOE_LORA_AMX
