@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controllers and trainers written for vLLM and SGLang: their bodies, and their own checks of the answers.
 
-Facts are from the public sources of each project (2026-08).
+The docstring of a class names its source: repository, file, commit.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from dataclasses import replace
@@ -25,28 +26,41 @@ def ids(server) -> set[str]:
 
 
 class Syncer:
-    """LoRA syncer of Kubernetes' gateway-api-inference-extension, which llm-d uses too."""
+    """Kubernetes' LoRA syncer: looks at health and models before each order; any good status is success.
+
+    kubernetes-sigs/gateway-api-inference-extension, tools/dynamic-lora-sidecar/sidecar/sidecar.py, 17824ba8,
+    the last commit before 365a1c0b removed the tool.
+    """
+
+    def base(self, server) -> str:
+        return server.model
 
     def load(self, server, name: str, path: str) -> bool:
-        if server.get("/health").status_code != 200 or name in ids(server):
-            return False
-        body = {"lora_name": name, "lora_path": path, "base_model_name": server.model}
-        return server.post(LOAD, body).is_success
+        for _ in range(2):  # each turn of its loop; a name that is listed is left alone
+            if server.get("/health").status_code != 200:
+                return False
+            if name not in ids(server):
+                body = {"lora_name": name, "lora_path": path, "base_model_name": self.base(server)}
+                server.post(LOAD, body).raise_for_status()
+        return True
 
     def unload(self, server, name: str) -> bool:
         return name in ids(server) and server.post(UNLOAD, {"lora_name": name}).is_success
 
 
 class SyncerWithoutBase(Syncer):
-    """As above, without a base model in its config."""
+    """The same without `defaultBaseModel` and `base-model` in its config: it sends an empty text."""
 
-    def load(self, server, name: str, path: str) -> bool:
-        body = {"lora_name": name, "lora_path": path, "base_model_name": ""}
-        return server.post(LOAD, body).is_success
+    def base(self, server) -> str:
+        return ""
 
 
 class KubeAI:
-    """Reads message and type at the top of an error; loads again what may be loaded."""
+    """Reads message and type at the top of an error; a load that was done before is success.
+
+    substratusai/kubeai, internal/vllmclient/client.go, b12f811, with the options of
+    internal/modelcontroller/adapters.go, 2f32ef4.
+    """
 
     @staticmethod
     def error(answer: httpx.Response) -> dict:
@@ -75,7 +89,7 @@ class KubeAI:
 
 
 class KubeAISince607(KubeAI):
-    """The same since 2025-10, with the error one level down."""
+    """The same with the error one level down: kubeai-project/kubeai, the same file, a2d9b229 (#607)."""
 
     @staticmethod
     def error(answer: httpx.Response) -> dict:
@@ -83,31 +97,47 @@ class KubeAISince607(KubeAI):
 
 
 class AIBrix:
-    """Lists models before each load; its runtime sends every field that it has, unused ones as null."""
+    """Lists models before each load; 200 and 201 are success.
+
+    vllm-project/aibrix, pkg/controller/modeladapter/lora_client.go, bce45b4a: the way without a sidecar.
+    """
+
+    load_path, unload_path = LOAD, UNLOAD
 
     def load(self, server, name: str, path: str) -> bool:
         if name in ids(server):
             return False
-        return server.post(LOAD, {"lora_name": name, "lora_path": path}).status_code in (200, 201)
-
-    def unload(self, server, name: str) -> bool:
-        body = {"lora_name": name, "lora_int_id": None}
-        return server.post(UNLOAD, body).status_code in (200, 201)
-
-
-class AIBrixForSGLang(AIBrix):
-    """The same at SGLang's paths."""
-
-    def load(self, server, name: str, path: str) -> bool:
-        answer = server.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        answer = server.post(self.load_path, {"lora_name": name, "lora_path": path})
         return answer.status_code in (200, 201)
 
     def unload(self, server, name: str) -> bool:
-        return server.post("/unload_lora_adapter", {"lora_name": name}).status_code in (200, 201)
+        return server.post(self.unload_path, {"lora_name": name}).status_code in (200, 201)
+
+
+class AIBrixForSGLang(AIBrix):
+    """The same file's paths for SGLang."""
+
+    load_path, unload_path = "/load_lora_adapter", "/unload_lora_adapter"
+
+
+class AIBrixRuntime(AIBrix):
+    """The sidecar: sends its whole model, unused fields as null; 200 alone is success.
+
+    vllm-project/aibrix, python/aibrix/aibrix/openapi/engine/vllm.py, d4f777a0, with protocol.py beside it.
+    """
+
+    def load(self, server, name: str, path: str) -> bool:
+        return server.post(LOAD, {"lora_name": name, "lora_path": path}).status_code == 200
+
+    def unload(self, server, name: str) -> bool:
+        return server.post(UNLOAD, {"lora_name": name, "lora_int_id": None}).status_code == 200
 
 
 class ProductionStack:
-    """vLLM's production-stack: reads errors at their top, and finds its adapters by their parent."""
+    """vLLM's production-stack: reads errors at their top, and finds its adapters by parent and root.
+
+    vllm-project/production-stack, operator/internal/controller/loraadapter_controller.go, 0a860c87.
+    """
 
     def load(self, server, name: str, path: str) -> bool:
         return all(
@@ -129,38 +159,81 @@ class ProductionStack:
 
 
 class NeMo:
-    """NeMo's adapter sidecar loads each adapter again and again; its platform matches parent and base id."""
+    """NeMo's sidecar registers each adapter in every turn of its loop; the platform matches parent and base.
+
+    NVIDIA-NeMo/nemo-platform, services/core/models/src/nmp/core/models/: sidecars/adapters/main.py,
+    1c64b71b; controllers/provider_reconciler.py, 0b41623b.
+    """
+
+    def turn(self, server, name: str, path: str, rewritten: bool = False) -> bool:
+        """A turn of the loop.  rewritten: the folder has other files since the last turn."""
+        if rewritten and not self.unload(server, name):
+            return False
+        answer = server.post(LOAD, {"lora_name": name, "lora_path": path})
+        return answer.status_code == 200 or (answer.status_code == 400 and "already" in answer.text.lower())
 
     def load(self, server, name: str, path: str) -> bool:
-        for _ in range(2):
-            answer = server.post(LOAD, {"lora_name": name, "lora_path": path})
-            if answer.status_code != 200 and not (
-                answer.status_code == 400 and "already" in answer.text.lower()
-            ):
-                return False
-        cards = server.get("/v1/models").json()["data"]
-        base = next(card for card in cards if card["parent"] is None)
-        return base["root"] == base["id"] and any(
-            card["id"] == name and card["parent"] == base["id"] for card in cards
-        )
+        done = self.turn(server, name, path) and self.turn(server, name, path)
+        return done and {server.model, name} <= self.served(server)
+
+    def served(self, server) -> set[str]:
+        """Ids that the platform routes to: the base by its id, adapters by the base's id as their parent."""
+        cards, base = server.get("/v1/models").json()["data"], server.model
+        return {
+            card["id"]
+            for card in cards
+            if card["parent"] == base or (card["parent"] is None and card["id"] == base)
+        }
 
     def unload(self, server, name: str) -> bool:
-        return server.post(UNLOAD, {"lora_name": name}).status_code == 200
+        """Of a name that is not loaded too: any answer but a server's error lets it remove the folder."""
+        return server.post(UNLOAD, {"lora_name": name}).status_code < 500
 
 
 @pytest.mark.parametrize(
     "controller",
-    [Syncer, SyncerWithoutBase, KubeAI, KubeAISince607, AIBrix, AIBrixForSGLang, ProductionStack, NeMo],
+    [
+        *(Syncer, SyncerWithoutBase, KubeAI, KubeAISince607, AIBrix, AIBrixForSGLang, AIBrixRuntime),
+        *(ProductionStack, NeMo),
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_controllers_of_other_servers_find_their_loads_done(any_server, controller):
-    controller, name = controller(), f"of-{controller.__name__.lower()}"
+    controller, name = controller(), f"team--of-{controller.__name__.lower()}"
     assert controller.load(any_server, name, UPPER)
     assert name in ids(any_server)
     body = {"model": name, "prompt": "hello=", "max_tokens": 2}
     assert any_server.post("/v1/completions", body).status_code == 200
     assert controller.unload(any_server, name)
     assert name not in ids(any_server)
+
+
+def test_nemo_replaces_a_folder_that_it_wrote_anew(any_server, tmp_path):
+    """Beside the adapter lies the sidecar's own file; the config names the base by its place in the pod."""
+    folder, sidecar, name = tmp_path / "team--copied", NeMo(), "team--copied"
+
+    def publish(source: str) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = "/model-store"
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        (folder / "nmp_adapter_meta.json").write_text('{"fileset": "team/copied", "updated_at": null}')
+
+    def answer() -> str:
+        body = {"model": name, "prompt": "abc=", "max_tokens": 3, "temperature": 0}
+        return any_server.post("/v1/completions", body).json()["choices"][0]["text"]
+
+    assert sidecar.unload(any_server, name), "it is not loaded yet"
+    publish(UPPER)
+    assert sidecar.load(any_server, name, str(folder))
+    first = answer()
+    publish(REVERSE)
+    assert sidecar.turn(any_server, name, str(folder), rewritten=True)
+    if any_server.model == "demo":
+        assert (first, answer()) == ("ABC", "cba")
+    assert sidecar.unload(any_server, name)
+    assert name not in sidecar.served(any_server)
 
 
 def error_of(answer: httpx.Response) -> dict:
