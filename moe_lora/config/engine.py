@@ -63,8 +63,8 @@ class EngineConfig(Settings):
     """(name, directory) pairs served from the start.  With a pool, adapters are only measured at the
     start."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype", metavar="DTYPE")
-    """Type of weights, KV and activations: auto, float32, bfloat16.  auto is the checkpoint's type, and
-    bfloat16 for a float16 checkpoint."""
+    """Type of weights, KV and activations: float32, bfloat16, or auto, the checkpoint's (bfloat16 for
+    float16)."""
     load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS)
     """Source of the weights.  safetensors: the folder's files.  dummy: random weights of the sizes in
     config.json, the same at each start; no weight files are needed."""

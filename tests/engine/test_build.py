@@ -2,13 +2,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from click.testing import CliRunner
 
+from moe_lora.cli.main import main
 from moe_lora.config import EngineConfig
 from moe_lora.core import host
 from moe_lora.core.request import GenerateRequest, SamplingParams
@@ -38,6 +42,37 @@ def test_the_generation_config_is_read_or_not(tmp_path):
     assert (info.eos_token_ids, info.sampling_defaults) == ((2, 7), {"temperature": 0.5, "top_k": 3})
     info = build_engine(replace(config, generation_config="none")).info
     assert (info.eos_token_ids, info.sampling_defaults) == ((2,), {})
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "served", "is_said"),
+    [
+        ("float16", "auto", "bfloat16", True),
+        ("float16", "float32", "float32", False),
+        ("float16", "bfloat16", "bfloat16", False),
+        ("bfloat16", "auto", "bfloat16", False),
+        ("float32", "auto", "float32", False),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_auto_serves_float16_in_bfloat16_and_the_log_says_so(
+    key, stored, dtype, served, is_said, tmp_path, caplog
+):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config | {key: stored}))
+    caplog.set_level(logging.INFO, logger="moe_lora")
+    core = build_engine(EngineConfig(model_dir=str(folder), dtype=dtype, eager=True, num_threads=1))
+    assert core.info.dtype.removeprefix("torch.") == served
+    core.close()
+    said = "the checkpoint is float16, and dtype auto serves it in bfloat16"
+    assert caplog.text.count(said) == is_said
+
+
+def test_help_says_that_auto_is_bfloat16_for_float16():
+    words = " ".join(CliRunner().invoke(main, ["serve", "--help"]).output.split())
+    assert "float32, bfloat16, or auto, the checkpoint's (bfloat16 for float16)." in words
 
 
 def test_memory_that_files_occupy_counts_as_free(tmp_path, monkeypatch):
