@@ -39,6 +39,15 @@ def test_check_prints_rank_targets_and_bytes_of_a_good_adapter(folders):
     assert "targets q k v o," in result.output
 
 
+@pytest.mark.parametrize(("lora_rank", "refused"), [(512, ""), (513, " (refuses this adapter)")])
+def test_check_prints_the_rank_limit_of_each_backend(folders, tmp_path, lora_rank, refused):
+    model, _ = folders
+    make_adapter("mixtral", model, tmp_path / "a", lora_rank=lora_rank, targets=("o",))
+    result = run("check", tmp_path / "a", "--model", model)
+    assert result.exit_code == 0, result.output
+    assert f"; cpu: any rank, cuda: ranks up to 512{refused};" in result.output
+
+
 def test_check_says_which_names_match_nothing(folders, tmp_path):
     model, _ = folders
     names = ["q_proj", "gate_proj", "up_proj"]

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.errors import OUTPUT_CLOSED
+from tests.adapters.peft_folders import BASE, peft_folder
 
 ROOT = Path(__file__).parents[2]
+PIPE_BYTES = 65_536
 
 
 def ended(code: str) -> subprocess.CompletedProcess[str]:
@@ -96,6 +99,25 @@ def test_a_command_whose_reader_is_gone_ends_quietly(name):
     assert "Broken pipe" not in done.stderr
     assert "Error" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_show_of_many_versions_ends_quietly_at_head(tmp_path):
+    """`moe-lora adapters show … | head -1`: more text than a pipe holds, and a reader of one line."""
+    folder, source = tmp_path / "registry", peft_folder(tmp_path / "a", 1)
+    with Registry(folder, create=True) as registry:
+        for content in range(200):
+            registry.add("a", peft_folder(source, content), base_hash=BASE)
+    words = [sys.executable, "-c", COMMAND, "adapters", "show", "a", "--registry", str(folder)]
+    whole = subprocess.run(words, capture_output=True, timeout=120, cwd=ROOT, check=True).stdout
+    assert len(whole) > PIPE_BYTES
+    show = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert show.stdout is not None
+    assert show.stderr is not None
+    first = subprocess.run(["head", "-1"], stdin=show.stdout, capture_output=True, timeout=120, check=True)
+    show.stdout.close()
+    assert first.stdout == b"a version 1: ready\n"
+    assert (show.wait(120), show.stderr.read()) == (OUTPUT_CLOSED, b"")
+    show.stderr.close()
 
 
 def test_what_print_leaves_for_the_end_is_dropped_quietly():
