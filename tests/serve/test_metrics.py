@@ -10,10 +10,13 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.core.request import FleetStats, InstanceStats
+from moe_lora.serve.api_keys import ApiKey, add_key
 from moe_lora.serve.metric_families import loaded_family
 from moe_lora.serve.metrics import CountsByName, RequestWatch
+from moe_lora.serve.server import create_app
 
-from .conftest import frontend_of, scripted, serving
+from .conftest import as_served, frontend_of, scripted, serving
+from .live_server import ServerThread
 from .scripted_engine import adapter_info
 
 
@@ -166,6 +169,33 @@ def test_requests_tokens_and_ttft_are_counted_by_adapter(server, engine):
     server.post("/v1/unload_lora_adapter", {"lora_name": "shout"})
     names = {labels["adapter"] for labels in labels_of(samples(server), "moe_lora:adapter_requests_total")}
     assert names == {"base"}
+
+
+def test_requests_tokens_and_ttft_are_counted_by_tenant_with_a_bound(engine, tokenizer, tmp_path):
+    tenants, file = ("acme", "globex", "initech", "hooli"), tmp_path / "keys.json"
+    ops = {"Authorization": f"Bearer {add_key(file, ApiKey(id='ops', digest='', tenant='ops', admin=True))}"}
+    keys = {name: add_key(file, ApiKey(id=name, digest="", tenant=name)) for name in tenants}
+    frontend = frontend_of(engine, tokenizer, api_keys=str(file), metrics_by_name=2)
+    with ServerThread(create_app(frontend)) as thread, as_served(thread.url, engine) as served:
+        for number, key in enumerate(keys.values(), start=1):
+            body = {"prompt": "hello", "max_tokens": number}
+            for _ in range(2):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert served.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        served.http.headers.update(ops)
+        found = samples(served)
+    prompt = 1 + len("hello")
+    for name, num_requests, num_tokens in (("acme", 2, 2), ("globex", 2, 4), ("other", 4, 14)):
+        labels, requests = {"tenant": name}, {"tenant": name, "finished_reason": "length"}
+        assert value(found, "moe_lora:tenant_requests_total", **requests) == num_requests
+        assert value(found, "moe_lora:tenant_generation_tokens_total", **labels) == num_tokens
+        assert value(found, "moe_lora:tenant_prompt_tokens_total", **labels) == num_requests * prompt
+        ttft = "moe_lora:tenant_time_to_first_token_seconds"
+        assert value(found, f"{ttft}_count", **labels) == num_requests
+        assert value(found, f"{ttft}_sum", **labels) > 0
+    for family in ("requests_total", "generation_tokens_total", "prompt_tokens_total"):
+        shown = {labels["tenant"] for labels in labels_of(found, f"moe_lora:tenant_{family}")}
+        assert shown == {"acme", "globex", "other"}
 
 
 def test_counts_by_name_are_absent_when_off(engine, tokenizer):
