@@ -28,8 +28,8 @@ from bench.harness.records import ROOT, Recorder
 _NAME = "instance-1"
 _LIMIT_S = 900.0
 _STARTED = rf"{_NAME} started \(process (\d+)\)"
-_NO_SPARE = "engine.spare_process=false"
-_WAITS = "a spare process waits"
+NO_SPARE = "engine.spare_process=false"
+WAITS = "a spare process waits"
 _ENDS = {
     "keeper": _STARTED,
     "imports": "loading .*demo/model",
@@ -68,7 +68,7 @@ class Server:
     def kill(self, number: int, spare: bool) -> dict[str, float]:
         """Kill the instance for the `number`th time and wait for its return; seconds of each part."""
         if spare:
-            self.wait(0, _WAITS, number)
+            self.wait(0, WAITS, number)
         [*_, pid] = re.findall(_STARTED, self.log.read_text())
         offset, since_s = self.log.stat().st_size, time.time()
         os.kill(int(pid), signal.SIGKILL)
@@ -92,7 +92,7 @@ def measure(recorder: Recorder, num_kills: int, options: list[str]) -> list[dict
         try:
             server.wait(0, r"instance instance-\d .*dialled in", 2)
             for number in range(1, num_kills + 1):
-                parts = server.kill(number, spare=_NO_SPARE not in options)
+                parts = server.kill(number, spare=NO_SPARE not in options)
                 config = {"model": "demo", "instances": 2, "options": options}
                 result = {f"{part}_s": round(seconds, 3) for part, seconds in parts.items()}
                 recorder(config, result | {"load_1_min": round(os.getloadavg()[0], 1)})
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--no-spare", action="store_true")
     parser.add_argument("--out", help="file of the records  [default: none]")
     options = parser.parse_args()
-    words = ["--eager"] * options.eager + ["--set", _NO_SPARE] * options.no_spare
+    words = ["--eager"] * options.eager + ["--set", NO_SPARE] * options.no_spare
     found = measure(Recorder(options.out), options.kills, words)
     for part in found[0]:
         print(f"{part:22} median {statistics.median(one[part] for one in found):7.2f} s")
