@@ -33,7 +33,7 @@ from bench.harness.records import Recorder
 
 from .bench_restart import NO_SPARE, WAITS, Server
 
-MODELS = ("upper", "reverse", "double", "demo")
+MODELS = ("upper", "reverse", "double", "model")
 TIMEOUT_S = 30.0
 FIRST_KILL_S = 5.0
 _DIALLED_IN = r"instance instance-\d .*dialled in"
