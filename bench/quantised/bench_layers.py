@@ -2,10 +2,12 @@
 """Linear layers over quantised weights, format by format, beside the same layers in bf16.
 
     python -m bench.quantised.bench_layers --out bench/results/quantised_layers.jsonl [--quick]
+    MOE_LORA_ISA=avx512_bf16 python -m bench.quantised.bench_layers --out bench/results/quantised_isa.jsonl
 
 No engine: matrices of a Llama's gate_up [8192, 1024] and down [1024, 4096], beyond the caches' size, one pass
 over all of a kind per turn, turns interleaved.  Each round also measures the machine's read bandwidth and its
-rate of int8 matrix products: the larger share binds a layer.
+rate of int8 matrix products: the larger share binds a layer.  The last lines name each cell slower than bf16:
+the rule is that there is none, on each instruction set.
 """
 
 from __future__ import annotations
@@ -60,6 +62,18 @@ def layers_of(form: Format | None, num_out: int, width: int, count: int) -> tupl
     return lambda x: [cpu.quantised_linear(x, weight, None, None, num_out) for weight in held], num_bytes
 
 
+def slower_cells(lines: list[dict[str, str]]) -> list[str]:
+    """A line for each cell whose median over bf16 is below 1, and a last line with their number."""
+    slower = [one for one in lines if float(one["over bf16"]) < 1]
+    return [
+        *(
+            f"slower than bf16: {one['layer']}, {one['format']}, {one['rows']} rows: {one['over bf16']}"
+            for one in slower
+        ),
+        f"{cpu.isa()}: {len(slower)} of {len(lines)} cells are slower than bf16",
+    ]
+
+
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(), help="Append records to this file.")
 @click.option("--threads", default=NUM_THREADS, show_default=True)
@@ -107,6 +121,7 @@ def main(out: str | None, threads: int, quick: bool) -> None:
                     "format": form_title,
                     "rows": rows,
                     "threads": threads,
+                    "isa": cpu.isa(),
                 },
                 result,
             )
@@ -122,6 +137,8 @@ def main(out: str | None, threads: int, quick: bool) -> None:
                 }
             )
     click.echo(table(lines, "\nlayers"))
+    for line in slower_cells(lines):
+        click.echo(line)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from bench.quantised import bench_layers
 from bench.quantised.bench_quantised import FORMATS, LLAMA, main
+from moe_lora.kernels.cpu import cpu
 from moe_lora.report.results import read_results
 
 
@@ -44,3 +45,13 @@ def test_each_layer_has_a_record_beside_bf16(tmp_path):
     read = {r["config"]["format"]: r["result"]["read_bytes"] for r in records}
     assert 2 * read["bf16"] > 3 * read["int8"] > 4 * read["mxfp4/32"]
     assert all(r["result"]["over_bf16"]["median"] == 1 for r in records if r["config"]["format"] == "bf16")
+    assert {r["config"]["isa"] for r in records} == {cpu.isa()}
+    assert f"of {len(records)} cells are slower than bf16" in done.output.splitlines()[-1]
+
+
+def test_each_cell_slower_than_bf16_is_named():
+    rows = [("bf16", "1.00"), ("int8", "0.99"), ("int4/64", "2.10")]
+    lines = [{"layer": "down", "format": form, "rows": "16", "over bf16": over} for form, over in rows]
+    *named, last = bench_layers.slower_cells(lines)
+    assert named == ["slower than bf16: down, int8, 16 rows: 0.99"]
+    assert last == f"{cpu.isa()}: 1 of 3 cells are slower than bf16"
