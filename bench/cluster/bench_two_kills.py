@@ -6,7 +6,8 @@
 Starts `moe-lora serve` on the demo model with the demo adapters and two instances, and some processes of
 pure computation.  Requests arrive at a fixed rate, whatever the answers.  Five seconds after the first,
 SIGKILL ends one instance, and after --apart-s seconds the other one.  One record a round: answers by status
-(0: no answer), the share of 503, and the longest time without a good answer.
+(0: no answer), the share of 503, and the longest time without a good answer.  A large latest_arrival_s
+tells that the machine stood still, and not the server.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Load:
     def __init__(self, url: str, rate_per_s: float, duration_s: float) -> None:
         self._url, self._rate_per_s, self._duration_s = url, rate_per_s, duration_s
         self.answers: list[tuple[float, float, int]] = []
+        self.latest_arrival_s = 0.0
 
     async def run(self, kills: list[tuple[float, int]]) -> None:
         """Send all requests; kills: (time, process)."""
@@ -73,6 +75,7 @@ class Load:
     async def _send(self, http: httpx.AsyncClient, begin_s: float, number: int) -> None:
         arrival_s = number / self._rate_per_s
         await asyncio.sleep(begin_s + arrival_s - time.monotonic())
+        self.latest_arrival_s = max(self.latest_arrival_s, time.monotonic() - begin_s - arrival_s)
         body = {
             "model": MODELS[number % len(MODELS)],
             "prompt": "hello=",
@@ -97,6 +100,7 @@ class Load:
             "share_503": round(statuses[503] / len(self.answers), 4),
             "longest_gap_s": round(max(gaps), 2),
             "p99_s": round(waits[int(0.99 * (len(waits) - 1))], 2) if waits else None,
+            "latest_arrival_s": round(self.latest_arrival_s, 2),
         }
 
 
