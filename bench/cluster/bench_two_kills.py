@@ -143,6 +143,7 @@ def main() -> None:
         server = Server(Path(folder), options)
         try:
             server.wait(0, _DIALLED_IN, 2)
+            server.wait(0, r"Serving \S+ at")
             for number in range(1, given.rounds + 1):
                 if not given.no_spare:
                     server.wait(0, WAITS, number)
