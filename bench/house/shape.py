@@ -21,8 +21,9 @@ from .sources import (
 )
 
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
-ROOTS = ("moe_lora", "moe_lora.cli.main")
-"""The library's front door and the `moe-lora` command."""
+_INTEGRATIONS = ("moe_lora.integrations.callback", "moe_lora.integrations.trl")
+ROOTS = ("moe_lora", "moe_lora.cli.main", *_INTEGRATIONS)
+"""The library's front door, the `moe-lora` command, and what trainers import."""
 _SHAPE = re.compile(r"\[(?:[A-Z0-9…][\w+*/ .-]*)(?:, ?[\w+*/ .…-]+)*\]")
 """A shape in a docstring: [T, D], [num_tokens, 4], [S + 1]."""
 

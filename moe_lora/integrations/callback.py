@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback of transformers' Trainer: each epoch's adapter is served under one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .publisher import Publisher, adapter_config, adapter_tensors
+
+
+class PublishEachEpoch(TrainerCallback):
+    """Publishes the PEFT model's adapter at the end of each epoch, and at the end of training.
+
+    url, name, api_key: see `Publisher`.  adapter: PEFT's name.  versions: published versions, in order.
+    """
+
+    def __init__(self, url: str, name: str, api_key: str | None = None, adapter: str = "default") -> None:
+        self.versions: list[int] = []
+        self._adapter = adapter
+        self._publisher = Publisher(url, name, api_key)
+        self._published_step = -1
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
+    ) -> None:
+        self._publish(state, words["model"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
+    ) -> None:
+        self._publish(state, words["model"])
+        self._publisher.close()
+
+    def _publish(self, state: TrainerState, model: Any) -> None:
+        """Publish a step once.  Every rank gathers its shards, and the first rank sends."""
+        if state.global_step == self._published_step:
+            return
+        self._published_step = state.global_step
+        tensors = adapter_tensors(model, self._adapter)
+        if state.is_world_process_zero:
+            config = adapter_config(model, self._adapter)
+            self.versions.append(self._publisher.publish(tensors, config))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends a PEFT model's adapter to a running server, as the next version of a name."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from safetensors.torch import save
+
+from moe_lora.core.errors import AdapterError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor
+
+TIMEOUT_S = 1800.0
+"""Time for a publication: a load may wait for running requests."""
+
+
+def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
+    """The adapter's tensors by the keys of adapter_model.safetensors, in host memory.
+
+    Gathers sharded tensors: every rank calls the function.
+    """
+    from peft import get_peft_model_state_dict
+
+    found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    whole = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in found.items()}
+    return {key: one.detach().cpu().contiguous() for key, one in whole.items()}
+
+
+def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    found: dict[str, Any] = {**model.peft_config[adapter].to_dict(), "inference_mode": True}
+    return found
+
+
+class Publisher:
+    """Publishes versions of one name.
+
+    url: of the server.  api_key: of an administrator; None: the server has no keys.
+    """
+
+    def __init__(self, url: str, name: str, api_key: str | None = None) -> None:
+        self.name = name
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+
+    def publish(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> int:
+        """Serve the tensors at all instances; returns the new version.
+
+        Running requests end on the former version.  Raises AdapterError with the server's reason.
+        """
+        headers = {"X-Adapter-Config": json.dumps(config, default=_plain)}
+        answer = self._http.put(f"/v1/adapters/{self.name}", content=save(tensors), headers=headers)
+        return int(_checked(answer, self.name)["version"])
+
+    def remove(self) -> None:
+        """Unload the name.  Raises AdapterError with the server's reason."""
+        answer = self._http.post("/unload_lora_adapter", json={"lora_name": self.name})
+        _checked(answer, self.name)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _checked(answer: httpx.Response, name: str) -> dict[str, Any]:
+    if answer.is_success:
+        found: dict[str, Any] = answer.json()
+        return found
+    try:
+        reason = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        reason = f"status {answer.status_code}"
+    raise AdapterError(f"the server did not accept {name!r}: {reason}")
+
+
+def _plain(value: Any) -> Any:
+    """Sets and enumerations of a PEFT configuration as JSON has them."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.value if isinstance(value, Enum) else str(value)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' Trainer publishes each epoch to a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from moe_lora.core.errors import AdapterError
+from moe_lora.integrations.callback import PublishEachEpoch
+from moe_lora.integrations.publisher import Publisher, adapter_config, adapter_tensors
+from tests.serve.demo_server import DEMO, demo_server
+from tests.serve.test_controls import Http
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PROMPT, NUM_TOKENS = [1, 40, 41, 42], 6
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
+
+
+@torch.inference_mode()
+def greedy(trained: Any) -> list[int]:
+    found = list(PROMPT)
+    for _ in range(NUM_TOKENS):
+        found.append(int(trained(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(PROMPT) :]
+
+
+def answered(http: Http, name: str) -> tuple[list[int], int]:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    [choice] = http.ok("POST", "/v1/completions", json={**body, "return_token_ids": True})["choices"]
+    return choice["token_ids"], choice["adapter_version"]
+
+
+def test_each_epoch_is_a_version_and_the_last_answers_as_the_trained_model(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, *range(40, 48)], "labels": [1, *range(50, 58)]}] * 2
+    with demo_server(tmp_path / "log", "--eager", "--dtype", "float32") as server:
+        callback = PublishEachEpoch(server.url, "tuned")
+        args = TrainingArguments(
+            str(tmp_path / "out"),
+            num_train_epochs=3,
+            learning_rate=0.05,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=model(), args=args, train_dataset=rows, callbacks=[callback])
+        trainer.train()
+        assert callback.versions == [1, 2, 3]
+        found, version = answered(Http(server.url), "tuned")
+    assert version == 3
+    trained = trainer.model.eval()
+    assert found == greedy(trained)
+    with trained.disable_adapter():
+        assert found != greedy(trained)
+
+
+def test_a_refusal_has_the_server_s_reason(tmp_path: Path) -> None:
+    trained = model()
+    tensors = adapter_tensors(trained)
+    name, first = next(iter(tensors.items()))
+    with demo_server(tmp_path / "log", "--eager") as server:
+        publisher = Publisher(server.url, "refused")
+        with pytest.raises(AdapterError, match="NaN"):
+            publisher.publish({**tensors, name: torch.full_like(first, torch.nan)}, adapter_config(trained))
+        with pytest.raises(AdapterError, match="cannot be found"):
+            publisher.remove()
+        assert publisher.publish(tensors, adapter_config(trained)) == 1
+        publisher.remove()
