@@ -148,6 +148,7 @@ class ScriptedEngine:
             token_ids=token_ids,
             logprobs=logprobs,
             finish_reason=reason,
+            adapter_version=None if request.adapter is None else 1,
             num_cached_tokens=1,
             timing=TIMING if reason else None,
             prompt=PromptReport(hidden=self.hidden) if request.sampling.hidden_state and token_ids else None,

@@ -204,6 +204,15 @@ def test_a_stream_collects_to_the_whole_message(text, tokens_per_step):
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole["content"])
 
 
+def test_an_adapter_s_message_has_its_version(server):
+    body = {"model": "shout", "max_tokens": 20, "messages": [USER]}
+    assert server.post("/v1/messages", body).json()["adapter_version"] == 1
+    assert "adapter_version" not in server.post("/v1/messages", {**body, "model": "base"}).json()
+    lines = server.post("/v1/messages", {**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [one["adapter_version"] for one in events if one["type"] == "message_delta"] == [1]
+
+
 def test_blocks_are_thinking_text_and_calls():
     with saying(THINKING, reasoning_parser="qwen3") as (client, _):
         message = send(client, tools=[WEATHER]).json()

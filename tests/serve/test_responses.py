@@ -125,6 +125,8 @@ def test_an_adapter_answers_under_its_name(server):
     answer = server.post("/v1/responses", {"model": "shout", "input": "hello"}).json()
     assert (answer["model"], answer["output"][0]["content"][0]["text"]) == ("shout", "fox")
     assert answer["id"].startswith("resp_")
+    assert answer["adapter_version"] == 1
+    assert "adapter_version" not in server.post("/v1/responses", {"model": "base", "input": "hello"}).json()
 
 
 def shape(response):

@@ -40,7 +40,7 @@ class MessageFormat(BlockFormat):
     id_prefix = "msg_"
 
     def whole_answer(self) -> dict[str, Any]:
-        return self._message([_block(block) for block in self.blocks], **self._end())
+        return self._message([_block(block) for block in self.blocks], **self._end()) | self.version()
 
     def opened(self) -> list[dict[str, Any]]:
         message = self._message([], stop_reason=None, stop_sequence=None)
@@ -58,7 +58,7 @@ class MessageFormat(BlockFormat):
         return [self._placed("content_block_stop")]
 
     def closed(self) -> list[dict[str, Any]]:
-        ended = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        ended = {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **self.version()}
         return [ended, {"type": "message_stop"}]
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:

@@ -288,6 +288,7 @@ class BlockFormat(ChatFormat):
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.matched_stop: str | int | None = None
+        self.adapter_version: int | None = None
         self._has_opened = self._has_answer = False
         self._logprobs: list[Any] = []
 
@@ -362,7 +363,12 @@ class BlockFormat(ChatFormat):
         elif delta.logprobs is not None and not (self._choice and self._choice.calls):
             self._logprobs += self.logprobs(0, delta.token_ids, delta.logprobs)["content"]
         self.finish_reason, self.matched_stop = delta.finish_reason, delta.matched_stop
+        self.adapter_version = delta.adapter_version
         return pieces
+
+    def version(self) -> dict[str, int]:
+        """The field `adapter_version` at the end of an adapter's answer; otherwise empty."""
+        return {} if self.adapter_version is None else {"adapter_version": self.adapter_version}
 
     def _finish(self) -> None:
         """Mark cut blocks, and drop the count of tokens without reasoning."""

@@ -124,7 +124,7 @@ class ResponseFormat(BlockFormat):
         elif status == "incomplete":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
         found["output"] = [self._item(block) for block in self.blocks]
-        found["usage"] = self._usage()
+        found |= {"usage": self._usage(), **self.version()}
         if self._store is not None:
             answered = messages_of(found["output"], {})
             self._store.add(Stored.of(self._owner, found, self._echoed["input"], answered))
