@@ -180,7 +180,7 @@ class LimitsConfig(Settings):
     reasoning_parser: str = setting("none", choices=REASONING_PARSERS)
     """Format of reasoning in answers of chats, for reasoning_content.  auto: by the chat template."""
     received_mb: int = setting(4096, least=1)
-    """Size in 2^20 bytes of all adapters received by PUT /v1/adapters/NAME; then 413."""
+    """Size in 2^20 bytes of all adapters with tensors in bodies, of each front end; then 413."""
     pause_timeout_s: float = setting(600.0, above=0)
     """Longest pause; then requests go on, as after /resume.  Each /pause starts the time anew."""
     max_queued_tokens: int = setting(1 << 23, least=1)

@@ -215,7 +215,7 @@ def test_the_native_endpoint_answers_ids_with_values_and_version(http):
         ("POST", "/abort_request", {}, "abort_all"),
         ("POST", "/generate", {"sampling_params": {}}, "give either text or input_ids"),
         ("POST", "/generate", {"text": "a", "input_ids": [1]}, "give either text or input_ids"),
-        ("POST", "/generate", {"text": "a", "stream": True}, "stream"),
+        ("POST", "/abort_request", {"rid": "a", "abort_all": True}, "either rid or abort_all"),
         ("POST", "/generate", {"text": "a", "max_tokens": 3}, "max_tokens"),
         ("POST", "/generate", {"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"),
         ("POST", "/generate", {"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 import re
@@ -143,9 +144,36 @@ def test_a_wrong_name_or_config_is_named(http, path, head, problem):
     assert problem in answer.json()["error"]["message"]
 
 
-def test_a_body_of_pickled_tensors_is_refused_by_name(http):
-    body = {"lora_name": "a", "config_dict": {}, "serialized_tensors": "gASVAAAA"}
+def in_base64(content: bytes, **fields: object) -> dict[str, object]:
+    text = base64.b64encode(content).decode()
+    return {
+        "lora_name": "encoded",
+        "config_dict": json.loads(CONFIG),
+        "serialized_tensors": [text],
+        **fields,
+    }
+
+
+def test_tensors_in_base64_are_served(http):
+    path = "/load_lora_adapter_from_tensors"
+    for version in (1, 2):
+        body = in_base64(save(tensors("upper")))
+        assert http.ok("POST", path, json=body) == {"status": "ok", "success": True}
+        assert http.complete("encoded", 8)["adapter_version"] == version
+    assert http.complete("encoded", 8)["text"] == http.complete("upper", 8)["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (in_base64(pickle.dumps({"a": 1})), "is a pickle"),
+        (in_base64(b"", serialized_tensors="?"), "not base64"),
+        (in_base64(b"", serialized_tensors=["a", "b"]), "serialized_tensors"),
+        (in_base64(b"", load_format="flattened_bucket"), "load_format"),
+        (in_base64(b"", lora_name="demo"), "the base model's name"),
+    ],
+)
+def test_a_wrong_body_in_base64_is_named(http, body, problem):
     answer = http("POST", "/load_lora_adapter_from_tensors", json=body)
     assert answer.status_code == 400
-    assert "serialized_tensors is a pickle" in answer.json()["error"]["message"]
-    assert "PUT" in answer.json()["error"]["message"]
+    assert problem in answer.json()["error"]["message"]

@@ -17,6 +17,7 @@ import moe_lora
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import rank_limit
+from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import PauseMode, PauseScope
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request, describe_validation
@@ -62,10 +63,6 @@ class WorldQuery(Query):
 class ResetQuery(Query):
     reset_running_requests: Literal["false", "False", "0"] = "false"
     reset_external: Literal["false", "False", "0"] = "false"
-
-
-class AbortBody(Query):
-    abort_all: Literal[True]
 
 
 class Nothing(Query):
@@ -139,12 +136,6 @@ class Endpoints:
         read_query(request, Nothing)
         await self._call("clear_cache")
         return PlainTextResponse("Cache flushed: running requests keep their KV.\n")
-
-    async def abort_request(self, request: Request) -> Response:
-        """Ends all requests of the caller's scope."""
-        await self._body(request, AbortBody)
-        await self._call("abort_requests", scope_of(caller_of(request.scope)))
-        return Response()
 
     async def server_info(self, request: Request) -> Response:
         """The configuration under vLLM's names."""
@@ -237,14 +228,20 @@ class Endpoints:
         return await self._frontend.client.call(verb, *args)
 
     async def _body(self, request: Request, kind: type[Form]) -> Form:
-        """The values of a JSON body; an absent body is an empty one.  Raises ApiError."""
-        async with body_of(request, self._frontend.limits, SMALL_BODY_BYTES) as content:
-            try:
-                return kind.model_validate(json.loads(content) if content else {})
-            except ValidationError as error:
-                raise describe_validation(error) from None
-            except (ValueError, RecursionError):
-                raise bad_request(NOT_JSON) from None
+        return await read_json(request, kind, self._frontend)
+
+
+async def read_json(
+    request: Request, kind: type[Form], frontend: Frontend, most_bytes: int = SMALL_BODY_BYTES
+) -> Form:
+    """The values of a JSON body; an absent body is an empty one.  Raises ApiError."""
+    async with body_of(request, frontend.limits, most_bytes) as content:
+        try:
+            return kind.model_validate(await in_daemon_thread(json.loads, content) if content else {})
+        except ValidationError as error:
+            raise describe_validation(error) from None
+        except (ValueError, RecursionError):
+            raise bad_request(NOT_JSON) from None
 
 
 def read_query(request: Request, kind: type[Form]) -> Form:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PUT /v1/adapters/NAME: an adapter's tensors in the body, served as the name's next version."""
+"""Adapters by their tensors in bodies, each served as the next version of its name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import atexit
 import json
 import shutil
 import tempfile
+from base64 import b64decode
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Request
+from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -19,11 +22,14 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.serve.limits import SMALL_BODY_BYTES
 from moe_lora.serve.openai.protocol import LoadAdapterRequest
 
-from .adapter_routes import AdapterLoads, adapter_card, check_new_name
+from .adapter_routes import DONE, AdapterLoads, adapter_card, check_new_name
+from .controls import Query, read_json
 
 if TYPE_CHECKING:
+    from moe_lora.core.request import AdapterInfo
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.openai.preparing import Preparer
 
@@ -36,6 +42,15 @@ _WAY_OUT = (
     "PUT the bytes of safetensors.torch.save to /v1/adapters/NAME, with adapter_config.json as "
     f"{CONFIG_HEADER}"
 )
+
+
+class TensorsBody(Query):
+    """serialized_tensors: one for all ranks: the server divides the tensors."""
+
+    lora_name: str
+    config_dict: dict[str, Any]
+    serialized_tensors: str | Annotated[list[str], Field(min_length=1, max_length=1)]
+    load_format: None = None
 
 
 class Endpoints:
@@ -57,28 +72,46 @@ class Endpoints:
         name = request.path_params["name"]
         check_new_name(name, self._frontend)
         config = _config(request.headers.get(CONFIG_HEADER))
-        await self._remove_unserved()
         said = request.headers.get("content-length", "")
-        self._check_room(int(said) if said.isdecimal() else 0)
+        info = await self._serve(name, config, request.stream(), int(said) if said.isdecimal() else 0)
+        return JsonResponse(adapter_card(info))
+
+    async def load(self, request: Request) -> Response:
+        """As `put`, for SGLang's body with a safetensors file in base64; a pickle is refused."""
+        most = self._frontend.config.received_mb << 20
+        body = await read_json(request, TensorsBody, self._frontend, SMALL_BODY_BYTES + most * 4 // 3)
+        check_new_name(body.lora_name, self._frontend)
+        given = body.serialized_tensors
+        if not isinstance(given, str):
+            given = given[0]
+        try:
+            content = await in_daemon_thread(b64decode, given, None, True)
+        except ValueError:
+            raise bad_request("serialized_tensors is not base64", "serialized_tensors") from None
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield content
+
+        await self._serve(body.lora_name, json.dumps(body.config_dict), pieces(), len(content))
+        return JsonResponse(DONE)
+
+    async def _serve(
+        self, name: str, config: str, pieces: AsyncIterator[bytes], num_bytes: int
+    ) -> AdapterInfo:
+        """Serve a file of tensors.  num_bytes: of the file, if known."""
+        await self._remove_unserved()
+        self._check_room(num_bytes)
         folder = self._new_folder()
         try:
             (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
-            await self._receive(request, folder)
+            await self._receive(pieces, folder)
             body = LoadAdapterRequest(lora_name=name, lora_path=str(folder))
-            info = await self._loads.load(body, in_place=True)
+            return await self._loads.load(body, in_place=True)
         except OSError as error:
             raise _unwritable(error) from error
         finally:
             self._receiving.discard(folder)
             await self._remove_unserved()
-        return JsonResponse(adapter_card(info))
-
-    async def refuse(self, request: Request) -> Response:
-        """SGLang's body has a pickle."""
-        raise bad_request(
-            f"serialized_tensors is a pickle, and a pickle can run code when it is opened; {_WAY_OUT}",
-            "serialized_tensors",
-        )
 
     def _new_folder(self) -> Path:
         try:
@@ -93,11 +126,11 @@ class Endpoints:
         self._receiving.add(folder)
         return folder
 
-    async def _receive(self, request: Request, folder: Path) -> None:
+    async def _receive(self, pieces: AsyncIterator[bytes], folder: Path) -> None:
         try:
             with (folder / WEIGHTS_FILE).open("wb") as out:
                 unwritten = bytearray()
-                async for piece in request.stream():
+                async for piece in pieces:
                     if not self._num_bytes[folder] and piece.startswith(_PICKLES):
                         what = "the body is a pickle, and a pickle can run code when it is opened"
                         raise ApiError(400, f"{what}; {_WAY_OUT}", closes=True)

@@ -74,9 +74,9 @@ LATER = (
     ("POST /continue_generation", CONTROLS, "continue_generation", "As /resume (SGLang)."),
     ("GET /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
     ("POST /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
-    ("POST /abort_request", CONTROLS, "abort_request", "End requests (SGLang)."),
+    ("POST /abort_request", NATIVE, "abort", "End requests by rid, or all (SGLang)."),
     ("PUT /v1/adapters/{name:path}", RECEIVED, "put", "Serve the tensors of the body."),
-    ("POST /load_lora_adapter_from_tensors", RECEIVED, "refuse", "Refused: PUT /v1/adapters/NAME."),
+    ("POST /load_lora_adapter_from_tensors", RECEIVED, "load", "Serve tensors in base64 (SGLang)."),
     ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )
 """Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""

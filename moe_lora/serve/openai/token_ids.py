@@ -171,9 +171,11 @@ class AbortRequest(ApiRequest):
 
 
 RunningId: TypeAlias = tuple[str | None, str]
+Running: TypeAlias = "WeakValueDictionary[RunningId, Generation]"
+"""Generations of one front end."""
 
 
-def _running_id(caller: Caller, request_id: str) -> RunningId:
+def running_id(caller: Caller, request_id: str) -> RunningId:
     return None if caller.key is None else caller.key.id, request_id
 
 
@@ -190,7 +192,7 @@ class TokensFormat(ChatFormat):
         body: TokensRequest,
         prepared: Prepared,
         frontend: Frontend,
-        running: WeakValueDictionary[RunningId, Generation],
+        running: Running,
     ) -> None:
         self._mode, self._body, self._running = body.output_mode, body, running
         super().__init__(frontend.tokenizer, with_token_ids=True)
@@ -239,7 +241,7 @@ class TokensFormat(ChatFormat):
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         head = {"request_id": head["id"], "output_mode": self._mode, "model": head["model"]}
-        self._running[_running_id(generation.caller, head["request_id"])] = generation
+        self._running[running_id(generation.caller, head["request_id"])] = generation
         if self._body.stream:
             is_forced = generation.frontend.config.force_include_usage
             options = ALL_USAGE if is_forced else self._body.stream_options or StreamOptions()
@@ -262,7 +264,7 @@ class Endpoints:
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
-        self._running: WeakValueDictionary[RunningId, Generation] = WeakValueDictionary()
+        self._running: Running = WeakValueDictionary()
 
     async def generate(self, request: Request) -> Response:
         with renaming({"prompt": "token_ids"}):
@@ -287,7 +289,7 @@ class Endpoints:
         found = await read_body(request, AbortRequest, self._frontend, self._preparer)
         caller = caller_of(request.scope)
         for request_id in found.body.request_ids:
-            generation = self._running.get(_running_id(caller, request_id))
+            generation = self._running.get(running_id(caller, request_id))
             if generation is not None:
                 await generation.abort()
         return Response()
