@@ -82,16 +82,24 @@ class EngineVerbs:
 
     @of_instances
     def pause_requests(
-        self, scope: PauseScope, mode: PauseMode, timeout_s: float, clears_cache: bool = False
+        self,
+        scope: PauseScope,
+        mode: PauseMode,
+        timeout_s: float,
+        clears_cache: bool = False,
+        waits: bool = True,
     ) -> Steps[None]:
         """As `Pauses.start`; returns once no covered request computes.  clears_cache: then clear the cache.
 
-        Raises TimeoutError at the pause's end before the last request's.
+        waits: False: return at once.  Raises TimeoutError at the pause's end before the last request's.
         """
         if self.pauses is None:
             self.pauses = self._make_pauses()
         start_s = time.monotonic()
-        yield self.pauses.start(scope, mode, timeout_s)
+        ended = self.pauses.start(scope, mode, timeout_s)
+        if not waits:
+            return
+        yield ended
         if scope not in self.pauses.scopes:
             is_over = time.monotonic() >= start_s + timeout_s
             why = f"the pause ended after {timeout_s:g} s," if is_over else "a resume ended the pause"

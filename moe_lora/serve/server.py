@@ -25,7 +25,7 @@ from starlette.routing import Route
 import moe_lora
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.address import parse_address, unix_socket
-from moe_lora.core.errors import ConfigError, MoeLoraError
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router
 from moe_lora.serve.admin.status import (
@@ -301,13 +301,6 @@ def _http_config(frontend: Frontend, drain_s: float) -> uvicorn.Config:
     )
 
 
-async def _end_pauses(frontend: Frontend) -> None:
-    try:
-        await frontend.client.call("resume_requests", None)
-    except MoeLoraError as error:
-        logger.warning("pauses go on during the shutdown: %s", error)
-
-
 async def serve_forever(
     frontend: Frontend,
     socks: Sequence[socket.socket],
@@ -315,8 +308,9 @@ async def serve_forever(
     reload: Reload | None = None,
     at_once: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then end all pauses and finish requests (up to `drain_s`, then with an
-    error).
+    """Serve until SIGINT or SIGTERM, then finish requests (up to `drain_s`, then with an error).
+
+    Pauses end with the last front end.
 
     socks: from `bound`; closed at the end.  reload: effect of SIGHUP; None: SIGHUP ends the process.
     at_once: set by a second signal, also after the return. The front end's client stays open.
@@ -348,7 +342,7 @@ async def serve_forever(
             return
         logger.info("Ending: what runs gets %g s to finish; a second signal ends it at once", drain_s)
         loop.call_later(drain_s, cut)
-        tasks.add(loop.create_task(_end_pauses(frontend)))
+        tasks.add(loop.create_task(frontend.controller.leave()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -45,6 +45,10 @@ class DemoServer:
         """Process ids of the LoRA Server's ranks, the oldest first."""
         return self._named("lora-server-")
 
+    def front_end_pids(self) -> list[int]:
+        """Process ids of several front ends, the oldest first."""
+        return self._named("front-end-")
+
     def _named(self, role: str) -> list[int]:
         """Processes of these roles that live, as the log says."""
         started = re.findall(rf"{role}\d+ started \(process (\d+)\)", self.log.read_text())

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -247,6 +249,17 @@ def test_a_shutdown_in_a_pause_finishes_answers(tmp_path, options):
             wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
             assert server.stop() == 0
             assert all(answer.result(PATIENCE_S)["text"] for answer in answers)
+
+
+def test_pauses_outlive_one_of_two_front_ends(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
+        http = Http(server.url)
+        http.ok("POST", "/pause?mode=keep")
+        [first, _] = server.front_end_pids()
+        os.kill(first, signal.SIGTERM)
+        wait_until(lambda: first not in server.front_end_pids(), "the front end has ended")
+        wait_until(lambda: len(server.front_end_pids()) == 2, "its next process has started")
+        assert http.ok("GET", "/is_paused") == {"is_paused": True}
 
 
 def test_a_key_pauses_its_own_adapters_and_an_administrator_all(tmp_path):

@@ -22,7 +22,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import PoolEntry
+from moe_lora.engine.client.messages import PauseOrder, PoolEntry
 from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
@@ -166,8 +166,8 @@ class FleetAdapters:
         """
         registry = self._instance_registry
         if verb == "pause_requests":
-            scope, _, timeout_s, *_ = args
-            registry.pauses[scope.owner] = scope, time.monotonic() + timeout_s
+            scope, mode, timeout_s, *_ = args
+            registry.pauses[scope.owner] = PauseOrder(scope, mode, time.monotonic() + timeout_s)
         elif verb == "resume_requests":
             [owner] = args
             registry.pauses = {

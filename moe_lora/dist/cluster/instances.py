@@ -15,7 +15,7 @@ from anyio import move_on_after
 from moe_lora.core.errors import EngineDeadError, MoeLoraError
 from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import Beat, DrainOrder, Heartbeat, Move, PauseScope
+from moe_lora.engine.client.messages import Beat, DrainOrder, Heartbeat, Move, PauseOrder
 from moe_lora.policies.routing.routing import InstanceLoad
 
 from .drains import Drains
@@ -202,8 +202,8 @@ class InstanceRegistry:
         """Called with a name that is no longer served; set as `on_move` is."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
-        self.pauses: dict[str, tuple[PauseScope, float]] = {}
-        """By owner: the scope, and the end by `time.monotonic`."""
+        self.pauses: dict[str, PauseOrder] = {}
+        """By owner."""
         self.on_drain: Callable[[Instance], None] = lambda instance: None
         """Called at a drain, and repeatedly until its end; set as `on_move` is."""
         self._at_rest = asyncio.Event()

@@ -29,6 +29,7 @@ from moe_lora.engine.client.messages import (
     InstanceFacts,
     Move,
     Outputs,
+    PauseOrder,
     Rejected,
     Request,
 )
@@ -146,27 +147,36 @@ class CatchUp:
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
         may_differ = was_silent or bool(registry.pauses)
-        await self._pause(client, may_differ=was_silent)
+        known = await self._pause(client, {}, may_differ=was_silent)
         while not await registry.join(instance, client, have, missing, incarnation):
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
-        await self._pause(client, may_differ=may_differ)  # as of the join: later calls reach the instance
+        await self._pause(
+            client, known, may_differ=may_differ
+        )  # as of the join: later calls reach the instance
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
 
-    async def _pause(self, client: DialledClient, *, may_differ: bool) -> None:
-        """Start the current pauses.  may_differ: the engine may have missed a resume."""
+    async def _pause(
+        self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool
+    ) -> dict[str, PauseOrder]:
+        """Start the current pauses without the known ones; returns all.
+
+        may_differ: the engine may have missed a resume.
+        """
         registry = self._instance_registry
         for owner in [one.owner for one in await client.call("paused_scopes")] if may_differ else ():
             if owner not in registry.pauses:
                 await client.call("resume_requests", owner)
-        for owner in list(registry.pauses):
-            scope, end_s = registry.pauses.get(owner, (None, 0.0))
-            if scope is None or (left_s := end_s - time.monotonic()) <= 0:
+        current = dict(registry.pauses)
+        for owner, pause in current.items():
+            left_s = pause.end_s - time.monotonic()
+            if pause is known.get(owner) or pause is not registry.pauses.get(owner) or left_s <= 0:
                 continue
-            await client.call("pause_requests", scope, "keep", left_s)
+            await client.call("pause_requests", pause.scope, pause.mode, left_s, waits=False)
             if owner not in registry.pauses:  # a resume came meanwhile
                 await client.call("resume_requests", owner)
+        return current
 
 
 class _Stream(AsyncIterator[TokenOutput]):

@@ -137,6 +137,15 @@ class PauseScope:
 
 
 @dataclass(frozen=True)
+class PauseOrder:
+    """A pause of all instances.  end_s: of `time.monotonic`."""
+
+    scope: PauseScope
+    mode: PauseMode
+    end_s: float
+
+
+@dataclass(frozen=True)
 class DrainOrder:
     """An operator's last order for an instance: drained or not.
 

@@ -15,7 +15,7 @@ from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.messages import PauseScope
+from moe_lora.engine.client.messages import PauseOrder, PauseScope
 from tests.patience import PATIENCE_S
 
 from .listener_parts import caught_up
@@ -75,15 +75,17 @@ class PausedClient(CallableEngine):
 
     def __init__(self, on_pause: Callable[[PausedClient], None]) -> None:
         self.paused: set[str] = set()
+        self.calls: list[tuple[str, str, bool]] = []
         self._on_pause = on_pause
 
     async def settled(self) -> None:
         """All commands are done at once."""
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **words: Any) -> Any:
         if method == "paused_scopes":
             return [PauseScope(owner) for owner in self.paused]
         if method == "pause_requests":
+            self.calls.append((args[0].owner, args[1], words["waits"]))
             self.paused.add(args[0].owner)
             self._on_pause(self)
         if method == "resume_requests":
@@ -99,7 +101,7 @@ def joined(on_pause: Callable[[InstanceRegistry, PausedClient], None]) -> set[st
         client: Any = PausedClient(lambda client: on_pause(registry, client))
         instance = registry.enter("one", client)
         for owner in ("", "key a"):
-            registry.pauses[owner] = PauseScope(owner), time.monotonic() + PATIENCE_S
+            registry.pauses[owner] = PauseOrder(PauseScope(owner), "abort", time.monotonic() + PATIENCE_S)
         await caught_up(registry)(instance, client, "first")
         assert registry.live == [instance]
         paused: set[str] = client.paused
@@ -117,9 +119,18 @@ def test_an_instance_is_paused_before_it_joins_routing():
 @pytest.mark.parametrize("at_live", [False, True])
 def test_a_resume_while_an_instance_joins_ends_its_pauses(at_live):
     def resume(registry: InstanceRegistry, client: PausedClient) -> None:
+        if at_live and not registry.live:  # a pause that the instance hears of after the join
+            late = PauseOrder(PauseScope("key b"), "keep", time.monotonic() + PATIENCE_S)
+            registry.pauses["key b"] = late
         if registry.pauses and bool(registry.live) is at_live:
             registry.pauses = {}
             if at_live:  # as a resume's call
                 client.paused.clear()
 
     assert joined(resume) == set()
+
+
+def test_an_instance_gets_the_mode_of_a_pause_once():
+    calls: list[list[tuple[str, str, bool]]] = []
+    joined(lambda registry, client: calls.append(client.calls))
+    assert calls[-1] == [("", "abort", False), ("key a", "abort", False)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
 from moe_lora.core.clock import WallClock
-from moe_lora.core.errors import AdapterError, ConfigError
+from moe_lora.core.errors import AdapterError, ConfigError, MoeLoraError
 from moe_lora.dist.cluster.adapter_calls import FLEET_CHANGES, FleetAdapters
 from moe_lora.dist.cluster.instances import ABSENCE, InstanceRegistry
 from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .placement_controller import PlacementController
     from .served_registry import ServedRegistry
 
+logger = logging.getLogger(__name__)
 _LOOK_S = 0.01
 
 
@@ -87,6 +89,13 @@ class ClusterController:
         if verb not in self._verbs:
             raise ConfigError(f"this controller has no {verb}: its settings are not those of the front end")
         return await self._verbs[verb](*args, **words)
+
+    async def leave(self) -> None:
+        """End all pauses, so that requests finish before the end of the last front end."""
+        try:
+            await self.call("resume_requests", None)
+        except MoeLoraError as error:
+            logger.warning("pauses go on during the shutdown: %s", error)
 
     async def ready(self) -> None:
         """Return at once: the served adapters are known."""

@@ -65,6 +65,10 @@ class FrontEndReport(Message, frozen=True):
     instances: Mapping[str, str | None] = field(default_factory=dict)
 
 
+class Leaving(Message, frozen=True):
+    """The front end finishes its requests and ends."""
+
+
 class Taken(Message, frozen=True):
     """The front end routes by the state of this number, or by a later state."""
 

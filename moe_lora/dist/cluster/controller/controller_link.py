@@ -32,6 +32,7 @@ from .cluster_state import (
     ClusterState,
     Figures,
     FrontEndReport,
+    Leaving,
     Taken,
     VisitEvent,
     take_table,
@@ -125,6 +126,11 @@ class ControllerLink:
                 "the controller was lost before it answered, so it is not known whether this was done; look "
                 "what is there (GET /v1/adapters, GET /v1/instances) once it is back, then send it again"
             ) from error
+
+    async def leave(self) -> None:
+        """Pauses end once all front ends leave."""
+        if self._peer is not None:
+            self._peer.send(Leaving())
 
     async def ready(self) -> None:
         """Return once this front end knows the served adapters and has an instance, or after READY_S.

@@ -33,6 +33,7 @@ from .cluster_state import (
     ClusterState,
     ClusterStateLog,
     FrontEndReport,
+    Leaving,
     Taken,
     VisitEvent,
 )
@@ -62,6 +63,7 @@ class Session:
     name: str
     peer: Peer
     taken: int = 0
+    is_leaving: bool = False
     visits: dict[int, Visit] = field(default_factory=dict)
     instances: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -210,6 +212,10 @@ class FrontEndListener:
         elif isinstance(message, Taken):
             session.taken = message.number
             self._changed.set()
+        elif isinstance(message, Leaving):
+            session.is_leaving = True
+            if all(one.is_leaving for one in self.sessions):
+                self._spawn(self._controller.leave())
         elif isinstance(message, FrontEndReport):
             session.instances = message.instances
             if self._controlled.routes.meter is not None:

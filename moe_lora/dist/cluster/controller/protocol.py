@@ -8,7 +8,7 @@ from moe_lora.dist.net.codec import Decoder, Interface, Protocol, verbs_of
 from moe_lora.dist.net.session import Handshake
 
 from .capacity_controller import CapacityController
-from .cluster_state import ClusterState, Figures, FrontEndReport, Taken
+from .cluster_state import ClusterState, Figures, FrontEndReport, Leaving, Taken
 from .instance_control import InstanceControl
 from .served_registry import RegistryVerbs
 
@@ -18,9 +18,9 @@ CONTROLLER_INTERFACE = Interface(
 )
 HANDSHAKE = Handshake(
     "controller",
-    version=7,
+    version=8,
     payload=Decoder(ClusterState | None),
     dials=Protocol.of(ClusterState, Figures, asks=CONTROLLER_INTERFACE),
-    listens=Protocol.of(FrontEndReport, Taken, answers=CONTROLLER_INTERFACE),
+    listens=Protocol.of(FrontEndReport, Leaving, Taken, answers=CONTROLLER_INTERFACE),
 )
 """The payload: the front end's last state from a controller."""
