@@ -28,19 +28,19 @@ ANSWERS = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": 
 """How TRL reads an answer: as text."""
 
 
-def write_model(folder: Path) -> None:
-    """A random Qwen3-MoE of 4 experts with the demo's tokenizer."""
+def write_model(folder: Path, *, hidden_size: int = 64, num_layers: int = 2, num_experts: int = 4) -> None:
+    """A random Qwen3-MoE with the demo's tokenizer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(
         vocab_size=128,
-        hidden_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        moe_intermediate_size=hidden_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        num_experts=4,
+        num_experts=num_experts,
         num_experts_per_tok=2,
         max_position_embeddings=256,
         bos_token_id=1,
