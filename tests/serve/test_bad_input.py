@@ -130,7 +130,7 @@ def test_json_that_says_nan_is_400(any_server, literal):
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("response_format", {"type": "xml"}),
         ("guided_regex", "("),
-        ("use_beam_search", True),
+        ("use_beam_search", 1),
         ("skip_special_tokens", False),
     ],
 )
@@ -210,7 +210,7 @@ def test_too_many_choices_are_400(any_server):
 
 
 @pytest.mark.parametrize(
-    "field", [{"use_beam_search": True}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}]
+    "field", [{"length_penalty": 0.5}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}]
 )
 def test_unsupported_completion_fields_are_400(any_server, field):
     assert next(iter(field)) in error_of(

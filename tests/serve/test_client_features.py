@@ -240,8 +240,7 @@ def test_errors_and_other_answers_carry_the_id_too(any_server):
     ("field", "value", "accepted"),
     [
         ("service_tier", "flex", 'null or "auto" or "default"'),
-        ("use_beam_search", True, "null or false"),
-        ("length_penalty", 0.5, "null or 1"),
+        ("watermarking", True, "null or false"),
         ("ec_transfer_params", {"5": 1}, "null or {}"),
         ("web_search_options", {}, "null"),
     ],

@@ -7,13 +7,15 @@ import json
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 from starlette.responses import HTMLResponse, Response
 
 import moe_lora
+from moe_lora.config import MAX_COUNT
 from moe_lora.config.devices import LORA_SERVER, device_name
 from moe_lora.core.errors import EngineDeadError, LoraServerError
 from moe_lora.core.request import FleetStats, InstanceStats
@@ -22,13 +24,28 @@ from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 from moe_lora.serve.limits import bounded_route
-from moe_lora.serve.openai.protocol import CapacityRequest, MigrateRequest
+from moe_lora.serve.openai.protocol import ApiModel, Text
 
 if TYPE_CHECKING:
     from moe_lora.core.records import ServerState
 
 RESTART_S = 300.0
 RestartLimit = Annotated[float, Query(gt=0, le=3600)]
+
+
+class CapacityRequest(ApiModel):
+    """POST /v1/lora_server/capacity."""
+
+    capacity: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+class MigrateRequest(ApiModel):
+    """POST /v1/migrate."""
+
+    source: Text
+    target: Text
+    num_requests: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
+    kind: Literal["tokens", "kv"] = "tokens"
 
 
 def status_router(frontend: Frontend) -> APIRouter:

@@ -352,7 +352,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         from moe_lora.serve.composing import composed
 
         adapter, caller = await composed(frontend, model, body.lora, caller)
-    is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics
+    is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics or body.use_beam_search
     make = _rare_generation(body) if is_rare else Generation
     generation = make(
         frontend=frontend,
@@ -433,8 +433,14 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     return router
 
 
-def _rare_generation(body: SamplingFields) -> type[Generation]:
-    """An answer without tokens, or with metrics of the request."""
+def _rare_generation(body: SamplingFields) -> Callable[..., Generation]:
+    """An answer by beam search, without tokens, or with metrics of the request."""
+    if body.use_beam_search:
+        from .beams import BeamGeneration
+
+        return partial(
+            BeamGeneration, length_penalty=1.0 if body.length_penalty is None else body.length_penalty
+        )
     from .prompt_side import PromptOnly
     from .request_metrics import MeasuredGeneration
 

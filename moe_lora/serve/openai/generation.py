@@ -90,6 +90,11 @@ class Delta(msgspec.Struct):
     adapter_version: int | None = None
 
 
+def late(timeout_s: float) -> ApiError:
+    what = f"not done within timeout={timeout_s:g} s, and ended; allow it more"
+    return ApiError(408, what, limit="timeout")
+
+
 class Deadline:
     """Aborts a request after left_s, queued or running.  timeout_s: the client's, for the error."""
 
@@ -107,8 +112,7 @@ class Deadline:
     def check(self, output: TokenOutput) -> None:
         """Raises ApiError for the last output of an aborted request."""
         if self._ending is not None and output.finish_reason == "abort":
-            what = f"not done within timeout={self._timeout_s:g} s, and ended; allow it more"
-            raise ApiError(408, what, limit="timeout")
+            raise late(self._timeout_s)
 
     def close(self) -> None:
         self._timer.cancel()

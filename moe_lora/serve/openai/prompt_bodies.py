@@ -111,6 +111,7 @@ class EmbeddingRequest(PromptBody):
     num_choices: ClassVar[int] = 1
     return_token_ids: ClassVar[bool] = False
     lora: ClassVar[None] = None
+    use_beam_search: ClassVar[bool] = False
 
     input: Text | Listed[Text] | Listed[int] | Listed[Listed[int]] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
@@ -118,6 +117,7 @@ TokenId = Annotated[int, Field(ge=0)]
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_SALT_CHARS = 1024
+MAX_LENGTH_PENALTY = 10.0
 MAX_TERMS, MAX_WEIGHT = 8, 1e4
 """Of a weighted sum of adapters."""
 NO_SEED = -1
@@ -182,6 +182,8 @@ class SamplingFields(StructuredFields):
     request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -242,6 +244,10 @@ class SamplingFields(StructuredFields):
         options = self.stream_options
         if options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options needs stream=true")
+        if self.use_beam_search or self.length_penalty not in (None, 1.0):
+            from .beams import check_beams
+
+            check_beams(self)
         return self
 
     def sampling(
@@ -420,21 +426,6 @@ class LoadAdapterRequest(PeerModel):
     lora_id: str | None = None
     lora_int_id: int | None = None
     rid: Any = None
-
-
-class CapacityRequest(ApiModel):
-    """POST /v1/lora_server/capacity."""
-
-    capacity: Annotated[int, Field(ge=1, le=MAX_COUNT)]
-
-
-class MigrateRequest(ApiModel):
-    """POST /v1/migrate."""
-
-    source: Text
-    target: Text
-    num_requests: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
-    kind: Literal["tokens", "kv"] = "tokens"
 
 
 class UnloadAdapterRequest(PeerModel):

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search (`use_beam_search`): the n likeliest answers that a search of width n finds.
+
+Each step of a beam is a request for one token, with the log probabilities of the 2n likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+from anyio import fail_after
+
+from moe_lora.core.request import (
+    MAX_LOGPROBS,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+from moe_lora.engine.text.text import TextStream
+from moe_lora.serve.access import Reservation
+from moe_lora.serve.http_errors import ApiError, bad_request
+
+from .fields import FieldError
+from .generation import Delta, Generation, Outputs, Watchers, late, merge
+from .protocol import ChatRequest, CompletionRequest, SamplingFields
+
+MAX_WIDTH = MAX_LOGPROBS // 2
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("stream", "temperature", "min_tokens", "stop", "echo", "prompt_logprobs", "logit_bias"),
+            *("frequency_penalty", "presence_penalty", "allowed_token_ids", "bad_words"),
+            *("logprob_token_ids", "processed_logprobs"),
+        ),
+        _OFF,
+    ),
+    "repetition_penalty": (None, 1),
+}
+"""Fields that a search does not follow, and their unused values."""
+
+
+def check_beams(body: SamplingFields) -> None:
+    """Raises FieldError for a field that contradicts `use_beam_search`."""
+    if not body.use_beam_search:
+        what = f"length_penalty={body.length_penalty} needs use_beam_search=true"
+        raise FieldError("length_penalty", f"{what}; leave it out, or send null or 1")
+    if type(body) not in (CompletionRequest, ChatRequest):
+        what = "use_beam_search is not supported for this endpoint; leave it out, or send null or false"
+        raise FieldError("use_beam_search", f"{what}. /v1/completions and /v1/chat/completions search")
+    if body.num_choices > MAX_WIDTH:
+        raise FieldError("n", f"n={body.n} is too wide a beam search; n must be at most {MAX_WIDTH}")
+    for name, unused in _NEUTRAL.items():
+        if getattr(body, name) not in unused:
+            raise FieldError(name, f"{name} is not supported with use_beam_search; leave {name} out")
+    if cast("Any", body).logprobs == -1 or getattr(body, "top_logprobs", None) == -1:
+        name = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+        raise FieldError(name, f"{name}=-1 is not supported with use_beam_search; send at most {MAX_WIDTH}")
+
+
+class Beam(NamedTuple):
+    """An answer so far.  total: sum of its log probabilities.  has_ended: its last token is an end token."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    total: float = 0.0
+    has_ended: bool = False
+
+    def longer(self, token_id: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> Beam:
+        scores = TokenLogprobs(logprob, rank, tuple(top))
+        return Beam((*self.token_ids, token_id), (*self.logprobs, scores), self.total + logprob)
+
+
+@dataclass(kw_only=True)
+class BeamGeneration(Generation):
+    """The `num_choices` best beams of each prompt, best first.
+
+    A beam's score is its total over length ** length_penalty; the length counts an end token.
+    """
+
+    length_penalty: float
+
+    def __post_init__(self) -> None:
+        """Raises ApiError for a grammar or a limit of the reasoning."""
+        if self.sampling.grammar is not None or self.sampling.thinking is not None:
+            what = "use_beam_search is not supported with a grammar or thinking_token_budget"
+            raise bad_request(f"{what}; leave use_beam_search out", "use_beam_search")
+
+    @asynccontextmanager
+    async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        allowance = self.caller.tokens
+        with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
+            searches = [self._search(number, reservation) for number in range(len(self.prompts))]
+            async with aclosing(merge(searches)) as deltas:
+                yield deltas
+
+    async def _search(self, number: int, reservation: Reservation | None) -> AsyncGenerator[Delta, None]:
+        """The choices of a prompt, whole.  Raises ApiError."""
+        index = number * self.num_choices
+        request = self._request(index, self.engine_id)
+        info = await self.frontend.client.model_info()
+        ends = {*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else info.eos_token_ids)}
+        limit = self.sampling.max_tokens or info.max_model_len - request.prompt_tokens
+        with self._attached(index, request, reservation) as watchers:
+            beams, ended, reason = [Beam()], list[Beam](), "length"
+            first: TokenOutput | None = None
+            while beams and limit:
+                outputs = await self._step(request, beams, watchers)
+                first = first or outputs[0]
+                if any(one.finish_reason == "abort" for one in outputs):
+                    reason = "abort"
+                    break
+                if any(one.adapter_version != first.adapter_version for one in outputs):
+                    what = f"the adapter {self.adapter!r} changed during the beam search; send this one again"
+                    raise ApiError(503, what)
+                beams = self._best_steps(beams, outputs, ends, ended)
+                limit -= 1
+            assert first is not None
+            watchers.reason = reason
+            for place, beam in enumerate(self._ranked([*ended, *beams])):
+                yield self._whole_delta(index + place, beam, reason, first)
+
+    async def _step(
+        self, request: GenerateRequest, beams: Sequence[Beam], watchers: Watchers
+    ) -> list[TokenOutput]:
+        """The next token's log probabilities, by beam.  Raises ApiError after the deadline."""
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=2 * self.num_choices
+        )
+        steps = [
+            replace(
+                request,
+                request_id=f"{request.request_id}-{len(beam.token_ids)}-{place}",
+                prompt_token_ids=request.prompt_token_ids + beam.token_ids,
+                sampling=sampling,
+            )
+            for place, beam in enumerate(beams)
+        ]
+        found, timing = dict[str, TokenOutput](), watchers.timing
+        streams = [cast("Outputs", self.frontend.client.generate(one)) for one in steps]
+        try:
+            with fail_after(self._left_s()):
+                async with aclosing(merge(streams)) as outputs:
+                    async for output in outputs:
+                        watchers.record_output(output)
+                        if output.finish_reason == "error":
+                            self._delta(0, output, None)  # raises
+                        if output.finish_reason is not None:
+                            found[output.request_id] = output
+        except TimeoutError:
+            raise late(cast("float", self.timeout_s)) from None
+        watchers.metrics.tokens(len(steps))
+        watchers.timing = timing or watchers.timing  # the first step has the queue and the prompt
+        return [found[one.request_id] for one in steps]
+
+    def _left_s(self) -> float | None:
+        return None if self.timeout_s is None else max(0.0, self.from_s + self.timeout_s - time.monotonic())
+
+    def _best_steps(
+        self, beams: Sequence[Beam], outputs: Sequence[TokenOutput], ends: set[int], ended: list[Beam]
+    ) -> list[Beam]:
+        """The likeliest beams with one more token; beams with an end token go to `ended`."""
+        num_top, going = self.sampling.logprobs or 0, list[Beam]()
+        for beam, output in zip(beams, outputs, strict=True):
+            assert output.logprobs
+            top = output.logprobs[0].top
+            for rank, (token_id, logprob) in enumerate(top, 1):
+                longer = beam.longer(token_id, logprob, rank, top[:num_top])
+                if token_id in ends:
+                    ended.append(longer._replace(has_ended=True))
+                else:
+                    going.append(longer)
+        return sorted(going, key=lambda beam: beam.total, reverse=True)[: self.num_choices]
+
+    def _ranked(self, beams: Sequence[Beam]) -> list[Beam]:
+        def score(beam: Beam) -> float:
+            return beam.total / max(1, len(beam.token_ids)) ** self.length_penalty
+
+        return sorted(beams, key=score, reverse=True)[: self.num_choices]
+
+    def _whole_delta(self, index: int, beam: Beam, reason: str, first: TokenOutput) -> Delta:
+        text = None
+        if self.tokenizer is not None:
+            prompt = self.prompt_of(index) if self.continues_prompt else ()
+            text = TextStream(self.tokenizer, stop=(), min_tokens=0, prompt_token_ids=prompt)
+        output = TokenOutput(
+            request_id=first.request_id,
+            token_ids=beam.token_ids,
+            logprobs=None if self.sampling.logprobs is None else beam.logprobs,
+            finish_reason=cast("Any", "stop" if beam.has_ended else reason),
+            num_cached_tokens=first.num_cached_tokens,
+            adapter_version=first.adapter_version,
+        )
+        return self._delta(index, output, text)
