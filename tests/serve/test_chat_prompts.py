@@ -48,10 +48,10 @@ def test_null_content_is_undefined_as_in_transformers():
 def test_a_final_message_goes_on():
     messages = [USER, {"role": "assistant", "content": "fox"}]
     source = "{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ 'a' if add_generation_prompt }}"
-    body = {"continue_final_message": True, "add_generation_prompt": False}
-    assert prompt_of(source, messages=messages, **body) == "hello</s>fox"
-    error = error_of(prompt_of(source, messages=messages, continue_final_message=True), 400)
-    assert "add_generation_prompt=false" in error
+    for more in ({}, {"add_generation_prompt": False}):
+        assert prompt_of(source, messages=messages, continue_final_message=True, **more) == "hello</s>fox"
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert "Leave add_generation_prompt out" in error_of(prompt_of(source, messages=messages, **both), 400)
 
 
 def test_documents_and_the_name_of_a_template_reach_the_template():

@@ -177,7 +177,7 @@ class ChatTemplates:
         if continue_final_message and add_generation_prompt:
             raise ValueError(
                 "Cannot set both `continue_final_message` and `add_generation_prompt` to True. "
-                "The second is true by default; send add_generation_prompt=false too"
+                "Leave add_generation_prompt out, or send false"
             )
         template = self._get(self._chosen(name, extra.get("tools")))
         return template.render(

@@ -340,12 +340,13 @@ def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
         from .parsers.requests import with_fit_arguments
 
         messages = with_fit_arguments(messages, tokenizer, body.chat_template or None)
+    continues, opens = bool(body.continue_final_message), body.add_generation_prompt
     try:
         text = tokenizer.render_chat(
             messages,
             name=body.chat_template or None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
+            add_generation_prompt=not continues if opens is None else opens,
+            continue_final_message=continues,
             variables=body.template_variables,
         )
         return whole_characters(text)

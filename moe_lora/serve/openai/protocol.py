@@ -353,13 +353,16 @@ class ChatMessage(ApiModel):
 
 
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions.  chat_template: a name of the model's templates."""
+    """POST /v1/chat/completions.  chat_template: a name of the model's templates.
+
+    add_generation_prompt None: true, unless the answer continues the last message.
+    """
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     add_special_tokens: bool = False
     continue_final_message: bool | None = None
     chat_template: Text | None = None

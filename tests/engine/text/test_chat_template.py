@@ -191,5 +191,5 @@ def test_variables_that_transformers_keeps_for_itself_are_refused(name):
 
 
 def test_a_final_message_does_not_go_on_beside_a_new_answer():
-    with pytest.raises(ValueError, match="send add_generation_prompt=false"):
+    with pytest.raises(ValueError, match="Leave add_generation_prompt out"):
         ours(TEXT_ONLY["plain"]).render_chat([USER], continue_final_message=True)
