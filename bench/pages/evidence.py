@@ -28,7 +28,7 @@ class RecordError(ValueError):
 
 
 class History:
-    """Commits up to HEAD and below tags `records/…`, and their trees.  Raises RecordError without a clone."""
+    """Commits up to HEAD, and their trees.  Raises RecordError without a clone."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -36,7 +36,7 @@ class History:
             raise RecordError(f"{root} lies in another repository; check records in a git clone")
         if _git(root, "rev-parse", "--is-shallow-repository") == "true":
             raise RecordError(f"{root} has a part of its history only; run git fetch --unshallow")
-        self.commits = tuple(_git(root, "rev-list", "HEAD", "--glob=refs/tags/records/*").split())
+        self.commits = tuple(_git(root, "rev-list", "HEAD").split())
         self._known = frozenset(self.commits)
         self._trees: dict[str, frozenset[str]] = {}
 
@@ -112,7 +112,7 @@ def problem(name: str, record: Record, known: History | None) -> str | None:
     if commit is None:
         return "no commit; run the bench again in a git clone"
     if not known.has_commit(commit):
-        return f"commit {commit[:8]}, which is not in this history; git fetch --tags, or run the bench again"
+        return f"commit {commit[:8]}, which is not in this history; merge it, or run the bench again"
     if env.get("git_dirty") is None and commit not in exceptions().get(name, {}):
         return f"commit {commit[:8]} without the state of its tree; pass MOE_LORA_TREES to the device"
     return None
