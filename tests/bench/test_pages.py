@@ -163,15 +163,16 @@ def test_older_records_are_valid_by_their_commit(repository: Path) -> None:
     assert "no commit" in str(problem("a.jsonl", _record(git_commit=None), known))
 
 
-def test_commits_below_a_tag_of_records_are_in_the_history(repository: Path) -> None:
+def test_a_tag_alone_keeps_no_commit_in_the_history(repository: Path) -> None:
     _git(repository, "checkout", "-q", "-b", "side", "HEAD~")
     (repository / "b").write_text("")
     _git(repository, "add", ".")
     _git(repository, "commit", "-q", "-m", "side")
     side = _git(repository, "rev-parse", "HEAD")
     _git(repository, "checkout", "-q", "-")
-    assert not History(repository).has_commit(side)
     _git(repository, "tag", "records/side", side)
+    assert not History(repository).has_commit(side)
+    _git(repository, "merge", "-q", "--no-edit", "-s", "ours", side)
     assert History(repository).has_commit(side)
 
 
