@@ -142,7 +142,7 @@ class _Build:
             if config.num_ranks == 1:
                 runner = make_runner(rank, host=store.host, find=store.find)
             else:
-                exchanges = rank.join(followers.directory)
+                exchanges = followers.meet(partial(rank.join, followers.directory))
                 runner = make_runner(rank, exchanges, followers, store.host, find=store.find)
                 followers.attach(runner, rank)
             followers.settle()

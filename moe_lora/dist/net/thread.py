@@ -45,6 +45,11 @@ class LoopThread:
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
     """`asyncio.to_thread` for calls that may hang, e.g. on a network disk: the process can still end."""
+    return await asyncio.wrap_future(started(function, *args))
+
+
+def started(function: Callable[..., T], *args: Any) -> Future[T]:
+    """The result of a call in a thread that does not keep the process alive."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
@@ -55,4 +60,4 @@ async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
             done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return done

@@ -223,9 +223,15 @@ def _lost(error: RuntimeError) -> RankLostError:
 def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device) -> Backend:
     """A group of an instance's ranks on one host, apart from the process's default group.
 
-    rendezvous: a file path unique to the instance.
+    rendezvous: a file path unique to the instance.  Raises EngineDeadError if a rank does not come.
     """
-    store = dist.FileStore(str(rendezvous), size)
+    try:
+        return _opened(dist.FileStore(str(rendezvous), size), dist_rank, size, device)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _opened(store: dist.Store, dist_rank: int, size: int, device: torch.device) -> Backend:
     timeout = timedelta(seconds=TIMEOUT_S)
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()

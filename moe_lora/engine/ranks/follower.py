@@ -81,8 +81,9 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, Ho
         rank.slots.present = shared_layers(setup.directory, rank.dist_rank, rank.slots.present.shape)
         host = rank.host.workers(rank, store)
     _send(connection, Done())
-    find = partial(_find, store)
-    return rank, make_runner(rank, rank.join(setup.directory), host=host, find=find), host
+    exchanges = rank.join(setup.directory)
+    _send(connection, Done())
+    return rank, make_runner(rank, exchanges, host=host, find=partial(_find, store)), host
 
 
 def _find(store: HostStore, content_hash: str) -> PackedAdapter:
@@ -113,7 +114,7 @@ def _obey(
         elif isinstance(message, LeaveGroup):
             answers.send(Done(steps.leave()))
         elif isinstance(message, JoinGroup):
-            steps.join(message)
+            answers.send(_attempted(partial(steps.join, message)))
         elif isinstance(message, RankReport):
             if host is not None:
                 host.settle()

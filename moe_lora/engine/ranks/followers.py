@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_child
+from moe_lora.dist.net.thread import started
 from moe_lora.engine.step.step_batch import packed_message
 
 from . import exchange
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
     from .rank import Rank
 
+T = TypeVar("T")
+MEET_TIMEOUT_S = 60.0
+"""Of ranks that only connect: none computes."""
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
 
@@ -172,24 +178,38 @@ class Followers:
 
     def answers(self, within_s: float | None = None) -> list[Exception | None]:
         """Wait until all have answered; returns their errors.  Raises EngineDeadError as `settle`."""
+        waiting: dict[Any, int] = dict(zip(self._connections, count(1), strict=False))
+        errors: dict[int, Exception | None] = {}
         with self._reading:
-            return [self._answer(dist_rank, within_s) for dist_rank in range(1, len(self._connections) + 1)]
+            while waiting:
+                ready = wait_for(waiting, within_s)
+                if not ready:
+                    assert within_s is not None
+                    raise _silent(min(waiting.values()), within_s)
+                for connection in ready:
+                    dist_rank = waiting[connection]
+                    message = self._receive(dist_rank)
+                    if isinstance(message, Done):
+                        errors[dist_rank] = message.error
+                        del waiting[connection]
+                    elif message is not None:
+                        self._note_end(dist_rank, message.number, message.error)
+        return [errors[dist_rank] for dist_rank in sorted(errors)]
 
-    def _answer(self, dist_rank: int, within_s: float | None) -> Exception | None:
-        while True:
-            message = self._receive(dist_rank, within_s)
-            if isinstance(message, Done):
-                return message.error
-            if message is None:
-                assert within_s is not None
-                raise _silent(dist_rank, within_s)
-            self._note_end(dist_rank, message.number, message.error)
+    def meet(self, join: Callable[[], T]) -> T:
+        """Connect rank 0 with the followers, told to join and to answer; returns the result of `join`.
 
-    def _receive(self, dist_rank: int, within_s: float | None) -> Done | OrderEnded | None:
-        """A follower's next message; None: no message in this time.  Raises EngineDeadError."""
+        Raises EngineDeadError if a follower ends meanwhile or does not answer.
+        """
+        joined = started(join)  # in another thread: this one notices the end of a follower
+        self.settle(MEET_TIMEOUT_S)
+        return joined.result()
+
+    def _receive(self, dist_rank: int) -> Done | OrderEnded | None:
+        """A follower's next message; None: no message is there.  Raises EngineDeadError."""
         connection = self._connections[dist_rank - 1]
         try:
-            message = pickle.loads(connection.recv_bytes()) if connection.poll(within_s) else None
+            message = pickle.loads(connection.recv_bytes()) if connection.poll() else None
         except (EOFError, OSError) as error:
             raise self._lost(dist_rank) from error
         assert message is None or isinstance(message, (Done, OrderEnded))
@@ -222,7 +242,7 @@ class Followers:
 
     def _read_ends(self) -> None:
         for dist_rank in range(1, len(self._connections) + 1):
-            while (message := self._receive(dist_rank, 0.0)) is not None:
+            while (message := self._receive(dist_rank)) is not None:
                 assert isinstance(message, OrderEnded), "a follower answers only while rank 0 waits"
                 self._note_end(dist_rank, message.number, message.error)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moe_lora.engine.step.runner import ModelRunner
@@ -32,7 +33,7 @@ class LeaveGroup:
 
 @dataclass(frozen=True)
 class JoinGroup:
-    """Join the other ranks again.  number: of groups before."""
+    """Join the other ranks again, and answer.  number: of groups before."""
 
     number: int
 
@@ -55,7 +56,7 @@ class Regroup:
         self._followers.tell(LeaveGroup())
         found = [error, *self._followers.answers(LEAVE_TIMEOUT_S)]
         self._followers.tell(JoinGroup(self._number))
-        self._rank.meet(_meeting(self._followers.directory, self._number))
+        self._followers.meet(partial(self._rank.meet, _meeting(self._followers.directory, self._number)))
         causes = (one for one in found if one is not None and not isinstance(one, RankLostError))
         return next(causes, error)
 

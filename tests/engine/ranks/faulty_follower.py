@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from multiprocessing.connection import Connection
 
@@ -12,6 +13,7 @@ from moe_lora.core.teardown import run_child
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
 from moe_lora.engine.ranks import followers
 from moe_lora.engine.ranks.follower import follow
+from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.models.weight_merge import WeightMerge
 
@@ -80,9 +82,27 @@ def _break_merges() -> None:
     WeightMerge.fold_in = maybe
 
 
+def _break_meetings() -> None:
+    def broken(name):
+        meet = getattr(Rank, name)
+
+        def maybe(self, path):
+            if self.dist_rank == self.config.num_ranks - 1:
+                for kind, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+                    if _is_due(f"{kind}_in_{name}"):
+                        os.kill(os.getpid(), number)
+            return meet(self, path)
+
+        setattr(Rank, name, maybe)
+
+    broken("join")
+    broken("meet")
+
+
 if __name__ == "__main__":
     _left.update(json.loads(os.environ[FAULTS]))
     _break_steps()
     _break_copies()
     _break_merges()
+    _break_meetings()
     run_child(lambda fd: follow(Connection(fd)))

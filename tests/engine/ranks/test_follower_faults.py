@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.ranks import followers
 from tests.engine.test_failed_adapters import CONFIG, NAMES, drive, four, infos, request
 
 from .faulty_follower import BAD_TOKEN, use_faulty_followers
@@ -81,6 +83,26 @@ def test_step_that_raises_once_on_a_follower_ends_no_request(faulty, right, rank
 def test_each_of_three_followers_may_raise(faulty, right):
     core = faulty({"before_step": 1}, expert_parallel=4)
     assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_follower_that_is_killed_while_the_ranks_meet_anew_ends_the_engine(faulty, num_ranks):
+    core = faulty({"before_step": 1, "killed_in_meet": 1}, expert_parallel=num_ranks)
+    with pytest.raises(EngineDeadError, match=rf"rank {num_ranks - 1} .* was killed by SIGKILL"):
+        drive(core, *bad_among_others())
+
+
+def test_follower_that_stands_still_while_the_ranks_meet_anew_ends_the_engine(faulty, monkeypatch):
+    core = faulty({"before_step": 1, "stopped_in_meet": 1}, **EP)
+    monkeypatch.setattr(followers, "MEET_TIMEOUT_S", 0.2)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* does not answer within 0\.2 s"):
+        drive(core, *bad_among_others())
+    core.close(at_once=True)
+
+
+def test_follower_that_is_killed_while_the_ranks_meet_first_ends_the_build(faulty):
+    with pytest.raises(EngineDeadError, match=r"rank 3 .* was killed by SIGKILL"):
+        faulty({"killed_in_join": 1}, expert_parallel=4)
 
 
 @pytest.mark.parametrize("kind", ["open", "copy"])
