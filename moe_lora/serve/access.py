@@ -198,7 +198,7 @@ class Access:
         """By key; kept after a key's removal, so that a restored key has no second allowance."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or _path(scope) in OPEN:
             await self._app(scope, receive, send)
             return
         refusal = self._admit(scope)
@@ -211,7 +211,7 @@ class Access:
             await JsonResponse(error.body_for(scope["path"]), error.status, headers)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> tuple[str, ApiError] | None:
-        path: str = scope["path"]
+        path = _path(scope)
         is_admins = path not in _FOR_ALL and not path.startswith(_BELOW)
         at_admins = self._came_to_admins(scope)
         if is_admins and not at_admins:
@@ -229,7 +229,7 @@ class Access:
             what = f"{scope['method']} {path} needs the key of an administrator"
             return "admin", ApiError(403, what) if _is_served(scope) else _not_found(scope)
         tokens = allowance_of(self._tokens, key.id, "tokens", key.tokens_per_minute)
-        if path in GENERATING:
+        if scope["path"] in GENERATING:
             requests = allowance_of(self._requests, key.id, "requests", key.requests_per_minute)
             for reason, allowance in (("key_requests", requests), ("key_tokens", tokens)):
                 error = None if allowance is None else allowance.refusal()
@@ -245,6 +245,12 @@ class Access:
             return True
         _, port = scope.get("server") or (None, None)
         return port == (self._admin_address.port or None)
+
+
+def _path(scope: Scope) -> str:
+    """The path without slashes at the end: the router leads such paths to the same route."""
+    path: str = scope["path"]
+    return path.rstrip("/") or "/"
 
 
 def _is_served(scope: Scope) -> bool:

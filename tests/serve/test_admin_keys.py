@@ -53,6 +53,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_without_a_key_only_the_state_of_the_server_is_shown(http, engine):
     for path in OPEN:
         assert http.get(path).status_code == 200, path
+        assert http.get(f"{path}/", follow_redirects=True).status_code == 200, path
     for method, path in GUARDED:
         assert http.request(method, path).status_code == 401, path
         for wrong in ("", "first-key2", DIGESTS[0]):
