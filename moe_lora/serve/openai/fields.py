@@ -20,18 +20,8 @@ MAX_NAMED = 64
 """Unknown names of one request, and of all requests in the log."""
 MAX_NAME_CHARS = 64
 """Of an unknown name in the header and in the log."""
-CHOOSES_ADAPTER = (
-    "adapter",
-    "adapter_id",
-    "adapter_name",
-    "adapter_source",
-    "lora",
-    "lora_adapter",
-    "lora_id",
-    "lora_name",
-    "lora_request",
-)
-"""Fields of other servers for the name of an adapter.  Here `model` names the adapter."""
+CHOOSES_ADAPTER = ("adapter", "lora")
+"""Words in names of other servers' fields for an adapter.  Here `model` names the adapter."""
 LORA_PATH = "lora_path"
 """SGLang's field for an adapter of the base in `model`."""
 IGNORED = frozenset(
@@ -128,6 +118,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         (
             "custom_params",
             "ec_transfer_params",
+            "extra_body",
             "images_config",
             "kv_transfer_params",
             "media_io_kwargs",
@@ -169,24 +160,28 @@ def drop_neutral(
 
     own: names of the endpoint's own fields.  neutral: foreign fields, and their values without an effect.
     """
-    for name in CHOOSES_ADAPTER:
-        if name not in own and data.get(name) not in (None, "", [], {}):
-            raise FieldError(
-                name, f"{name} is not supported; name the adapter in model, and leave {name} out"
-            )
     if data.get(LORA_PATH) is not None and LORA_PATH not in own:
         data = _with_adapter(data)
     kept = {}
     for name, value in data.items():
         if name in own:
             kept[name] = value
+        elif name != LORA_PATH and chooses_adapter(name):
+            if value not in (None, "", [], {}):
+                what = f"{shown_name(name)} is not supported; name the adapter in model, and leave it out"
+                raise FieldError(name, what)
         elif name in neutral:
             if not _is_neutral(value, neutral[name]):
                 choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
                 raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
-        elif name not in IGNORED and name not in CHOOSES_ADAPTER and name != LORA_PATH:
+        elif name not in IGNORED and name != LORA_PATH:
             kept[name] = value
     return kept
+
+
+def chooses_adapter(name: str) -> bool:
+    """True for a name of a field that chooses an adapter in other servers, in any spelling."""
+    return any(word in name.lower() for word in CHOOSES_ADAPTER)
 
 
 def _with_adapter(data: dict[str, Any]) -> dict[str, Any]:
