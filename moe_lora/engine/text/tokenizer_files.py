@@ -123,14 +123,21 @@ def _named(source: Any, path: Path) -> dict[str, str]:
 
 
 def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = True) -> tuple[int, ...]:
-    """Ids that end a text by generation_config.json and config.json, or its part text_config; () without."""
+    """Ids that end a text by generation_config.json and config.json, or its part text_config; () without.
+
+    Raises ConfigError for other values than ids.
+    """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json")[0 if with_generation_config else 1 :]:
-        found = read_json(Path(model_dir) / name)
+        found = read_json(path := Path(model_dir) / name)
         text = found.get("text_config")
         for part in (found, text if isinstance(text, dict) else {}):
             value = part.get("eos_token_id")
-            ids += value if isinstance(value, list) else [] if value is None else [value]
+            listed = value if isinstance(value, list) else [] if value is None else [value]
+            if any(type(one) is not int for one in listed):
+                what = "must be a token id or a list of token ids; mend the file"
+                raise ConfigError(f"{path}: eos_token_id={json.dumps(value)} {what}")
+            ids += listed
     return tuple(dict.fromkeys(ids))
 
 

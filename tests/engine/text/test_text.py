@@ -137,6 +137,13 @@ def test_tokenizer_dir_gives_text_ids_template_and_end_tokens(tmp_path):
     assert tokenizer.render_chat([], variables={"loud": True}) == "LOUD [assistant]"
 
 
+@pytest.mark.parametrize("value", ["2", [2, "3"], [[2]], 2.0, True, {}])
+def test_an_end_token_that_is_no_id_is_refused_with_its_file(tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id=.* must be a token id"):
+        read_eos_token_ids(tmp_path)
+
+
 def test_truncation_and_padding_stored_in_the_file_do_not_apply(tmp_path):
     backend = characters()
     backend.enable_truncation(3)
