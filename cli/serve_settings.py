@@ -16,7 +16,7 @@ import click
 
 from moe_lora.config.settings import Setting, check_section, settings_of
 from moe_lora.core.errors import AdapterError, ConfigError
-from moe_lora.core.request import name_problem
+from moe_lora.core.request import is_base_name, name_problem
 
 from .options import sections_of
 
@@ -140,7 +140,7 @@ def _module_of(fields: Any, base_names: set[str]) -> tuple[str, str]:
         if not isinstance(fields.get(field), str) or not fields[field]:
             raise _bad_module(f"{fields!r}: {field} is missing; give a text that is not empty")
     base = fields.get("base_model_name")
-    if base is not None and base not in base_names and str(base).rpartition("/")[2] not in base_names:
+    if base is not None and not is_base_name(str(base), base_names):
         served = ", ".join(sorted(base_names))
         raise _bad_module(
             f"{fields['name']}: base_model_name={base!r} is another base model than {served}; give one of "

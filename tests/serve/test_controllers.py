@@ -297,9 +297,14 @@ def test_another_base_is_refused_by_name(server, path):
         {"pinned": False, "lora_id": None, "rid": None},
         {"pinned": True, "lora_id": "abc", "rid": "r1"},
         {"is_3d_lora_weight": True},
+        {"load_inplace": None},
+        {"base_model_name": "org/{}"},
+        {"base_model_name": ""},
     ],
 )
 def test_fields_of_vllm_and_sglang_are_taken(any_server, fields):
+    if name := fields.get("base_model_name"):
+        fields = {**fields, "base_model_name": name.format(any_server.model)}
     for load, unload in ((LOAD, UNLOAD), ("/load_lora_adapter", "/unload_lora_adapter")):
         answer = any_server.post(load, {"lora_name": "new", "lora_path": UPPER, **fields})
         assert answer.status_code == 200, answer.text

@@ -40,6 +40,7 @@ def test_all_names_are_listed_and_taken(named):
     cards = named.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards[:2]] == ["base", "publishers/ns/models/base"]
     assert all(card["parent"] == "base" for card in cards[2:])
+    assert named.get("/v1/models/").json()["data"] == cards
     body = {"lora_name": "publishers/ns/models/base", "lora_path": "x"}
     refused = named.post("/v1/load_lora_adapter", body)
     assert refused.status_code == 400

@@ -24,18 +24,14 @@ from moe_lora.core.errors import (
     MoeLoraError,
     PeerUnreachableError,
 )
-from moe_lora.core.request import AdapterInfo, name_problem
+from moe_lora.core.request import AdapterInfo, is_base_name, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
 from moe_lora.serve.openai.fields import shown_name
-from moe_lora.serve.openai.protocol import (
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-    refuse_unknown,
-)
+from moe_lora.serve.openai.protocol import PeerModel, Text, refuse_unknown
 
 if TYPE_CHECKING:
     from moe_lora.core.records import RegisteredAdapter
@@ -48,6 +44,35 @@ _EXPERT_KEY = re.compile(r"\.experts\.")
 _ONE_EXPERTS_KEY = re.compile(r"\.experts\.(?:.*\.)?\d+\.")
 _CHUNK_BYTES = 1 << 20
 Stamps = tuple[tuple[int, ...], ...]
+
+
+class LoadAdapterRequest(PeerModel):
+    """POST /v1/load_lora_adapter and /load_lora_adapter, with the fields of vLLM and SGLang.
+
+    lora_path None: the registry's folder.  base_model_name: the adapter's base; empty or None: the served
+    base.  is_3d_lora_weight: the file has parameters of all experts.  lora_id, lora_int_id, rid: internal
+    numbers of other servers, unused here.
+    """
+
+    lora_name: Text
+    lora_path: Text | None = None
+    load_inplace: bool | None = None
+    base_model_name: Text | None = None
+    is_3d_lora_weight: bool | None = None
+    pinned: bool | None = None
+    lora_id: str | None = None
+    lora_int_id: int | None = None
+    rid: Any = None
+
+
+class UnloadAdapterRequest(PeerModel):
+    """POST /v1/unload_lora_adapter and /unload_lora_adapter.  Fields are those of `LoadAdapterRequest`."""
+
+    lora_name: Text
+    base_model_name: Text | None = None
+    lora_id: str | None = None
+    lora_int_id: int | None = None
+    rid: Any = None
 
 
 def check_name(name: str, param: str = "lora_name") -> None:
@@ -68,10 +93,10 @@ def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> N
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:
-    """Raises ApiError for the name of another base model.  An empty name passes."""
+    """Raises ApiError for the name of another base model (see `is_base_name`)."""
     model_dir = frontend.cluster.engine.model_dir
     allowed = {*frontend.model_names, model_dir, os.path.basename(os.path.normpath(model_dir))}
-    if name and name not in allowed:
+    if not is_base_name(name or "", allowed):
         raise bad_request(
             f"base_model_name={name!r} is not served here; the base model is {frontend.model_name!r} "
             "(moe-lora serve --served-model-name names it); send that name, or leave base_model_name out",
@@ -298,7 +323,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         Without `lora_path`: the registry's adapter of that name.
         """
         headers = ignored_by(body, frontend)
-        await loads.load(body, in_place=body.load_inplace)
+        await loads.load(body, in_place=bool(body.load_inplace))
         what = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         return PlainTextResponse(what, headers=headers)
 
@@ -327,6 +352,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         await loads.unload(body)
         return JsonResponse(DONE, headers=headers)
 
+    @router.get("/v1/adapters/", response_model=None, include_in_schema=False)
     @router.get("/v1/adapters", response_model=None)
     async def list_adapters() -> Response:
         """Every adapter: place, size, users."""

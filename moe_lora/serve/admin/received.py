@@ -25,9 +25,8 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 from moe_lora.serve.limits import Quota, body_of
-from moe_lora.serve.openai.protocol import LoadAdapterRequest
 
-from .adapter_routes import DONE, AdapterLoads, adapter_card, check_new_name
+from .adapter_routes import DONE, AdapterLoads, LoadAdapterRequest, adapter_card, check_new_name
 from .controls import Query, parse_json
 
 if TYPE_CHECKING:

@@ -145,6 +145,7 @@ def models_router(frontend: Frontend) -> APIRouter:
         bases = [{**base, "id": name} for name in frontend.model_names]
         return [*bases, *adapters]
 
+    @router.get("/", response_model=None, include_in_schema=False)
     @router.get("", response_model=None)
     async def list_models(request: Request) -> Response:
         """All valid values of a request's `model`."""
@@ -264,6 +265,7 @@ def instances_router(frontend: Frontend) -> APIRouter:
         await frontend.controller.call(f"{method}_instance", name, *args)
         return JsonResponse(_card((await known()).get(name) or _absent(name)))
 
+    @router.get("/", response_model=None, include_in_schema=False)
     @router.get("", response_model=None)
     async def list_instances() -> Response:
         """Every instance: devices, state and number of requests."""

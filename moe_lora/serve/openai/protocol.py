@@ -410,32 +410,3 @@ class ChatRequest(SamplingFields):
     def without_prompt(self) -> Self:
         empty = dict.fromkeys(("documents", "tools", "kv_transfer_params"))
         return self.model_copy(update={"messages": [], **empty})
-
-
-class LoadAdapterRequest(PeerModel):
-    """POST /v1/load_lora_adapter and /load_lora_adapter, with the fields of vLLM and SGLang.
-
-    lora_path None: the registry's folder.  base_model_name: the adapter's base; empty or None: the served
-    base.  is_3d_lora_weight: the file has parameters of all experts.  lora_id, lora_int_id, rid: internal
-    numbers of other servers, unused here.
-    """
-
-    lora_name: Text
-    lora_path: Text | None = None
-    load_inplace: bool = False
-    base_model_name: Text | None = None
-    is_3d_lora_weight: bool | None = None
-    pinned: bool | None = None
-    lora_id: str | None = None
-    lora_int_id: int | None = None
-    rid: Any = None
-
-
-class UnloadAdapterRequest(PeerModel):
-    """POST /v1/unload_lora_adapter and /unload_lora_adapter.  Fields are those of `LoadAdapterRequest`."""
-
-    lora_name: Text
-    base_model_name: Text | None = None
-    lora_id: str | None = None
-    lora_int_id: int | None = None
-    rid: Any = None
