@@ -138,8 +138,10 @@ def test_json_that_says_nan_is_400(any_server, literal):
     ("path", "body"), [("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", CHAT)]
 )
 def test_bad_values_are_400_and_name_the_field(any_server, path, body, field, value):
-    message = error_of(any_server.post(path, {**body, field: value}), 400)
+    answer = any_server.post(path, {**body, field: value})
+    message = error_of(answer, 400)
     assert field in message
+    assert answer.json()["error"]["param"] == field
     assert len(message) < 1000
 
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from moe_lora.engine.text.text import Tokenizer
+from moe_lora.serve.openai.preparing import rendered
+from moe_lora.serve.openai.protocol import ChatRequest
 from tests.small_tokenizers import characters
 
 from .conftest import scripted, serving
@@ -43,6 +47,14 @@ def test_parts_reach_a_template_for_texts_as_lines():
 def test_null_content_is_undefined_as_in_transformers():
     source = "{{ 'b' if messages[1].content is defined else 'a' }}"
     assert prompt_of(source, messages=[USER, {"role": "assistant", "content": None}]) == "a"
+
+
+def test_a_template_that_prints_whole_messages_sees_fields_in_the_order_of_the_body():
+    part = {"cache": "x", "text": "hello", "type": "text"}
+    message = {"name": "b", "content": [part], "other": "c", "role": "user"}
+    tokenizer = Tokenizer(characters(), chat_template="{{ messages | tojson }}")
+    body = ChatRequest.model_validate({"messages": [message]})
+    assert rendered(body, tokenizer) == json.dumps([message])
 
 
 def test_a_final_message_goes_on():

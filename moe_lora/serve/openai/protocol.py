@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
 from moe_lora.serve.http_errors import bad_request
@@ -272,7 +283,7 @@ class SamplingFields(StructuredFields):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )
         except ValueError as error:
-            raise bad_request(str(error), str(error).split("=", 1)[0]) from error
+            raise bad_request(str(error), re.split(r"\W", str(error), maxsplit=1)[0]) from error
         return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
 
     def _edits(self) -> dict[str, Any]:
@@ -314,10 +325,29 @@ class CompletionRequest(SamplingFields):
         return self.model_copy(update={"prompt": ""})
 
 
-class TextPart(ApiModel):
-    """A part of a message's content.  Further fields go to the template."""
+class InOrder(ApiModel):
+    """Fields for a template, in the order of the body: a template may print a whole message."""
 
     model_config = ConfigDict(extra="allow")
+
+    _order: tuple[str, ...] = ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_order(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        found = handler(data)
+        if isinstance(data, dict):
+            found._order = tuple(data)
+        return found
+
+    @model_serializer(mode="wrap")
+    def _in_order(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        return {name: found[name] for name in self._order if name in found} | found
+
+
+class TextPart(InOrder):
+    """A part of a message's content.  Further fields go to the template."""
 
     type: Literal["text"]
     text: Text
@@ -328,10 +358,8 @@ class TextPart(ApiModel):
         return data
 
 
-class ChatMessage(ApiModel):
+class ChatMessage(InOrder):
     """A message of any role.  Further fields go to the template."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)]
     content: Text | Listed[TextPart] | None = None
