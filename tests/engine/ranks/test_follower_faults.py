@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.ranks import followers
 from tests.engine.test_failed_adapters import CONFIG, NAMES, drive, four, infos, request
+from tests.models.generated_code import captured_graphs
 
 from .faulty_follower import BAD_TOKEN, use_faulty_followers
+from .test_expert_parallel import CAPTURED
 
 EP, TP = {"expert_parallel": 2}, {"tensor_parallel": 2}
 ALWAYS = 1 << 20
@@ -72,6 +75,27 @@ def test_step_that_raises_on_a_follower_ends_only_its_adapter(faulty, right, ran
     again = drive(core, request("later", "reverse"), request("last", None))
     assert again["later"][0] == right["reverse"]
     assert again["last"][0] == right["base"]
+
+
+@pytest.mark.parametrize("when", ["before_step", "after_step"])
+@pytest.mark.parametrize(
+    "generates", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["captured", "generated"]
+)
+@both_divisions
+def test_compiled_step_that_raises_on_a_follower_ends_only_its_adapter(
+    faulty, right, ranks, when, generates, tmp_path, monkeypatch
+):
+    """generates: code from the captured graphs; else the graphs run."""
+    if not generates:
+        (tmp_path / "sitecustomize.py").write_text(CAPTURED)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with nullcontext() if generates else captured_graphs():
+        core = faulty({when: ALWAYS}, eager=False, **ranks)
+        found = drive(core, *bad_among_others())
+        assert tokens_of(found, *OTHERS) == expected(right, *OTHERS)
+        if when == "before_step":
+            assert "a kernel of this follower refused its operands" in (found["upper"][1].error or "")
+        assert drive(core, request("later", "reverse"))["later"][0] == right["reverse"]
 
 
 @both_divisions
