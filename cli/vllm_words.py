@@ -113,7 +113,7 @@ CONVERTERS: dict[str, Callable[[str], list[str]]] = {
     "count": _count,
     "origins": _origins,
     "gib_to_mb": lambda text: [f"{_number(text) * 2**30 / 1e6:.6f}"],
-    "bytes_to_gb": lambda text: [f"{_number(text) / 1e9:.9f}"],
+    "bytes_to_gb": lambda text: [f"{_number(_count(text)[0]) / 1e9:.9f}"],
 }
 """Make values of our option from a value of vLLM's option.  Raise ValueError."""
 

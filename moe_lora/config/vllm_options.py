@@ -97,7 +97,12 @@ MODELS = (
     unused("--safetensors-load-strategy", "files are mapped and read once"),
     unused("--max-parallel-loading-workers", "each process reads its own part"),
     same("--device", example="cpu"),
-    same("--max-model-len", "`k` means 1,000 and `K` 1,024", convert="count"),
+    same(
+        "--max-model-len",
+        "`k` means 1,000 and `K` 1,024; `auto` and -1 mean the model's length",
+        convert="count",
+        **{"auto": "", "-1": "", ANY: "--max-model-len {}"},
+    ),
     alias("--seed", "--set engine.seed={}"),
     only("--max-logprobs", ("20",), "requests may ask for 20 at most; omit the option"),
     only(
@@ -182,7 +187,13 @@ MEMORY = (
         "weights, KV and adapters of a process; a step's own memory comes on top",
         example="0.9",
     ),
-    alias("--kv-cache-memory-bytes", "--kv-cache-gb {}", convert="bytes_to_gb", example="2e9"),
+    alias(
+        "--kv-cache-memory-bytes",
+        "--kv-cache-gb {}",
+        "`g` means 1,000,000,000 and `G` 1,073,741,824",
+        convert="bytes_to_gb",
+        example="2e9",
+    ),
     alias("--kv-offloading-size", "--set engine.host_arena_mb={}", convert="gib_to_mb"),
     only("--kv-offloading-backend", ("native",), "KV that leaves the device goes to engine.host_arena_mb"),
     unused("--swap-space", "engine.host_arena_mb says how much KV the host keeps"),

@@ -191,6 +191,13 @@ def test_values_reach_the_settings(served, model_dir, caplog):
     assert line == "--trust-remote-code has no effect here: code of a checkpoint never runs"
 
 
+@pytest.mark.parametrize("length", [["--max-model-len", "-1"], ["--max-model-len=auto"]])
+def test_sizes_may_be_the_models_or_have_a_unit(served, model_dir, length):
+    assert run(model_dir, *length, "--kv-cache-memory-bytes", "0.5G").exit_code == 0
+    [(config, _)] = served
+    assert (config.max_model_len, config.kv_cache_gb) == (None, 0.536870912)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
