@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,22 @@ def test_memory_is_released_and_resumed_by_the_names_of_sglang(server, tags):
         tags = ["kv_cache"]
     http.ok("POST", "/resume_memory_occupation", json={"tags": tags})
     assert answers(http) == before
+
+
+def test_a_killed_instance_starts_asleep(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
+        server.wait_for_instances()
+        http = Http(server.url)
+        before = answers(http)
+        http.ok("POST", "/sleep?level=2")
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        server.wait_for_instances(9)
+        for _ in range(12):  # each connection may reach another front end and instance
+            refused = http("POST", "/v1/completions", json={"prompt": "a=", "model": "upper"})
+            assert refused.status_code == 503, refused.text
+            assert "asleep" in refused.json()["error"]["message"]
+        http.ok("POST", "/wake_up")
+        assert answers(http) == before
 
 
 def test_a_sleep_ends_running_requests_or_says_that_they_run(server):

@@ -24,7 +24,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import AbortOrder, Alias, AliasChange, PauseOrder, PoolEntry
+from moe_lora.engine.client.messages import AbortOrder, Alias, AliasChange, PoolEntry
 from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from moe_lora.dist.cluster.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
+STANDING = frozenset(("pause_requests", "resume_requests", "sleep", "wake_up"))
+"""Verbs of `StandingOrders`."""
 MAX_ABORTS = 8
 """Orders in a controller's state, for calls at once."""
 Answer = TypeVar("Answer")
@@ -179,24 +181,17 @@ class FleetAdapters:
     async def _on_all(self, verb: str, args: tuple[Any, ...]) -> list[Any] | None:
         """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None.
 
-        An instance that joins during a pause gets the pause (see `CatchUp`).
+        An instance that joins during a pause or a sleep gets the order (see `CatchUp`).
         """
         registry = self.instance_registry
-        if verb == "pause_requests":
-            scope, mode, timeout_s, *_ = args
-            registry.pauses[scope.owner] = PauseOrder(scope, mode, time.monotonic() + timeout_s)
-        elif verb == "resume_requests":
-            [owner] = args
-            registry.pauses = {
-                name: one for name, one in registry.pauses.items() if owner not in (None, name)
-            }
         if registry.on_abort is not None and (verb == "abort_requests" or args[1:2] == ("abort",)):
             registry.aborts = (
                 *(registry.aborts or ())[1 - MAX_ABORTS :],
                 AbortOrder(args[0], time.time_ns()),
             )
             registry.on_abort(args[0])
-        answers = await ask_live(registry, lambda client: client.call(verb, *args))
+        with registry.standing_orders().recording(verb, args) if verb in STANDING else nullcontext():
+            answers = await ask_live(registry, lambda client: client.call(verb, *args))
         lists = [found for _, found in answers if found is not None]
         return [*chain.from_iterable(lists)] if lists else None
 

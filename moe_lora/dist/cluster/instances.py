@@ -22,7 +22,6 @@ from moe_lora.engine.client.messages import (
     Heartbeat,
     KnownAliases,
     Move,
-    PauseOrder,
     PauseScope,
 )
 from moe_lora.policies.routing.routing import InstanceLoad
@@ -33,6 +32,8 @@ from .suspects import Suspects
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.directory import PoolDirectory
+
+    from .standing_orders import StandingOrders
 
 DIAL_IN_S = 20.0
 """All running instances dial in within this time; a controller may spend half of the time on absent front
@@ -215,8 +216,8 @@ class InstanceRegistry:
         """Called with a name that is no longer served; set as `on_move` is."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
-        self.pauses: dict[str, PauseOrder] = {}
-        """By owner."""
+        self.standing: StandingOrders | None = None
+        """None before the first pause and the first sleep."""
         self.aliases = KnownAliases()
         self.aborts: tuple[AbortOrder, ...] | None = None
         """The latest, in order.  None: another process's controller has yet to tell."""
@@ -227,6 +228,14 @@ class InstanceRegistry:
         self._at_rest = asyncio.Event()
         self._at_rest.set()
         self._all_there_s = time.monotonic() + (0.0 if clients else DIAL_IN_S)
+
+    def standing_orders(self) -> StandingOrders:
+        """Created for the first order."""
+        if self.standing is None:
+            from .standing_orders import StandingOrders
+
+            self.standing = StandingOrders()
+        return self.standing
 
     @property
     def live(self) -> list[Instance]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -142,44 +141,30 @@ class CatchUp:
         registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
+        asleep = await client.call("parts_asleep")
+        if asleep and (self._recovering or not registry.live):
+            registry.standing_orders().recover(asleep)
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
-        may_differ = instance.silent or bool(registry.pauses)
-        known = await self._pause(client, {}, may_differ=may_differ)
+        may_differ = instance.silent or (registry.standing is not None and bool(registry.standing.pauses))
+        known = await self._order(client, {}, may_differ=may_differ)
         while not await registry.join(instance, client, have, missing, incarnation):
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
-        await self._pause(client, known, may_differ=may_differ)  # later calls reach the instance
+        await self._order(client, known, may_differ=may_differ)  # later calls reach the instance
         order = registry.drains.orders.get(instance.name)
         if order is not None:  # its process may be younger than the order
             await client.call("remember_drain", order)
         if registry.aliases:
             await client.call("remember_aliases", registry.aliases)
 
-    async def _pause(
+    async def _order(
         self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool
     ) -> dict[str, PauseOrder]:
-        """Start pauses unknown to the engine; returns the current pauses.
-
-        may_differ: the engine may have missed a resume.
-        """
-        registry = self._instance_registry
-        scopes = await client.call("paused_scopes") if may_differ else ()
-        for scope in scopes:
-            if scope.owner not in registry.pauses:
-                await client.call("resume_requests", scope.owner)
-        current = dict(registry.pauses)
-        for owner, pause in current.items():
-            left_s = pause.end_s - time.monotonic()
-            if pause is known.get(owner) or pause is not registry.pauses.get(owner) or left_s <= 0:
-                continue
-            # A second "abort" would end the requests that the first delays.
-            mode = "keep" if pause.mode == "abort" and pause.scope in scopes else pause.mode
-            await client.call("pause_requests", pause.scope, mode, left_s, waits=False)
-            if owner not in registry.pauses:  # a resume came meanwhile
-                await client.call("resume_requests", owner)
-        return current
+        """As `StandingOrders.give`, if there are orders."""
+        standing = self._instance_registry.standing
+        return {} if standing is None else await standing.give(client, known, may_differ=may_differ)
 
 
 class _Stream(AsyncIterator[TokenOutput]):

@@ -151,6 +151,14 @@ class PauseOrder:
 
 
 @dataclass(frozen=True)
+class SleepOrder:
+    """A sleep of all instances.  drops_weights: instances give the weights back too."""
+
+    parts: frozenset[SleepPart] = frozenset()
+    drops_weights: bool = False
+
+
+@dataclass(frozen=True)
 class AbortOrder:
     """An end of all covered requests, also of requests outside of instances.  number: unique."""
 

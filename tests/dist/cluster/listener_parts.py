@@ -32,6 +32,7 @@ from moe_lora.engine.client.messages import (
     PauseScope,
     Pulse,
     Reply,
+    SleepPart,
     Stop,
 )
 from moe_lora.policies.routing.routing import RoundRobin
@@ -121,6 +122,9 @@ class ScriptedLoop(threading.Thread):
         return EngineStats(num_steps=self.num_steps)
 
     def paused_scopes(self) -> list[PauseScope]:
+        return []
+
+    def parts_asleep(self) -> list[SleepPart]:
         return []
 
     def list_adapters(self) -> list[AdapterInfo]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -110,7 +111,8 @@ def joined(
         instance = registry.enter("one", client)
         instance.silent = silent
         for owner in ("", "key a"):
-            registry.pauses[owner] = PauseOrder(PauseScope(owner), "abort", time.monotonic() + PATIENCE_S)
+            end_s = time.monotonic() + PATIENCE_S
+            registry.standing_orders().pauses[owner] = PauseOrder(PauseScope(owner), "abort", end_s)
         await caught_up(registry)(instance, client, "first")
         assert registry.live == [instance]
         found: set[str] = client.paused
@@ -130,13 +132,96 @@ def test_a_resume_while_an_instance_joins_ends_its_pauses(at_live):
     def resume(registry: InstanceRegistry, client: PausedClient) -> None:
         if at_live and not registry.live:  # a pause that the instance hears of after the join
             late = PauseOrder(PauseScope("key b"), "keep", time.monotonic() + PATIENCE_S)
-            registry.pauses["key b"] = late
-        if registry.pauses and bool(registry.live) is at_live:
-            registry.pauses = {}
+            registry.standing_orders().pauses["key b"] = late
+        if registry.standing_orders().pauses and bool(registry.live) is at_live:
+            registry.standing_orders().pauses = {}
             if at_live:  # as a resume's call
                 client.paused.clear()
 
     assert joined(resume) == set()
+
+
+class SleepyClient(CallableEngine):
+    """An engine with parts asleep.  on_call: called before each call."""
+
+    def __init__(self, asleep: Iterable[str], on_call: Callable[[str], object] = lambda method: None) -> None:
+        self.asleep = set(asleep)
+        self.dropped = False
+        self._on_call = on_call
+
+    async def settled(self) -> None:
+        """All commands are done at once."""
+
+    async def call(self, method: str, *args: Any, **words: Any) -> Any:
+        self._on_call(method)
+        if method == "sleep":
+            self.asleep |= set(args[0])
+            self.dropped |= args[1]
+        elif method == "wake_up":
+            self.asleep -= set(args[0])
+        return sorted(self.asleep) if method == "parts_asleep" else []
+
+
+PARTS = ("kv_cache", "weights")
+Order = tuple[str, tuple[Any, ...]]
+TO_SLEEP: Order = ("sleep", (PARTS, True, "abort", 1.0))
+TO_WAKE: Order = ("wake_up", (PARTS,))
+
+
+@pytest.mark.parametrize(
+    ("orders", "before", "after"),
+    [
+        ([TO_SLEEP], (), PARTS),
+        ([TO_SLEEP, ("wake_up", (["weights"],))], (), ["kv_cache"]),
+        ([TO_SLEEP, ("wake_up", (["weights"],))], PARTS, ["kv_cache"]),
+        ([TO_SLEEP, TO_WAKE], PARTS, ()),
+        ([], PARTS, PARTS),
+    ],
+)
+def test_an_instance_sleeps_as_the_last_order_says_or_as_the_first_one_does(orders, before, after):
+    async def join() -> None:
+        registry = InstanceRegistry([])
+        for verb, args in orders:
+            with registry.standing_orders().recording(verb, args):
+                pass
+        first, second = SleepyClient(before), SleepyClient(())
+        for name, client in (("first", first), ("second", second)):
+            found: Any = client
+            await caught_up(registry)(registry.enter(name, found), found, "one")
+        assert first.asleep == second.asleep == set(after)
+        assert second.dropped is (orders == [TO_SLEEP])
+
+    asyncio.run(join())
+
+
+@pytest.mark.parametrize(("before", "order"), [((), TO_SLEEP), (PARTS, TO_WAKE)])
+def test_an_order_while_an_instance_joins_reaches_it(before, order):
+    async def join() -> None:
+        registry = InstanceRegistry([])
+
+        def on_call(method: str) -> None:
+            if method == "list_adapters":
+                with registry.standing_orders().recording(*order):
+                    pass
+
+        client: Any = SleepyClient(before, on_call)
+        await caught_up(registry)(registry.enter("one", client), client, "one")
+        assert client.asleep == (set(PARTS) if order is TO_SLEEP else set())
+
+    asyncio.run(join())
+
+
+@pytest.mark.parametrize(("first", "refused"), [(None, TO_SLEEP), (TO_SLEEP, TO_WAKE)])
+def test_a_refused_order_changes_nothing_for_later_instances(first, refused):
+    orders = InstanceRegistry([]).standing_orders()
+    if first is not None:
+        with orders.recording(*first):
+            pass
+    before = orders.sleep
+    with suppress(TimeoutError), orders.recording(*refused):
+        assert orders.sleep != before
+        raise TimeoutError
+    assert orders.sleep == before
 
 
 def test_an_instance_gets_the_mode_of_a_pause_once():

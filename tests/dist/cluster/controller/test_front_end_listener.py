@@ -100,12 +100,13 @@ def test_pauses_end_once_a_lost_front_end_leaves_only_leaving_ones(address):
             leaving, staying = [FrontEndSide(name, address, []) for name in ("leaving", "staying")]
             await until(lambda: len(inside(controller)) == 2)
             registry = controller.instance_registry
-            registry.pauses[""] = PauseOrder(PauseScope(), "keep", time.monotonic() + PATIENCE_S)
+            orders = registry.standing_orders()
+            orders.pauses[""] = PauseOrder(PauseScope(), "keep", time.monotonic() + PATIENCE_S)
             await leaving.link.leave()
             await until(lambda: [one.is_leaving for one in controller.listener.sessions].count(True) == 1)
-            assert registry.pauses
+            assert orders.pauses
             await staying.stop()
-            await until(lambda: not registry.pauses)
+            await until(lambda: not orders.pauses)
             assert inside(controller) == ["leaving"]
             await leaving.stop()
 
