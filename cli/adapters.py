@@ -52,8 +52,8 @@ def _step(url: str, api_key: str | None, name: str, step: str, body: Any = None)
     card = call(url, api_key, "POST", f"/v1/aliases/{quote(name, safe='')}/{step}", TIMEOUT_S, body)
     rows = ", ".join(f"{one['adapter']} {one['share']:.4g}" for one in card["targets"])
     click.echo(f"{name}: {rows} ({card['stage']})")
-    if step == "rollout" and len(card["targets"]) == 1:
-        click.echo("The server forgets this alias when its last process ends; roll out again after a start.")
+    if step == "rollout" and len(card["targets"]) == 1 and not card["saved"]:
+        click.echo("The server has no --registry, and forgets this alias with its last process.")
 
 
 @click.command()

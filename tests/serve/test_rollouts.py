@@ -151,9 +151,7 @@ def check_share(found: Counter[str], share: float) -> None:
 
 
 def test_no_stream_fails_from_rollout_to_rollback_while_an_instance_is_killed(server):
-    made, note = run(server, "rollout", "support", "--to", "v1").splitlines()
-    assert made == f"support: {V1} 1 (settled)"
-    assert "forgets this alias when its last process ends" in note
+    assert run(server, "rollout", "support", "--to", "v1") == f"support: {V1} 1 (settled)"
     with Streams(server.url) as streams:
         assert streams.of_phase().keys() == {V1}
         assert run(server, "rollout", "support", "--to", "v2", "--share", "5%").endswith(
@@ -296,6 +294,7 @@ def check_refusals(ops: Http) -> None:
     rollout = "/v1/aliases/support/rollout"
     refused(400, rollout, {"to": "other", "share": 0.1}, "promote it or roll back first")
     refused(400, rollout, {"to": "v2", "share": 0}, "share=0 must be above 0")
+    refused(400, rollout, {"to": "v2", "share": True}, "share")
     refused(404, rollout, {"to": "nobody", "share": 0.1}, "is not loaded")
     refused(400, rollout, {"to": "demo", "share": 0.1}, "base model")
     refused(400, rollout, {"to": "v2", "shares": 0.1}, "shares")
@@ -370,6 +369,44 @@ def check_key_of_one_adapter(ops: Http, clients: dict[str, Http]) -> None:
     refused = blue("POST", "/v1/completions", json=twice)
     assert refused.status_code == 400
     assert "twice" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("several", [(), SEVERAL], ids=["alone", "several"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_alias_outlives_the_end_of_all_processes(tmp_path, several, number):
+    options = (*stocked(tmp_path / "registry"), *several, *PATIENT)
+    with demo_server(tmp_path / "first", *options) as server:
+        http = Http(server.url)
+        run(server, "rollout", "support", "--to", "v1")
+        run(server, "rollout", "support", "--to", "v2", "--share", "0.5")
+        http.ok("POST", "/v1/aliases/team/rollout", json={"to": "other"})
+        http.ok("POST", "/v1/aliases/gone/rollout", json={"to": "other"})
+        http.ok("DELETE", "/v1/aliases/gone")
+        found = {user: adapter_of(http, user=user) for user in map(str, range(24))}
+        assert set(found.values()) == {V1, V2}
+        server.stop(number)
+    with demo_server(tmp_path / "second", *options) as server:
+        http = Http(server.url)
+        wait_until(lambda: whole(http), "both front ends route to both instances")
+        assert {user: adapter_of(http, user=user) for user in found} == found
+        assert adapter_of(http, model="team") == "other"
+        listed = http.ok("GET", "/v1/adapters")
+        assert [one["id"] for one in listed["aliases"]] == ["support", "team"]
+        names = {"other", V1, V2}
+        wait_until(lambda: pinned_at(http) == dict.fromkeys(names, True), "the adapters are pinned again")
+        assert run(server, "rollback", "support") == f"support: {V1} 1, {V2} 0 (rolled_back)"
+        run(server, "drop", "support")
+        wait_until(lambda: pinned_at(http) == {"other": True, V1: True}, "the former version is unloaded")
+
+
+def pinned_at(http: Http) -> dict[str, bool]:
+    return {one["id"]: one["pinned"] for one in http.ok("GET", "/v1/adapters")["data"]}
+
+
+def test_without_a_registry_the_command_says_that_the_alias_ends_with_the_server(tmp_path):
+    options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
+    with demo_server(tmp_path / "log", *options) as server:
+        assert "forgets this alias" in run(server, "rollout", "support", "--to", "upper")
 
 
 def test_a_lora_server_keeps_adapters_by_itself(tmp_path):

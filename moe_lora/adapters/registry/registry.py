@@ -50,6 +50,16 @@ CREATE TABLE adapters (
 ) WITHOUT ROWID
 """
 
+_ALIASES = """
+CREATE TABLE IF NOT EXISTS aliases (
+    base_hash TEXT NOT NULL,
+    name TEXT NOT NULL,
+    content BLOB NOT NULL,
+    PRIMARY KEY (base_hash, name)
+) WITHOUT ROWID
+"""
+"""Of the first alias on: readers of earlier registries know no such table."""
+
 
 class RegistryDatabase:
     """The database in a folder, for all threads and several processes.
@@ -333,6 +343,21 @@ class Registry:
             needed = f"SELECT DISTINCT content_hash FROM adapters WHERE {LIVE}"
             self._store.sweep({content_hash for (content_hash,) in self._database.read(needed)})
         return found
+
+    def aliases(self, base_hash: str) -> dict[str, bytes]:
+        """What `save_alias` kept, by name."""
+        if not self._database.read("SELECT 1 FROM sqlite_master WHERE name = 'aliases'"):
+            return {}
+        query = "SELECT name, content FROM aliases WHERE base_hash = ? ORDER BY name"
+        return dict(self._database.read(query, (base_hash,)))
+
+    def save_alias(self, base_hash: str, name: str, content: bytes | None) -> None:
+        """Keep an alias of adapters of this base; None: forget the alias."""
+        with self._database.writing() as connection:
+            connection.execute(_ALIASES)
+            connection.execute("DELETE FROM aliases WHERE base_hash = ? AND name = ?", (base_hash, name))
+            if content is not None:
+                connection.execute("INSERT INTO aliases VALUES (?, ?, ?)", (base_hash, name, content))
 
     def _insert(
         self,

@@ -24,7 +24,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.messages import AbortOrder, Alias, AliasChange, PoolEntry
+from moe_lora.engine.client.messages import AbortOrder, PoolEntry
 from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
 from .instances import Instance, InstanceRegistry, ServedVersion, reason
@@ -170,13 +170,13 @@ class FleetAdapters:
             task.add_done_callback(lambda done: _tell(name, done))
             raise
 
-    async def change_alias(self, name: str, change: AliasChange, versions: ServedRegistry | None) -> Alias:
-        """As `Rollouts.change`."""
+    def rollouts(self, versions: ServedRegistry | None) -> Rollouts:
+        """Created at the first step of an alias.  versions: the registry of adapters, if any."""
         if self._rollouts is None:
             from .rollouts import Rollouts
 
             self._rollouts = Rollouts(self, versions)
-        return await self._rollouts.change(name, change)
+        return self._rollouts
 
     async def _on_all(self, verb: str, args: tuple[Any, ...]) -> list[Any] | None:
         """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None.

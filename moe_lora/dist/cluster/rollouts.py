@@ -10,14 +10,17 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import (
+    AdapterError,
     AdapterNotFoundError,
     CapacityError,
     ConfigError,
     EngineDeadError,
     MoeLoraError,
+    RegistryError,
 )
 from moe_lora.core.request import version_name
 from moe_lora.dist.net.thread import in_daemon_thread
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 VERSION = re.compile(r"v([1-9]\d{0,8})")
 """A version of the registry in a rollout's `to`."""
+_LOOK_S = 0.2
 
 
 class Rollouts:
@@ -69,7 +73,41 @@ class Rollouts:
                 await self._send()
                 for adapter in freed:
                     self._release(adapter, adapter in before.loaded, adapter in before.pinned)
+                await self._save(name)
             return registry.aliases[name]
+
+    async def _save(self, name: str) -> None:
+        """Raises RegistryError: the step is done, and the next start does not know of it."""
+        if self._versions is None:
+            return
+        try:
+            await in_daemon_thread(self._versions.save_alias, name, self._registry.aliases[name])
+        except RegistryError as error:
+            what = f"{name!r} is changed, but a later start of the server does not know of this step"
+            raise RegistryError(f"{what}: {error}") from error
+
+    async def pin_all(self) -> None:
+        """Pin the adapters of aliases from an earlier server, once an instance takes part.
+
+        An adapter without room stays unpinned, with a warning.
+        """
+        registry = self._registry
+        while not registry.live:
+            await asyncio.sleep(_LOOK_S)
+        async with self._lock:
+            for name, alias in registry.aliases.live.items():
+                pinned = [one for one in targets(alias) if await self._pin_saved(one)]
+                if pinned:
+                    self._record(name, replace(alias, pinned=(*alias.pinned, *pinned)))
+            await self._send()
+
+    async def _pin_saved(self, adapter: str) -> bool:
+        served = self._registry.adapters.get(adapter)
+        try:
+            return served is not None and not served.pinned and await self._pin(adapter)
+        except MoeLoraError as error:
+            logger.warning("adapter %s of an alias is not pinned: %s", adapter, error)
+            return False
 
     def _record(self, name: str, alias: Alias) -> None:
         """Numbers are above those of an earlier controller, whose last steps may be unknown here."""
@@ -103,7 +141,9 @@ class Rollouts:
         after = rolled_out(name, before, target, change.share, registry.adapters)
         loaded, pinned = list[str](), list[str]()
         try:
-            if version is not None:
+            if version is not None and target in registry.adapters:
+                await self._check_version(name, version)
+            elif version is not None:
                 versions = self._versions
                 assert versions is not None
                 found = await in_daemon_thread(versions.registry.resolve, name, versions.base_hash, version)
@@ -120,6 +160,17 @@ class Rollouts:
                 self._release(one, one in loaded, one in pinned)
             raise
         return replace(after, loaded=(*before.loaded, *loaded), pinned=(*before.pinned, *pinned))
+
+    async def _check_version(self, name: str, version: int) -> None:
+        """Raises AdapterError for files that others served under the name of this version."""
+        assert self._versions is not None
+        found = await in_daemon_thread(self._versions.registry.get, name, version)
+        served = self._registry.adapters.get(version_name(name, version))
+        if served is not None and Path(served.path) != Path(found.path):
+            raise AdapterError(
+                f"adapter {version_name(name, version)!r} has files of {served.path}, not of the registry's "
+                f"version {version} of {name!r}; unload that adapter first"
+            )
 
     def _check_served(self, adapter: str) -> None:
         """Raises AdapterNotFoundError after an unload by others."""
@@ -150,7 +201,7 @@ class Rollouts:
         if self._versions is None:
             raise ConfigError(f"{to!r} is no loaded adapter, and without --registry there are no versions")
         target = version_name(name, int(version[1]))
-        return target, None if target in served else int(version[1])
+        return target, int(version[1])
 
     async def _send(self) -> None:
         """Have the live instances remember the aliases; absent instances learn at their return."""

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Request
+from pydantic import Strict
 from starlette.responses import Response
 
 from moe_lora.engine.client.messages import Alias, AliasChange, AliasStep
@@ -25,11 +26,11 @@ class RolloutBody(Query):
     """to: a loaded adapter, or a version of the registry as v8.  share: of the requests, 0 < share <= 1."""
 
     to: Text
-    share: float | None = None
+    share: Annotated[float, Strict()] | None = None
 
 
 class Endpoints:
-    """Methods answer a path, after the step reached every front end."""
+    """Methods answer a path, after the step reached every front end.  saved: in the registry."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend = frontend
@@ -72,4 +73,5 @@ class Endpoints:
     async def _change(self, request: Request, change: AliasChange) -> Response:
         name = request.path_params["name"]
         alias: Alias = await self._frontend.controller.call("change_alias", name, change)
-        return JsonResponse(alias_card(name, alias))
+        saved = self._frontend.cluster.registry is not None
+        return JsonResponse({**alias_card(name, alias), "saved": saved})

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora.core.errors import AdapterNotFoundError, CapacityError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, RegistryError
 from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.dist.cluster.rollouts import Rollouts
-from moe_lora.engine.client.messages import AliasChange
+from moe_lora.engine.client.messages import Alias, AliasChange, KnownAliases
 
 
 class Fleet:
@@ -37,6 +37,10 @@ class Fleet:
         adapters = self.instance_registry.adapters
         adapters[name] = ServedVersion(f"/{name}", 1, pinned)
         adapters.pop(self.lost, None)
+
+    async def remember(self, verb: str, aliases: object) -> None:
+        assert verb == "remember_aliases"
+        self.remembered = aliases
 
     @property
     def pinned(self) -> set[str]:
@@ -74,6 +78,71 @@ def test_adapter_that_is_unloaded_during_a_step_gets_no_alias():
         assert fleet.instance_registry.aliases["support"].second == ""
 
     asyncio.run(run())
+
+
+class Versions:
+    """A registry with version 1 of each name.  saved: the aliases of the next start."""
+
+    base_hash = "0" * 64
+
+    def __init__(self, fails: bool = False) -> None:
+        self.saved: dict[str, Alias] = {}
+        self.registry = SimpleNamespace(get=self.get)
+        self._fails = fails
+
+    def get(self, name: str, version: int) -> SimpleNamespace:
+        return SimpleNamespace(path=f"/store/{name}-{version}")
+
+    def save_alias(self, name: str, alias: Alias) -> None:
+        if self._fails:
+            raise RegistryError("the disk is full")
+        self.saved[name] = alias
+
+
+def test_files_under_the_name_of_a_version_are_not_that_version():
+    async def run() -> None:
+        fleet, adapters = Fleet("support@v1"), "/support@v1"
+        rollouts = Rollouts(fleet, Versions())
+        with pytest.raises(AdapterError, match=f"has files of {adapters}, not of the registry's version 1"):
+            await change(rollouts, "support", "rollout", "v1")
+        fleet.instance_registry.adapters["support@v1"] = ServedVersion("/store/support-1", 1)
+        await change(rollouts, "support", "rollout", "v1")
+        assert fleet.instance_registry.aliases["support"].current == "support@v1"
+
+    asyncio.run(run())
+
+
+def test_each_step_is_saved_and_a_step_that_is_not_says_that_it_is_done():
+    async def run() -> None:
+        fleet, versions = Fleet("a", "b"), Versions()
+        await change(Rollouts(fleet, versions), "support", "rollout", "a")
+        await change(Rollouts(fleet, versions), "support", "rollout", "b", 0.5)
+        assert versions.saved["support"] == fleet.instance_registry.aliases["support"]
+        with pytest.raises(RegistryError, match="is changed, but a later start"):
+            await change(Rollouts(fleet, Versions(fails=True)), "support", "rollback")
+        assert fleet.instance_registry.aliases["support"].stage == "rolled_back"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("refused", ["", "b"])
+def test_adapters_of_saved_aliases_are_pinned_if_there_is_room(refused, caplog):
+    async def run() -> None:
+        fleet = Fleet("a", "b", "c")
+        fleet.refused = refused
+        registry = fleet.instance_registry
+        registry.live, registry.aliases = [], KnownAliases()
+        registry.aliases |= {"first": Alias("a", "b", 0.5, "rollout"), "gone": Alias("d")}
+        pinning = asyncio.create_task(Rollouts(fleet, Versions()).pin_all())
+        await asyncio.sleep(0)
+        registry.live = [SimpleNamespace(client=SimpleNamespace(call=fleet.remember))]
+        await pinning
+        assert fleet.pinned == {"a", "b"} - {refused}
+        assert set(registry.aliases["first"].pinned) == fleet.pinned
+        assert fleet.remembered == registry.aliases
+
+    asyncio.run(run())
+    assert ("is not pinned" in caplog.text) is bool(refused)
 
 
 def test_failed_step_leaves_no_pin():

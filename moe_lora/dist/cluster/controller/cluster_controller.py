@@ -80,7 +80,7 @@ class ClusterController:
     @verb
     async def change_alias(self, name: str, change: AliasChange) -> Alias:
         """As `Rollouts.change`."""
-        return await self.adapters.change_alias(name, change, self.registry)
+        return await self.adapters.rollouts(self.registry).change(name, change)
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run a verb by name (see `protocol`).  Raises the errors of the verb."""
@@ -103,7 +103,10 @@ class ClusterController:
     async def run(self) -> None:
         """Place adapters, move requests, watch the load and keep the pool, until cancelled."""
         parts = (self.placement, self.migration, self.provision, self.adapters.pool)
-        await asyncio.gather(*(part.run() for part in parts if part is not None))
+        runs = [part.run() for part in parts if part is not None]
+        if self.registry is not None and self.registry.aliases:
+            runs.append(self.adapters.rollouts(self.registry).pin_all())
+        await asyncio.gather(*runs)
 
 
 def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
@@ -201,6 +204,8 @@ async def controlled_fleet(
         pool = PoolDirectory(config.pool.replicas)
     heartbeat = Heartbeat.of(cluster.front_end)
     instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
+    if registry is not None:
+        instance_registry.aliases |= registry.aliases
     adapters = FleetAdapters(instance_registry, routes.ranks)
     fleet = make_client(cluster, instance_registry, routes, adapters.call)
     controller = ClusterController(

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from moe_lora.core.records import RegisteredAdapter
 from moe_lora.core.shape import rank_limit, rank_problem
 from moe_lora.dist.net.codec import verb
 from moe_lora.dist.net.thread import in_daemon_thread
+from moe_lora.engine.client.messages import Alias
 
 if TYPE_CHECKING:
     from moe_lora.adapters.registry.registry import Registry
@@ -29,7 +30,7 @@ class ServedRegistry:
     """A registry and the hash of the served base model.
 
     root, max_lora_rank: as in `EngineConfig`.  optional: adapters without a name in the settings.  The server
-    starts with an unfit optional adapter, as unavailable.
+    starts with an unfit optional adapter, as unavailable.  aliases: of an earlier server, by name.
     """
 
     registry: Registry
@@ -37,6 +38,13 @@ class ServedRegistry:
     root: str | None = None
     max_lora_rank: int | None = None
     optional: frozenset[str] = frozenset()
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+
+    def save_alias(self, name: str, alias: Alias) -> None:
+        """Keep the alias for the next start.  Raises RegistryError."""
+        from .saved_aliases import save
+
+        save(self.registry, self.base_hash, name, alias)
 
 
 @contextmanager
@@ -88,7 +96,30 @@ def opened_registry(
         config = replace(config, adapters=(*config.adapters, *found))
         optional = frozenset() if chosen is not None else frozenset(name for name, _ in found)
         served = ServedRegistry(registry, base_hash, config.adapter_root, config.max_lora_rank, optional)
-        yield replace(cluster, engine=config), served
+        yield _with_aliases(replace(cluster, engine=config), served, limit)
+
+
+def _with_aliases(
+    cluster: ClusterConfig, served: ServedRegistry, limit: int | None
+) -> tuple[ClusterConfig, ServedRegistry]:
+    """Both with the registry's aliases, and the adapters of these.  limit: of ranks."""
+    found = served.registry.aliases(served.base_hash)
+    if not found:
+        return cluster, served
+    from .saved_aliases import SavedAliases
+
+    def path_of(name: str, version: int) -> str:
+        one = served.registry.resolve(name, served.base_hash, version)
+        if limit is not None and one.lora_rank > limit:
+            raise AdapterError(f"adapter {name!r}: {rank_problem(one.lora_rank, limit)}")
+        return one.path
+
+    config, bases = cluster.engine, (cluster.served_model_name, *cluster.other_model_names)
+    saved = SavedAliases({name for name, _ in config.adapters}, bases, path_of)
+    saved.load(found)
+    config = replace(config, adapters=(*config.adapters, *saved.adapters.items()))
+    optional = served.optional | saved.adapters.keys()
+    return replace(cluster, engine=config), replace(served, aliases=saved.aliases, optional=optional)
 
 
 class RegistryVerbs:
