@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission of waiting requests, and eviction of resident adapters."""
+"""Order of waiting requests, and of resident adapters that leases evict."""
 
 from __future__ import annotations
 
