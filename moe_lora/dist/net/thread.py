@@ -45,11 +45,6 @@ class LoopThread:
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
     """`asyncio.to_thread` for calls that may hang, e.g. on a network disk: the process can still end."""
-    return await asyncio.wrap_future(started(function, *args))
-
-
-def started(function: Callable[..., T], *args: Any) -> Future[T]:
-    """The result of a call in a thread that does not keep the process alive."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
@@ -60,4 +55,4 @@ def started(function: Callable[..., T], *args: Any) -> Future[T]:
             done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return done
+    return await asyncio.wrap_future(done)

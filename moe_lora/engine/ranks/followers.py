@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -25,7 +26,6 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_child
-from moe_lora.dist.net.thread import started
 from moe_lora.engine.step.step_batch import packed_message
 
 from . import exchange
@@ -201,9 +201,11 @@ class Followers:
 
         Raises EngineDeadError if a follower ends meanwhile or does not answer.
         """
-        joined = started(join)  # in another thread: this one notices the end of a follower
+        pool = ThreadPool(1)  # a daemon's: this thread notices the end of a follower
+        joined = pool.apply_async(join)
+        pool.close()
         self.settle(MEET_TIMEOUT_S)
-        return joined.result()
+        return joined.get()
 
     def _receive(self, dist_rank: int) -> Done | OrderEnded | None:
         """A follower's next message; None: no message is there.  Raises EngineDeadError."""

@@ -24,7 +24,7 @@ from moe_lora.core.errors import (
     MoeLoraError,
     PeerUnreachableError,
 )
-from moe_lora.core.request import AdapterInfo, is_base_name, name_problem
+from moe_lora.core.request import AdapterInfo, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
@@ -93,10 +93,10 @@ def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> N
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:
-    """Raises ApiError for the name of another base model (see `is_base_name`)."""
+    """Raises ApiError for the name of another base model.  An empty name and `org/base` pass."""
     model_dir = frontend.cluster.engine.model_dir
     allowed = {*frontend.model_names, model_dir, os.path.basename(os.path.normpath(model_dir))}
-    if not is_base_name(name or "", allowed):
+    if name and not allowed & {name, name.rpartition("/")[2]}:
         raise bad_request(
             f"base_model_name={name!r} is not served here; the base model is {frontend.model_name!r} "
             "(moe-lora serve --served-model-name names it); send that name, or leave base_model_name out",
