@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -39,6 +39,11 @@ def name_problem(name: str) -> str | None:
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
         return f"must be at most {MAX_ADAPTER_NAME_CHARS} printable characters without commas"
     return None
+
+
+def is_base_name(name: str, bases: Collection[str]) -> bool:
+    """True for a base model in a client's words: empty, or one of `bases`, alone or behind a slash."""
+    return not name or name in bases or name.rpartition("/")[2] in bases
 
 
 def version_name(name: str, version: int) -> str:

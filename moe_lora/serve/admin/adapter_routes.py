@@ -24,7 +24,7 @@ from moe_lora.core.errors import (
     MoeLoraError,
     PeerUnreachableError,
 )
-from moe_lora.core.request import AdapterInfo, name_problem
+from moe_lora.core.request import AdapterInfo, is_base_name, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
@@ -75,15 +75,10 @@ class UnloadAdapterRequest(PeerModel):
     rid: Any = None
 
 
-def check_name(name: str, param: str = "lora_name") -> None:
-    """Raises ApiError for an invalid name."""
-    if problem := name_problem(name):
-        raise bad_request(f"{param} {problem}", param)
-
-
 def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> None:
     """Raises ApiError for a name unfit for an adapter, and for an alias's other name `base:alias`."""
-    check_name(name, param)
+    if problem := name_problem(name):
+        raise bad_request(f"{param} {problem}", param)
     if name in frontend.model_names:
         raise bad_request(f"{param} {name!r} is the base model's name; choose another", param)
     if live := frontend.aliases.live:
@@ -93,10 +88,10 @@ def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> N
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:
-    """Raises ApiError for the name of another base model.  An empty name and `org/base` pass."""
+    """Raises ApiError for the name of another base model (see `is_base_name`)."""
     model_dir = frontend.cluster.engine.model_dir
     allowed = {*frontend.model_names, model_dir, os.path.basename(os.path.normpath(model_dir))}
-    if name and not allowed & {name, name.rpartition("/")[2]}:
+    if not is_base_name(name or "", allowed):
         raise bad_request(
             f"base_model_name={name!r} is not served here; the base model is {frontend.model_name!r} "
             "(moe-lora serve --served-model-name names it); send that name, or leave base_model_name out",
@@ -172,7 +167,8 @@ class AdapterLoads:
 
     async def unload(self, body: UnloadAdapterRequest) -> None:
         """Raises ApiError."""
-        check_name(body.lora_name)
+        if problem := name_problem(body.lora_name):
+            raise bad_request(f"lora_name {problem}", "lora_name")
         check_base(body.base_model_name, self._frontend)
         try:
             await self._frontend.client.call("unload_adapter", body.lora_name)
