@@ -15,6 +15,7 @@ from moe_lora.core.errors import ConfigError
 
 from .config_json import ConfigJson
 
+TYPE_KEYS = ("rope_type", "type")
 LONGROPE = ("longrope", "su")
 """Values of rope_type for LongRoPE; Phi-3's first files have the second."""
 
@@ -83,7 +84,7 @@ def _rope(
     theta = section.number(
         "rope_theta", default=config.number(*theta_keys, default=theta, above=1.0), above=1.0
     )
-    kind = section.get("rope_type", "type", default="default")
+    kind = section.get(*TYPE_KEYS, default="default")
     plain = [theta ** (-2 * i / num_dims) for i in range(num_dims // 2)]
     if kind == "dynamic":  # scales beyond the model's context only
         section.require({"alpha": ()})
@@ -135,13 +136,19 @@ def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]
     Arguments as of `rope_spec`.
     """
     section = _section(config, default)
-    if section.get("rope_type", "type", default="default") not in LONGROPE:
+    if section.get(*TYPE_KEYS, default="default") not in LONGROPE:
         return max_position
     return min(max_position, int(_original_context(section, config)))
 
 
 def _section(config: ConfigJson, default: Mapping[str, Any]) -> ConfigJson:
-    return config.section("rope_parameters", "rope_scaling") or ConfigJson(default, "rope_parameters")
+    section, older = config.section("rope_parameters"), config.section("rope_scaling")
+    given = config.get("rope_scaling", default={})
+    for key, value in given.items() if section else ():
+        names, usual = (TYPE_KEYS, "default") if key in TYPE_KEYS else ((key,), value)
+        if value is not None and section.get(*names, default=usual) != value:
+            raise config.refusal("rope_scaling", given, "contradicts rope_parameters; keep one of them")
+    return section or older or ConfigJson(default, "rope_parameters")
 
 
 def _original_context(section: ConfigJson, config: ConfigJson) -> float:
