@@ -200,13 +200,16 @@ def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.  Raises ConfigError if the file is missing or not JSON."""
+    """The checkpoint's config.json.  Raises ConfigError if the file is missing or no JSON object."""
     path = model_dir / "config.json"
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; give the directory of a Hugging Face checkpoint{_instead(model_dir)}"
         )
-    return read_json_file(path)
+    found = read_json_file(path)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must be a JSON object, not {type(found).__name__}")
+    return found
 
 
 def read_json_file(path: Path) -> Any:

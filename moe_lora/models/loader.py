@@ -22,7 +22,7 @@ from moe_lora.core.progress import Show, silent
 from moe_lora.core.shape import NEVER_QUANTISED
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
-from moe_lora.families import family_named, model_spec
+from moe_lora.families import model_spec
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.quantised import Format, format_of
@@ -32,7 +32,7 @@ from .checkpoint import Checkpoint
 from .linear import ExpertLinear, LoraLinear
 from .quantised_weight import Quantisation, QuantisedWeight, WeightLayout, common_layout
 from .stored_weight import StoredWeight
-from .weights import Piece, WeightMap, stored_pieces, weight_map
+from .weights import Piece, WeightMap, refuse_unexpected, stored_pieces, weight_map
 
 if TYPE_CHECKING:
     from .random_weights import RandomCheckpoint
@@ -131,8 +131,6 @@ def _joined(parts: Iterable[range]) -> tuple[range, ...]:
 
 logger = logging.getLogger(__name__)
 
-RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the same values
-NUM_NAMED = 5  # unexpected tensors in an error message
 Source: TypeAlias = "Checkpoint | RandomCheckpoint"
 Target = torch.Tensor | QuantisedWeight
 Stored = dict[str, dict[int, "torch.Tensor | StoredWeight"]]
@@ -354,7 +352,7 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
         weights = weights | {"head": weights["embedding"]}
     missing = weights.keys() ^ targets.keys()
     assert all(name.endswith(".bias") and name in weights for name in missing), missing
-    refuse_unexpected(model, checkpoint, weights)
+    refuse_unexpected(model.spec, checkpoint, weights)
     ranges = held_ranges(model)
     held = {name: _held_pieces(weights[name], ranges[name]) for name in targets}
     sizes = {name: _num_bytes(target) for name, target in targets.items()}
@@ -426,24 +424,3 @@ def _dequantise_into(target: torch.Tensor, stored: StoredWeight, num_rows: int =
     for row in range(0, len(target), num_rows):
         rows = slice(row, min(row + num_rows, len(target)))
         target[rows].copy_(stored.dequantised(rows, target.dtype))
-
-
-def refuse_unexpected(model: CausalLM, checkpoint: Source, weights: WeightMap) -> None:
-    """Raise ConfigError for checkpoint tensors that no part of the model uses."""
-    used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
-    if model.spec.tie_word_embeddings:
-        used.add(family_named(model.spec.shape.family).head)
-    left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]
-    unexpected = sorted(key for key in left if not key.startswith(model.spec.unused))
-    if len(unexpected) < len(left):
-        logger.info(
-            "%d tensors of the checkpoint are not read: multi-token prediction or vision (%s)",
-            *(len(left) - len(unexpected), ", ".join(model.spec.unused)),
-        )
-    if unexpected:
-        named = ", ".join(unexpected[:NUM_NAMED])
-        raise ConfigError(
-            f"the checkpoint in {checkpoint.model_dir} has {len(unexpected)} tensors that "
-            f"{model.spec.shape.family} as config.json describes it does not use: {named}"
-            f"{', ...' if len(unexpected) > NUM_NAMED else ''}; the model would compute something else"
-        )

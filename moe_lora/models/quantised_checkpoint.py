@@ -29,9 +29,9 @@ from moe_lora.kernels.quantised import Format
 from .causal_lm import CausalLM
 from .checkpoint import INDEX_NAME, Checkpoint
 from .linear import Fp32Linear, Fp32Vector
-from .loader import linear_layers, refuse_unexpected
+from .loader import linear_layers
 from .quantised_weight import Quantisation, rows_at_once
-from .weights import Piece, is_as_stored, linear_weight_map, weight_map
+from .weights import Piece, is_as_stored, linear_weight_map, refuse_unexpected, weight_map
 
 SHARD_BYTES = 1 << 30
 """Size of a file, unless a single tensor is larger: a file is buffered before its write."""
@@ -113,7 +113,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
     with torch.device("meta"):
         model = CausalLM(spec)
     sources, written = weight_map(spec, checkpoint), linear_weight_map(spec)
-    refuse_unexpected(model, checkpoint, sources)
+    refuse_unexpected(spec, checkpoint, sources)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     held = {name for _, _, name in linear_layers(model)}
     kept = (Fp32Vector, Fp32Linear)

@@ -6,10 +6,11 @@ Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,14 @@ from moe_lora.families import family_named
 from moe_lora.families.schema.family import Family, ModelSpec, Place, of_all_experts
 
 from .stored_weight import Scheme, StoredWeight, mxfp4
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .random_weights import RandomCheckpoint
+
+RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the same values
+NUM_NAMED = 5  # unexpected tensors in an error message
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -309,3 +318,35 @@ def _by_expert(num_experts: int, is_down: bool, stacked: torch.Tensor) -> torch.
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     """A vector stays unchanged for the loader's error."""
     return tensor.mT if tensor.dim() > 1 else tensor
+
+
+def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint, weights: WeightMap) -> None:
+    """Raise ConfigError for checkpoint tensors that no part of the model uses.
+
+    A tied head may be there too, equal to the embedding: transformers uses another one.
+    """
+    used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
+    left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]
+    head = family_named(spec.shape.family).head
+    if spec.tie_word_embeddings and head in left:
+        one, other = checkpoint[head], checkpoint[weights["embedding"][0].key]
+        if one.dtype == other.dtype and torch.equal(one, other):
+            left.remove(head)
+    unexpected = sorted(key for key in left if not key.startswith(spec.unused))
+    if len(unexpected) < len(left):
+        logger.info(
+            "%d tensors of the checkpoint are not read: multi-token prediction or vision (%s)",
+            *(len(left) - len(unexpected), ", ".join(spec.unused)),
+        )
+    if head in unexpected and spec.tie_word_embeddings:
+        raise ConfigError(
+            f"the checkpoint in {checkpoint.model_dir} has a {head} that is not its embedding, and "
+            "config.json has tie_word_embeddings=true; set it to false there, or remove the tensor"
+        )
+    if unexpected:
+        named = ", ".join(unexpected[:NUM_NAMED])
+        raise ConfigError(
+            f"the checkpoint in {checkpoint.model_dir} has {len(unexpected)} tensors that "
+            f"{spec.shape.family} as config.json describes it does not use: {named}"
+            f"{', ...' if len(unexpected) > NUM_NAMED else ''}; the model would compute something else"
+        )

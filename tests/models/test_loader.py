@@ -80,6 +80,19 @@ def test_tied_head_is_the_embedding_and_its_stored_copy_is_tolerated(tmp_path):
     assert model.head is model.embedding
 
 
+def test_tied_head_that_is_not_the_embedding_is_refused(tmp_path):
+    path = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    edit(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}))
+    with pytest.raises(
+        ConfigError, match=r"lm_head\.weight that is not its embedding.*=true; set it to false"
+    ):
+        load(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    model = load(path)
+    assert torch.equal(model.head, model.embedding * 2)
+
+
 def test_recomputed_rotary_buffers_of_old_checkpoints_are_tolerated(llama):
     edit(
         llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
@@ -164,6 +177,12 @@ def test_a_gate_with_a_correction_has_the_dtype_of_its_family(tmp_path):
 def test_damaged_file_is_an_error_that_names_it(llama):
     (llama / SINGLE_NAME).write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        load(llama)
+
+
+def test_a_config_that_is_no_object_is_an_error(llama):
+    (llama / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json must be a JSON object, not list"):
         load(llama)
 
 
