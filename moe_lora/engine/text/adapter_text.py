@@ -24,6 +24,7 @@ from .tokenizer_files import (
     OLDER_FORMATS,
     TEXT_FILES,
     TOKENIZER,
+    check_text_files,
     read_chat_templates,
     read_json,
     read_special_tokens,
@@ -80,6 +81,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
         return None
     for name in present:
         _check_confined(folder / name, root)
+    check_text_files(folder)
     config, base_config = read_json(folder / CONFIG), read_json(base / CONFIG)
     templates, special = read_chat_templates(folder, config), read_special_tokens(folder, config)
     base_special = read_special_tokens(base, base_config)

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.wrong_files import HEAD_BYTES, content_of, read_config
+from moe_lora.core.wrong_files import read_config
 
 from .tokenizer_files import (
     CONFIG,
     OLDER_FORMATS,
     TOKENIZER,
+    check_text_files,
     read_chat_templates,
     read_json,
     read_special_tokens,
@@ -36,12 +37,6 @@ LONG_TEXT_CHARS = 2000
 """Longer texts go to a separate thread, so that other threads continue."""
 logger = logging.getLogger(__name__)
 
-_BINARY = ("tokenizer.model", "spiece.model")
-_TEXTS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template.jinja", "chat_template.json", "merges.txt"),
-    *(name for name in OLDER_FORMATS if name not in _BINARY),
-)
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
@@ -182,25 +177,11 @@ def served_tokenizer(model_dir: str | Path) -> Tokenizer | None:
     Git LFS, a web page or empty.
     """
     folder = Path(model_dir)
-    _check_files(folder)
+    check_text_files(folder, ("generation_config.json", "merges.txt"))
     tokenizer = load_tokenizer(folder)
     if tokenizer is not None and (folder / "config.json").is_file():
         _log_vocabulary(tokenizer.vocab_size, read_config(folder).get("vocab_size"))
     return tokenizer
-
-
-def _check_files(folder: Path) -> None:
-    paths = [folder / name for name in (*_TEXTS, *_BINARY)]
-    for path in (*paths, *sorted(folder.glob("additional_chat_templates/*.jinja"))):
-        if not path.is_file():
-            continue
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-        if path.suffix == ".jinja" and not head.strip():
-            continue  # an empty template
-        found = content_of(head, is_text=path.name not in _BINARY)
-        if found is not None:
-            raise ConfigError(f"{path} is {found}")
 
 
 def _log_vocabulary(num_tokens: int, vocab_size: object) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import SamplingParams
+from moe_lora.core.wrong_files import HEAD_BYTES, content_of
 
 CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
 TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE = (
@@ -19,6 +20,7 @@ TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE = (
     "chat_template.json",
 )
 ADDED_TOKENS = "added_tokens.json"
+_BINARY = ("tokenizer.model", "spiece.model")
 OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 TEXT_FILES = (
     *(TOKENIZER, CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS),
@@ -56,6 +58,24 @@ NO_EFFECT = frozenset(
     }
 )
 """Fields without an effect on sampled tokens.  `read_eos_token_ids` reads the end tokens."""
+
+
+def check_text_files(folder: Path, more: Sequence[str] = ()) -> None:
+    """Raises ConfigError, with the kind, for a file that is a pointer of Git LFS, a web page or empty.
+
+    more: names beside `TEXT_FILES`.
+    """
+    paths = [folder / name for name in (*TEXT_FILES, *more)]
+    for path in (*paths, *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja"))):
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        if path.suffix == ".jinja" and not head.strip():
+            continue  # an empty template
+        found = content_of(head, is_text=path.name not in _BINARY)
+        if found is not None:
+            raise ConfigError(f"{path} is {found}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

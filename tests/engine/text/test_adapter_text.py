@@ -8,6 +8,7 @@ import pytest
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.text.adapter_text import read_adapter_text, text_remark, with_adapter_text
 from moe_lora.engine.text.text import load_tokenizer
+from tests.core.test_wrong_files import POINTER
 from tests.small_tokenizers import characters, write_dir
 
 USER = [{"role": "user", "content": "hello"}]
@@ -66,6 +67,15 @@ def test_a_template_alone_is_found_in_each_file(tmp_path, base, file):
     path.write_text(json.dumps({"chat_template": "OWN"}) if file.endswith("json") else "OWN")
     folder = str(tmp_path / "adapter")
     assert with_adapter_text(load_tokenizer(base), folder, 1, None).render_chat(USER) == "OWN"
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_in_the_place_of_a_file_is_named_and_is_no_template(tmp_path, base, file):
+    folder = adapter(tmp_path, base, chat_template="OWN")
+    (folder / file).write_bytes(POINTER)
+    assert f"{file} is a Git LFS pointer" in text_remark(folder, base, used=True)
+    with pytest.raises(ConfigError, match="is a Git LFS pointer"):
+        with_adapter_text(load_tokenizer(base), str(folder), 1, None)
 
 
 def test_more_tokens_are_named_and_nothing_of_the_folder_is_used(tmp_path, base):
