@@ -306,6 +306,8 @@ REFUSED = [
     ("mistral", {"sliding_window": 2.5}, "sliding_window=2.5"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "no sliding_window"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
+    ("llama", {"is_causal": False}, "is_causal=False"),
+    ("llama", {"sliding_window": 8}, "sliding_window=8"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradicts rope_parameters"),
     ("qwen3", {"rope_scaling": {"rope_theta": 5.0}}, "contradicts rope_parameters"),
     ("llama", {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),

@@ -235,6 +235,10 @@ def multipliers(config: ConfigJson) -> Mapping[str, float]:
 
 
 def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    """Full attention.  A window as long as the context has no effect."""
+    window = config.get("sliding_window", default=None)
+    if window is not None and config.size("sliding_window") < config.size("max_position_embeddings"):
+        raise config.refusal("sliding_window", window, "is not supported by its family; remove it")
     return (0,) * num_layers
 
 
@@ -343,7 +347,7 @@ class Family:
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model.  name: of the family."""
         found = ConfigJson(self.text(config))
-        found.require({"hidden_act": ("silu", "swish"), **self.supported})
+        found.require({"hidden_act": ("silu", "swish"), "is_causal": (True,), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
         defaults = {"num_kv_heads": heads, "head_dim": hidden // heads}
