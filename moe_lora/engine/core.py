@@ -93,7 +93,7 @@ class EngineCore:
         self._moves: RequestMoves | None = None
         self.rank: Rank
         """Of this process, for a sleep; set by `build_engine`."""
-        self.stalled = False
+        self.stalled = self.suspended = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
         """Adapters whose requests end with the next step."""
@@ -133,7 +133,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) and not self.suspended
+
+    def suspend(self) -> None:
+        """Have all requests wait without pages, and compute no step while `suspended`."""
+        self._scheduler.preempt_all()
+        self.suspended = True
 
     @property
     def held_back(self) -> bool:

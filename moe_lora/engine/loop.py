@@ -150,10 +150,10 @@ class EngineLoop(threading.Thread):
             core.sequences, self._compiling, core.abort, self._handle, self.inbox.put, core.adapters
         )
 
-    def _make_sleep(self) -> Sleep:
+    def _make_sleep(self, abort: Callable[[], None]) -> Sleep:
         from .sleep import Sleep
 
-        return Sleep(self._core, self.inbox.put)
+        return Sleep(self._core, self.inbox.put, abort)
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
         """False if the request's grammar is compiled; else the request enters the engine later."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.engine.ranks.followers import MemoryOrder, MemoryStep
 
-from .client.messages import Entry, SleepPart
+from .client.messages import Entry, PauseMode, SleepPart
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 class Sleep:
-    """For the engine's thread.  parts: asleep.  put: queues an entry for this thread."""
+    """For the engine's thread.  parts: asleep.
 
-    def __init__(self, core: EngineCore, put: Callable[[Entry], None]) -> None:
-        self._core, self._put = core, put
+    put: queues an entry for this thread.  abort: ends all requests.
+    """
+
+    def __init__(self, core: EngineCore, put: Callable[[Entry], None], abort: Callable[[], None]) -> None:
+        self._core, self._put, self._abort = core, put, abort
         self.parts: set[SleepPart] = set()
         self._has_weights = True
         self._changes = False
@@ -37,22 +40,24 @@ class Sleep:
     def start(
         self,
         parts: Collection[SleepPart],
-        abort: Callable[[], None] | None,
+        mode: PauseMode,
         timeout_s: float,
         *,
         drops_weights: bool,
     ) -> Steps[None]:
         """Free the arenas, for kv_cache, and drop the weights if asked to, once no request runs.
 
-        abort: ends running requests; None: they go on to their ends.  Raises TimeoutError after timeout_s,
-        and stays awake.
+        mode: wait: running requests go on to their ends; keep: they compute their KV again after the sleep.
+        Raises TimeoutError after timeout_s, and stays awake.
         """
         self._check_mode()
         with self._alone():
             end_s, before = time.monotonic() + timeout_s, set(self.parts)
             self.parts |= set(parts)
-            if abort is not None:
-                abort()
+            if mode == "abort":
+                self._abort()
+            elif mode == "keep":
+                self._core.suspend()
             timer = threading.Timer(timeout_s, self._put, [lambda: None])
             timer.daemon = True
             timer.start()
@@ -60,6 +65,7 @@ class Sleep:
             timer.cancel()
             if not self._is_idle():
                 self.parts = before
+                self._core.suspended &= bool(before)
                 raise TimeoutError(f"requests ran on for {timeout_s:g} s, and the model stays awake")
             self._core.transfers.moves_ahead = not self.parts
             steps: list[MemoryStep] = []
@@ -80,6 +86,7 @@ class Sleep:
             was_asleep = bool(self.parts)
             self.parts -= set(parts)
             if was_asleep and not self.parts:
+                self._core.suspended = False
                 self._core.transfers.moves_ahead = True
                 self._core.adapters.bring_evicted()
                 self._core.transfers.send()

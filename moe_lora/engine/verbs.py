@@ -72,7 +72,7 @@ class EngineVerbs:
         core: EngineCore,
         files: Executor,
         make_pauses: Callable[[], Pauses],
-        make_sleep: Callable[[], Sleep],
+        make_sleep: Callable[[Callable[[], None]], Sleep],
     ) -> None:
         self._core = core
         self._files = files
@@ -142,11 +142,10 @@ class EngineVerbs:
     def sleep(
         self, parts: Sequence[SleepPart], drops_weights: bool, mode: PauseMode, timeout_s: float
     ) -> Steps[None]:
-        """As `Sleep.start`.  mode: abort or wait."""
+        """As `Sleep.start`."""
         if self.asleep is None:
-            self.asleep = self._make_sleep()
-        abort = partial(self.abort_requests, PauseScope()) if mode == "abort" else None
-        yield from self.asleep.start(parts, abort, timeout_s, drops_weights=drops_weights)
+            self.asleep = self._make_sleep(partial(self.abort_requests, PauseScope()))
+        yield from self.asleep.start(parts, mode, timeout_s, drops_weights=drops_weights)
 
     @of_instances
     def wake_up(self, parts: Sequence[SleepPart]) -> Steps[None]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -153,6 +154,49 @@ def test_running_requests_end_or_go_on_before_it():
         running.gate.set()
         asked.result(timeout=PATIENCE_S)
         assert running.rest() == "abort"
+
+
+@pytest.mark.parametrize(
+    ("level", "settings"), [(1, {}), (2, {}), (1, {"eager": False}), (2, {"tensor_parallel": 2})]
+)
+def test_kept_requests_go_on_by_their_version_with_the_same_tokens(level, settings):
+    adapters = ("policy", None, "other")
+    with captured_graphs(), engine(**settings) as llm:
+        whole = [Stream(llm, f"whole {name}", name) for name in adapters]
+        expected = [(one.rest(), answer(one)) for one in whole]
+        kept = [Stream(llm, f"kept {name}", name, gated=name == "policy") for name in adapters]
+        kept[0].get()
+        asked = llm.client.start_call("sleep", ALL, level == 2, "keep", 600.0)
+        kept[0].gate.set()
+        asked.result(timeout=PATIENCE_S)
+        assert refuses(llm)
+        call(llm, "load_adapter", "policy", REVERSE, True)
+        assert is_still(llm, kept[-1])
+        assert call(llm, "parts_asleep") == sorted(ALL)
+        call(llm, "wake_up", ALL)
+        assert [(one.rest(), answer(one)) for one in kept] == expected
+        assert {one.adapter_version for one in kept[0].outputs} == {1}
+        assert Stream(llm, "next", "policy", tokens=3).rest() == "length"
+
+
+def answer(stream: Stream) -> list[int]:
+    return [token for output in stream.outputs for token in output.token_ids]
+
+
+def test_a_kept_request_ends_by_an_abort_or_by_a_second_sleep():
+    with engine() as llm:
+        first, second = Stream(llm, "first", "policy", gated=True), Stream(llm, "second", "policy")
+        first.get()
+        asked = llm.client.start_call("sleep", ALL, False, "keep", 600.0)
+        first.gate.set()
+        asked.result(timeout=PATIENCE_S)
+        asyncio.run(llm.client.abort("first"))
+        assert first.rest() == "abort"
+        assert is_still(llm, second)
+        sleep(llm, 2)
+        assert second.rest() == "abort"
+        call(llm, "wake_up", ALL)
+        assert Stream(llm, "next", "policy", tokens=3).rest() == "length"
 
 
 def test_a_request_that_does_not_end_in_time_keeps_it_awake():

@@ -105,11 +105,24 @@ def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
     assert http.ok("GET", "/is_sleeping") == {"is_sleeping": False}
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_kept_requests_go_on_after_the_sleep(server, level):
+    http = Http(server.url)
+    expected = http.complete("upper")["text"]
+    http.ok("POST", "/pause?mode=keep&clear_cache=false")
+    with several(http, "upper") as running:
+        wait_until(lambda: http.num_waiting() == NUM, "all requests wait")
+        http.ok("POST", "/resume")
+        http.ok("POST", f"/sleep?level={level}&mode=keep")
+        http.ok("POST", "/wake_up")
+        assert {one.result()["text"] for one in running} == {expected}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "problem"),
     [
         ("POST", "/sleep?level=3", "level"),
-        ("POST", "/sleep?mode=keep", "'abort' or 'wait'"),
+        ("POST", "/sleep?mode=freeze", "'abort', 'wait' or 'keep'"),
         ("POST", "/sleep?tags=weights", "tags"),
         ("POST", "/wake_up?tags=kv", "tags"),
         ("POST", "/wake_up?level=1", "level"),

@@ -68,7 +68,7 @@ class ResetQuery(Query):
 
 class SleepQuery(Query):
     level: Literal["1", "2"] = "1"
-    mode: Literal["abort", "wait"] = "abort"
+    mode: PauseMode = "abort"
 
 
 class MemoryBody(Query):

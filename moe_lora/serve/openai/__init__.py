@@ -108,7 +108,7 @@ _QUERIES: dict[str, dict[str, Any]] = {
     },
     "/sleep": {
         "level": {"enum": [1, 2], "default": 1},
-        "mode": {"enum": ["abort", "wait"], "default": "abort"},
+        "mode": {"enum": ["abort", "wait", "keep"], "default": "abort"},
     },
     "/wake_up": {
         "tags": {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}},
