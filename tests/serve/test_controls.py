@@ -120,8 +120,9 @@ def test_a_control_refuses_a_form_of_another_site(http, path):
 
 
 @pytest.mark.parametrize("path", ["/pause?mode=wait", "/pause?wait_for_inflight_requests=true", "/pause"])
-def test_any_pause_of_an_idle_server_returns_and_ends(http, path):
-    http.ok("POST", path)
+@pytest.mark.parametrize("body", [None, {}])
+def test_any_pause_of_an_idle_server_returns_and_ends(http, path, body):
+    http.ok("POST", path, json=body)
     assert http.ok("GET", "/is_paused") == {"is_paused": True}
     http.ok("GET", "/health_generate")
     http.ok("POST", "/resume")
@@ -229,6 +230,12 @@ def test_the_native_endpoint_answers_ids_with_values_and_version(http):
         ("POST", "/generate", {"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ("POST", "/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests"),
         ("GET", "/server_info?config_format=text", None, "config_format"),
+        ("POST", "/pause?mode=keep&mode=abort", None, "mode is given twice"),
+        ("POST", "/pause", {"mode": "keep"}, "/pause?mode=VALUE"),
+        ("POST", "/resume", {"mode": "keep"}, "not from the body"),
+        ("POST", "/reset_prefix_cache", [1], "JSON object"),
+        ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["gAR9"]}, "/v1/adapters/NAME"),
+        ("POST", "/update_weights_from_disk", {"model_path": "x"}, "never change here"),
     ],
 )
 def test_a_wrong_value_is_named(http, method, path, body, problem):

@@ -125,6 +125,7 @@ def test_kept_requests_go_on_after_the_sleep(server, level):
         ("POST", "/sleep?mode=freeze", "'abort', 'wait' or 'keep'"),
         ("POST", "/sleep?tags=weights", "tags"),
         ("POST", "/wake_up?tags=kv", "tags"),
+        ("POST", "/sleep?level=1&level=2", "level is given twice"),
         ("POST", "/wake_up?level=1", "level"),
         ("GET", "/is_sleeping?level=1", "level"),
     ],

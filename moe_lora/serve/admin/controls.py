@@ -88,6 +88,12 @@ class Nothing(Query):
     """No values."""
 
 
+class Unread(BaseModel):
+    """The body of a call with values in its URL."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 def scope_of(caller: Caller) -> PauseScope:
     """An administrator's scope is every request; of a key, its tenant's requests for the key's adapters.
 
@@ -112,7 +118,7 @@ class Endpoints:
 
     async def pause(self, request: Request) -> Response:
         """Answers once no covered request computes."""
-        query = read_query(request, PauseQuery)
+        query = await self._query(request, PauseQuery)
         mode = query.mode
         if query.wait_for_inflight_requests:
             if "mode" in query.model_fields_set and mode != "wait":
@@ -126,13 +132,13 @@ class Endpoints:
         return JsonResponse(self.PAUSED)
 
     async def resume(self, request: Request) -> Response:
-        read_query(request, Nothing)
+        await self._query(request, Nothing)
         await self._resume(request)
         return JsonResponse(self.RESUMED)
 
     async def is_paused(self, request: Request) -> Response:
         """True for a full pause, and for a pause of the caller's key."""
-        read_query(request, Nothing)
+        await self._query(request, Nothing)
         return JsonResponse({"is_paused": await self._is_paused(scope_of(caller_of(request.scope)).owner)})
 
     async def pause_generation(self, request: Request) -> Response:
@@ -146,15 +152,20 @@ class Endpoints:
         await self._resume(request)
         return JsonResponse(self.RESUMED)
 
+    async def refuse_weights(self, request: Request) -> Response:
+        """Names of vLLM and SGLang for new weights of the base model."""
+        what = f"{request.url.path} would change the base model's weights, and they never change here"
+        raise bad_request(f"{what}; train LoRA, and PUT its safetensors to /v1/adapters/NAME")
+
     async def sleep(self, request: Request) -> Response:
         """Answers once every instance has given its memory back."""
-        query = read_query(request, SleepQuery)
+        query = await self._query(request, SleepQuery)
         await self._sleep(("weights", "kv_cache"), query.mode, drops_weights=query.level == "2")
         return Response()
 
     async def wake_up(self, request: Request) -> Response:
         """Answers once every instance has its memory."""
-        query = read_query(request, WakeUpQuery, tags=request.query_params.getlist("tags"))
+        query = await self._query(request, WakeUpQuery, "tags")
         await self._call("wake_up", query.tags or get_args(SleepPart))
         return Response()
 
@@ -170,22 +181,22 @@ class Endpoints:
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:
-        read_query(request, Nothing)
+        await self._query(request, Nothing)
         return JsonResponse({"is_sleeping": bool(await self._call("parts_asleep"))})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        read_query(request, ResetQuery)
+        await self._query(request, ResetQuery)
         await self._call("clear_cache")
         return Response()
 
     async def flush_cache(self, request: Request) -> Response:
-        read_query(request, Nothing)
+        await self._query(request, Nothing)
         await self._call("clear_cache")
         return PlainTextResponse("Cache flushed: running requests keep their KV.\n")
 
     async def server_info(self, request: Request) -> Response:
         """The configuration under vLLM's names."""
-        read_query(request, InfoQuery)
+        await self._query(request, InfoQuery)
         info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
         limit = rank_limit(engine.max_lora_rank, info.devices)
         config = {
@@ -241,7 +252,7 @@ class Endpoints:
 
     async def world_size(self, request: Request) -> Response:
         """Processes with the model: of one instance, or of all live ones."""
-        query = read_query(request, WorldQuery)
+        query = await self._query(request, WorldQuery)
         num_live = sum(one.live for one in self._frontend.client.instances)
         num = self._frontend.cluster.engine.num_ranks * (num_live if query.include_dp else 1)
         return JsonResponse({"world_size": num})
@@ -316,6 +327,25 @@ class Endpoints:
     async def _body(self, request: Request, kind: type[Form]) -> Form:
         return await read_json(request, kind, self._frontend)
 
+    async def _query(self, request: Request, kind: type[Form], *lists: str) -> Form:
+        """The values of the URL, with `lists` as lists.
+
+        Raises ApiError for an unknown name or value, a repeated name, and values in the body.
+        """
+        values: dict[str, Any] = {}
+        for name in request.query_params:
+            given = request.query_params.getlist(name)
+            if len(given) > 1 and name not in lists:
+                raise bad_request(f"{name} is given twice; send one value", name)
+            values[name] = given if name in lists else given[0]
+        if request.method == "POST" and (unread := (await self._body(request, Unread)).model_extra):
+            name, path = next(iter(unread)), request.url.path
+            raise bad_request(f"{name} is read from the URL, not from the body: {path}?{name}=VALUE", name)
+        try:
+            return kind.model_validate(values)
+        except ValidationError as error:
+            raise describe_validation(error) from None
+
 
 async def read_json(request: Request, kind: type[Form], frontend: Frontend) -> Form:
     """The values of a small JSON body; an absent body is an empty one.  Raises ApiError."""
@@ -331,11 +361,3 @@ async def parse_json(content: bytearray, kind: type[Form]) -> Form:
         raise describe_validation(error) from None
     except (ValueError, RecursionError):
         raise bad_request(NOT_JSON) from None
-
-
-def read_query(request: Request, kind: type[Form], **lists: list[str]) -> Form:
-    """The values of the URL.  lists: of repeated names.  Raises ApiError for an unknown name or value."""
-    try:
-        return kind.model_validate({**request.query_params, **lists})
-    except ValidationError as error:
-        raise describe_validation(error) from None

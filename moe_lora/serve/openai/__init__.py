@@ -95,6 +95,10 @@ LATER = (
     ("POST /v1/aliases/{name:path}/rollback", ALIASES, "rollback", "Undo the last rollout."),
     ("POST /v1/aliases/{name:path}/drop", ALIASES, "drop", "Keep the former adapter no longer."),
     ("DELETE /v1/aliases/{name:path}", ALIASES, "remove", "Remove an alias."),
+    *(
+        (f"POST /update_weights_from_{source}", CONTROLS, "refuse_weights", "Refused: publish an adapter.")
+        for source in ("disk", "tensor", "distributed", "ipc")
+    ),
     ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )
 """Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
