@@ -13,6 +13,7 @@ from moe_lora.config import (
     LoraServerConfig,
     RegistryConfig,
 )
+from moe_lora.config.optional_parts import SourcesConfig
 
 from .errors import user_errors
 from .options import headed, model_options, section_options
@@ -32,6 +33,7 @@ Further settings: --set SECTION.NAME=VALUE; `moe-lora settings` lists them all.
 
 @section_options(
     registry=RegistryConfig,
+    sources=SourcesConfig,
     engine=EngineConfig,
     front_end=FrontEndConfig,
     lora_server=LoraServerConfig,

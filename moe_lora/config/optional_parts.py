@@ -107,7 +107,15 @@ class SourcesConfig(Settings):
     """Fetched files.  Hosts that share a folder fetch once."""
     max_gb: float = setting(16.0, above=0)
     """Size limit of one adapter in 10^9 bytes, checked before the transfer."""
-    resolver: str | None = setting(None, path="place", no_path="registry|hf:.*", unset="none")
+    resolver: str | None = setting(
+        None,
+        path="place",
+        no_path="registry|hf:.*",
+        unset="none",
+        option="--lora-resolver",
+        metavar="PLACE",
+        group="Adapters",
+    )
     """Find an unknown adapter at its first request: a folder (paths below the folder are names), registry, or
     hf:ORG.  The server lists no names at the start."""
     max_resolved: int = setting(1000, least=1)

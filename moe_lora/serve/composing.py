@@ -68,6 +68,9 @@ async def composed(
         raise bad_request(
             f"lora needs the base model, and model is {model!r}; send {frontend.model_name!r}", "model"
         )
+    for name in {term.name for term in terms}:
+        if caller.may_use(name):
+            await frontend.client.is_served(name)  # a resolver loads the adapter
     infos = {info.name: info for info in await frontend.client.list_adapters()}
     parts = [_part(term, infos, caller) for term in terms]
     if len({part.name for part in parts}) < len(parts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running server finds unknown adapters at their first request (`sources.resolver`)."""
+"""A running server finds unknown adapters at their first request (`--lora-resolver`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,12 +26,12 @@ MOST = 5
 
 
 def resolver(folder: Path) -> tuple[str, ...]:
-    return *OPTIONS, "--set", f"sources.resolver={folder}", "--set", f"sources.max_resolved={MOST}"
+    return *OPTIONS, "--lora-resolver", str(folder), "--set", f"sources.max_resolved={MOST}"
 
 
-def ask(server: DemoServer, model: str, key: str = "") -> tuple[int, str]:
+def ask(server: DemoServer, model: str, key: str = "", **fields: Any) -> tuple[int, str]:
     """Status, and text or error."""
-    body = {"model": model, "prompt": prompt_for("abc"), "max_tokens": 4, "temperature": 0}
+    body = {"model": model, "prompt": prompt_for("abc"), "max_tokens": 4, "temperature": 0, **fields}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     answer = httpx.post(
         f"{server.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False
@@ -62,6 +63,16 @@ def test_names_load_once_and_idle_ones_leave(tmp_path: Path) -> None:
         for name in names[:MOST]:
             ask(server, name)
         assert len(served(server)) <= MOST
+
+
+def test_a_weighted_sum_finds_its_terms(tmp_path: Path) -> None:
+    with demo_server(tmp_path / "log", *resolver(DEMO / "adapters")) as server:
+        terms = [{"name": "upper", "weight": 1.0}, {"name": "rot13", "weight": 0.0}]
+        assert ask(server, "demo", lora=terms) == (200, "ABC")
+        assert {"upper", "rot13"} < set(served(server))
+        status, text = ask(server, "demo", lora=[*terms, {"name": "nobody"}])
+        assert status == 404
+        assert "'nobody'" in text
 
 
 def test_a_broken_adapter_fails_alone(tmp_path: Path) -> None:
