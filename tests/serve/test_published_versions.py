@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import save
 
 from .demo_server import demo_server
-from .test_controls import Http
+from .test_controls import SEVERAL, Http
 from .test_received import headers, tensors
 
 PROMPT, NUM_TOKENS = "stream=", 24
@@ -78,3 +78,42 @@ def test_each_answer_is_of_one_version(tmp_path: Path, num_versions: int, num_st
     assert all(text == expected[(version - 1) % 2] for text, version in answers)
     assert {version for _, version in answers} >= {*range(3, num_versions + 1)}
     assert sizes[-1] < sizes[len(sizes) // 4] + GROWTH_BYTES
+
+
+def test_two_publishers_of_one_name_get_versions_of_their_own(tmp_path: Path) -> None:
+    names, num_each = ("reverse", "upper"), 6
+    bodies = {name: save(tensors(name)) for name in names}
+    with demo_server(tmp_path / "log", "--eager", "--dtype", "float32", *SEVERAL) as server:
+        server.wait_for_instances()
+        http, stop = Http(server.url), threading.Event()
+        expected = {}
+        for name in names:
+            http.ok("PUT", "/v1/adapters/policy", content=bodies[name], headers=headers(name))
+            expected[name] = streamed(server.url)[0]
+
+        def publish(name: str) -> list[int]:
+            def put() -> int:
+                content, head = bodies[name], headers(name)
+                return int(http.ok("PUT", "/v1/adapters/policy", content=content, headers=head)["version"])
+
+            return [put() for _ in range(num_each)]
+
+        def stream() -> set[tuple[str, int]]:
+            found = set()
+            while not stop.is_set():
+                found.add(streamed(server.url))
+            return found
+
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(stream) for _ in range(2)]
+            try:
+                published = dict(zip(names, pool.map(publish, names), strict=True))
+            finally:
+                stop.set()
+            answers = set().union(*(one.result() for one in streams))
+        last = {streamed(server.url) for _ in range(8)}  # by both front ends and instances
+    owners = {version: name for name, versions in published.items() for version in versions}
+    assert sorted(owners) == [*range(3, 3 + 2 * num_each)]
+    owners |= {1: names[0], 2: names[1]}
+    assert all(text == expected[owners[version]] for text, version in answers | last)
+    assert {version for _, version in last} == {max(owners)}
