@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from moe_lora.core.errors import AdapterError
 
@@ -47,11 +49,15 @@ def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]
 class Publisher:
     """Publishes versions of one name.
 
-    url: of the server.  api_key: of an administrator; None: the server has no keys.
+    url: of the server.  api_key: of an administrator; None: the server has no keys.  shared: a folder of
+    shared memory on the server's host, as /dev/shm, which the server reads; None: tensors go over HTTP.
     """
 
-    def __init__(self, url: str, name: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, name: str, api_key: str | None = None, shared: str | Path | None = None
+    ) -> None:
         self.name = name
+        self._shared = shared
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
 
@@ -60,9 +66,22 @@ class Publisher:
 
         Running requests end on the former version.  Raises AdapterError with the server's reason.
         """
-        headers = {"X-Adapter-Config": json.dumps(config, default=plain)}
+        text = json.dumps(config, default=plain)
+        if self._shared is not None:
+            return self._publish_shared(tensors, text, self._shared)
+        headers = {"X-Adapter-Config": text}
         answer = self._http.put(f"/v1/adapters/{self.name}", content=save(tensors), headers=headers)
         return int(_checked(answer, self.name)["version"])
+
+    def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
+        """The server copies the files before the checks, and the folder goes after the answer."""
+        with TemporaryDirectory(dir=shared, prefix="moe_lora-published-") as folder:
+            Path(folder, "adapter_config.json").write_text(config, encoding="utf-8")
+            save_file(tensors, Path(folder, "adapter_model.safetensors"))
+            body = {"lora_name": self.name, "lora_path": folder}
+            _checked(self._http.post("/load_lora_adapter", json=body), self.name)
+        answer = self._http.get("/get_weight_version")
+        return int(_checked(answer, self.name)["adapters"][self.name])
 
     def remove(self) -> None:
         """Unload the name.  Raises AdapterError with the server's reason."""
