@@ -310,6 +310,7 @@ REFUSED = [
     ("llama", {"sliding_window": 8}, "sliding_window=8"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradicts rope_parameters"),
     ("qwen3", {"rope_scaling": {"rope_theta": 5.0}}, "contradicts rope_parameters"),
+    ("llama", {"rope_parameters": LLAMA3, "rope_scaling": {"beta_fast": 8.0}}, "contradicts rope_parameters"),
     ("llama", {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "all of num_layers=3 layers are dense"),

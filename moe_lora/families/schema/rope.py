@@ -145,7 +145,7 @@ def _section(config: ConfigJson, default: Mapping[str, Any]) -> ConfigJson:
     section, older = config.section("rope_parameters"), config.section("rope_scaling")
     given = config.get("rope_scaling", default={})
     for key, value in given.items() if section else ():
-        names, usual = (TYPE_KEYS, "default") if key in TYPE_KEYS else ((key,), value)
+        names, usual = (TYPE_KEYS, "default") if key in TYPE_KEYS else ((key,), None)
         if value is not None and section.get(*names, default=usual) != value:
             raise config.refusal("rope_scaling", given, "contradicts rope_parameters; keep one of them")
     return section or older or ConfigJson(default, "rope_parameters")
