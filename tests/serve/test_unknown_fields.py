@@ -111,12 +111,18 @@ def test_fields_that_choose_an_adapter_are_always_refused(tokenizer, path, body,
             "lora_int_id",
             "loraPath",
             "merged_adapters",
+            "useLoRA",
         ):
             for value in ("shout", {"lora_name": "shout"}, [{"id": 0}], 1, True):
                 error = error_of(served.post(path, {**body, name: value}))
                 assert error["param"] == name
                 assert "model" in error["message"]
             assert served.post(path, {**body, name: None}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["exploration", "explorationRate", "flora"])
+def test_a_word_that_lora_is_a_part_of_chooses_no_adapter(name):
+    assert not chooses_adapter(name)
 
 
 @ENDPOINTS

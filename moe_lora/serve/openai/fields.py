@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -20,8 +21,8 @@ MAX_NAMED = 64
 """Unknown names of one request, and of all requests in the log."""
 MAX_NAME_CHARS = 64
 """Of an unknown name in the header and in the log."""
-CHOOSES_ADAPTER = ("adapter", "lora")
-"""Words in names of other servers' fields for an adapter.  Here `model` names the adapter."""
+CHOOSES_ADAPTER = re.compile(r"(?i:adapter|(?<![a-z])lora)|Lo[Rr][Aa]")
+"""In names of other servers' fields for an adapter.  Here `model` names the adapter."""
 LORA_PATH = "lora_path"
 """SGLang's field for an adapter of the base in `model`."""
 IGNORED = frozenset(
@@ -167,7 +168,7 @@ def drop_neutral(
         if name in own:
             kept[name] = value
         elif name != LORA_PATH and chooses_adapter(name):
-            if value not in (None, "", [], {}):
+            if value not in (None, "", [], {}, False):
                 what = f"{shown_name(name)} is not supported; name the adapter in model, and leave it out"
                 raise FieldError(name, what)
         elif name in neutral:
@@ -181,7 +182,7 @@ def drop_neutral(
 
 def chooses_adapter(name: str) -> bool:
     """True for a name of a field that chooses an adapter in other servers, in any spelling."""
-    return any(word in name.lower() for word in CHOOSES_ADAPTER)
+    return CHOOSES_ADAPTER.search(name) is not None
 
 
 def _with_adapter(data: dict[str, Any]) -> dict[str, Any]:
