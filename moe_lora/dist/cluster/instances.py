@@ -408,12 +408,17 @@ class InstanceRegistry:
         self._check_open()
         if not self.directed:
             self.recover(Served.of(have))
-        holding = self._holdings.get(instance.name)
-        if holding is not None and holding.incarnation == incarnation:
+        holding = self.holding_of(instance.name, incarnation)
+        if holding is not None:
             missing, instance.problems = set(holding.missing), dict(holding.problems)
         else:
             missing = self.served.lacking(have)
         self._route_to(instance, client, missing, incarnation)
+
+    def holding_of(self, name: str, incarnation: str | None) -> Holding | None:
+        """Of the instance's process, by another process's controller; None: not in its routing."""
+        holding = self._holdings.get(name)
+        return None if holding is None or holding.incarnation != incarnation else holding
 
     def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
         """Set the served adapters and holdings of another process's controller.
@@ -429,8 +434,8 @@ class InstanceRegistry:
         self._adapters, self._versions = dict(served.adapters), dict(served.versions)
         self._holdings = holdings
         for instance in self.instances:
-            holding = holdings.get(instance.name)
-            if holding is not None and holding.incarnation == instance.incarnation:
+            holding = self.holding_of(instance.name, instance.incarnation)
+            if holding is not None:
                 instance.missing, instance.problems = set(holding.missing), dict(holding.problems)
             else:
                 instance.missing |= new

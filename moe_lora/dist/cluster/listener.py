@@ -414,6 +414,9 @@ class InstanceListener:
             if self._catch_up is not None:
                 await self._catch_up(instance, client, caller.epoch)
             else:
+                registry = self._instance_registry
+                if registry.standing is not None:
+                    await registry.standing.until_given(registry, caller.name, caller.epoch)
                 have = await held_by(client)
                 self._instance_registry.join_as_it_is(instance, client, have, caller.epoch)
             how = "gets on again" if was_silent else f"dialled in from {caller.host}"

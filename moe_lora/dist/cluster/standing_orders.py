@@ -3,26 +3,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from anyio import move_on_after
+
 from moe_lora.engine.client.messages import PauseOrder, SleepOrder, SleepPart
+
+from .instances import DIAL_IN_S
 
 if TYPE_CHECKING:
     from moe_lora.engine.client.client import CallableEngine
 
+    from .instances import InstanceRegistry
+
+_LOOK_S = 0.05
 SLEEP_S = 60.0
 """Time for the loads of an instance without requests, before its sleep."""
 
 
 class StandingOrders:
-    """The latest orders to all instances.  pauses: by owner.  sleep: None without an order."""
+    """The latest orders to all instances.
+
+    pauses: by owner.  sleep: None without an order.  elsewhere: another process's controller has orders.
+    """
 
     def __init__(self) -> None:
         self.pauses: dict[str, PauseOrder] = {}
         self.sleep: SleepOrder | None = None
+        self.elsewhere = False
 
     @contextmanager
     def recording(self, verb: str, args: Sequence[Any]) -> Iterator[None]:
@@ -47,10 +59,25 @@ class StandingOrders:
                 self.sleep = before
                 raise
 
+    @property
+    def active(self) -> bool:
+        """True while an instance that joins gets an order."""
+        now_s = time.monotonic()
+        return bool(self.sleep and self.sleep.parts) or any(one.end_s > now_s for one in self.pauses.values())
+
     def recover(self, parts: Sequence[SleepPart]) -> None:
         """Adopt the sleep of an instance, unless an order is known here."""
         if self.sleep is None:
             self.sleep = SleepOrder(frozenset(parts))
+
+    async def until_given(self, registry: InstanceRegistry, name: str, incarnation: str) -> None:
+        """Return once another process's controller has given its orders to an instance's process.
+
+        Returns too at the end of the orders, and after `DIAL_IN_S` without that controller.
+        """
+        with move_on_after(DIAL_IN_S):
+            while self.elsewhere and registry.holding_of(name, incarnation) is None:
+                await asyncio.sleep(_LOOK_S)
 
     async def give(
         self, client: CallableEngine, known: dict[str, PauseOrder], *, may_differ: bool

@@ -436,6 +436,21 @@ def test_directed_front_end_changes_nothing_of_an_instance(directed, join):
         directed.instance_registry.candidates("start")
 
 
+def test_directed_front_end_routes_to_an_instance_after_the_orders_of_its_controller(directed, join):
+    registry = directed.instance_registry
+    registry.standing_orders().elsewhere = True
+    first, second = join("first", adapters=START), join("second", adapters=START)
+    until(lambda: [one.name for one in registry.instances if one.starting] == ["first", "second"])
+    assert directed.names() == []
+    served = Served.of({"start": ServedVersion("places/start", 1)})
+    holdings = {"first": Holding(first.incarnation), "second": Holding("an earlier process")}
+    registry.follow(served, holdings)
+    until(lambda: directed.names() == ["first"])
+    assert {method for method, *_ in second.loop.calls} == set()
+    registry.standing_orders().elsewhere = False
+    until(lambda: directed.names() == ["first", "second"])
+
+
 def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
     seen, unseen = join("seen", adapters=START), join("unseen", adapters=START)
     until(lambda: directed.names() == ["seen", "unseen"])

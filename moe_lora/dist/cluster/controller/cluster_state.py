@@ -30,8 +30,8 @@ class ClusterState(Message, frozen=True, kw_only=True):
     number: rises with each change, also over restarts of the controller.  ranks: LoRA ranks by adapter.
     holdings: of the instances in the controller's routing.  drains: an operator's last orders (see
     `Drains`); restarting: instances under restart, dropped by the next controller.  aliases: by name, with
-    removed aliases.  aborts: see `InstanceRegistry`.  table: adapter ->
-    (instance name, phi), with the table's number; demand: tokens/s by adapter behind the table.
+    removed aliases.  aborts: see `InstanceRegistry`.  ordered: see `StandingOrders.active`.  table: adapter
+    -> (instance name, phi), with the table's number; demand: tokens/s by adapter behind the table.
     """
 
     number: int
@@ -42,6 +42,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
     restarting: tuple[str, ...] = ()
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     aborts: tuple[AbortOrder, ...] = ()
+    ordered: bool = False
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
@@ -108,6 +109,7 @@ class ClusterStateLog:
 
     def write(self) -> bool:
         """Bring `state` up to date; True after a change."""
+        standing = self._instance_registry.standing
         now = ClusterState(
             number=self.state.number,
             served=self._instance_registry.served,
@@ -117,6 +119,7 @@ class ClusterStateLog:
             restarting=tuple(sorted(self._instance_registry.drains.restarting)),
             aliases=dict(self._instance_registry.aliases),
             aborts=self._instance_registry.aborts or (),
+            ordered=standing is not None and standing.active,
         )
         router = self._routes.table
         if router is not None and self._placement is not None:

@@ -187,6 +187,8 @@ class ControllerLink:
     def _take(self, state: ClusterState) -> None:
         if self.state is None or state.number > self.state.number:
             self.state = state
+            if state.ordered or self._instance_registry.standing is not None:
+                self._instance_registry.standing_orders().elsewhere = state.ordered
             self._instance_registry.follow(state.served, state.holdings)
             self._instance_registry.drains.follow(state.drains, state.restarting)
             if state.aliases or self._instance_registry.aliases:

@@ -19,7 +19,7 @@ CONTROLLER_INTERFACE = Interface(
 )
 HANDSHAKE = Handshake(
     "controller",
-    version=9,
+    version=10,
     payload=Decoder(ClusterState | None),
     dials=Protocol.of(ClusterState, Figures, asks=CONTROLLER_INTERFACE),
     listens=Protocol.of(FrontEndReport, Leaving, Taken, answers=CONTROLLER_INTERFACE),

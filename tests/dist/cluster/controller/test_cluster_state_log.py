@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from moe_lora.config import FrontEndConfig
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, ClusterStateLog
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
-from moe_lora.engine.client.messages import DrainOrder
+from moe_lora.engine.client.messages import DrainOrder, PauseScope
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
+from tests.patience import PATIENCE_S
 
 
 class Kept:
@@ -42,6 +45,26 @@ def test_each_change_has_a_number_of_its_own():
     )
     assert kept.state_log.write()
     assert (kept.state_log.state.number, kept.state_log.state.holdings) == (3, {})
+
+
+@pytest.mark.parametrize(
+    ("order", "end"),
+    [
+        (("pause_requests", (PauseScope(), "keep", PATIENCE_S)), ("resume_requests", (None,))),
+        (("sleep", (("weights",), True)), ("wake_up", (("weights",),))),
+        (("pause_requests", (PauseScope(), "keep", 0.0)), None),
+    ],
+)
+def test_a_state_says_while_an_order_stands(order, end):
+    kept = Kept("x")
+    kept.state_log.write()
+    orders = kept.instance_registry.standing_orders()
+    for one, stands in ((order, end is not None), (end, False)):
+        if one is not None:
+            with orders.recording(*one):
+                pass
+            assert kept.state_log.write() is (end is not None)
+            assert kept.state_log.state.ordered is stands
 
 
 def test_a_table_is_that_of_the_same_instances_whatever_their_numbers():
