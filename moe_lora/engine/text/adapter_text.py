@@ -152,9 +152,14 @@ def _vocabulary_difference(folder: Path, base: Path, eos: str | None) -> str | N
 
 def _added_tokens(folder: Path) -> dict[str, int]:
     found = dict(read_json(folder / ADDED_TOKENS))
-    for number, entry in (read_json(folder / CONFIG).get("added_tokens_decoder") or {}).items():
+    given = read_json(folder / CONFIG).get("added_tokens_decoder") or {}
+    if not isinstance(given, dict) or not all(map(str.isdecimal, given)):
+        raise ConfigError(f"{folder / CONFIG}: added_tokens_decoder must map token ids to tokens")
+    for number, entry in given.items():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):
             found[entry["content"]] = int(number)
+    if any(type(one) is not int for one in found.values()):
+        raise ConfigError(f"{folder / ADDED_TOKENS} must map tokens to token ids")
     return found
 
 

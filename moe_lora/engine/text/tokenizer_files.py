@@ -137,8 +137,9 @@ def _named(source: Any, path: Path) -> dict[str, str]:
             ) from error
     named = source if isinstance(source, dict) else {"default": source}
     for name, text in named.items():
-        if not isinstance(text, str):
-            raise ConfigError(f"{path}: the chat template {name!r} is {type(text).__name__}; give Jinja text")
+        if not isinstance(name, str) or not isinstance(text, str):
+            what = f"the chat template {name!r} is {type(text).__name__}"
+            raise ConfigError(f"{path}: {what}; give Jinja text, and a text as its name")
     return named
 
 

@@ -78,6 +78,22 @@ def test_a_pointer_in_the_place_of_a_file_is_named_and_is_no_template(tmp_path, 
         with_adapter_text(load_tokenizer(base), str(folder), 1, None)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": "x"}),
+        ("tokenizer_config.json", {"chat_template": [{"name": 5, "template": "x"}]}),
+        ("added_tokens.json", {"<a>": "b", "<c>": 3}),
+        ("added_tokens.json", []),
+    ],
+)
+def test_a_file_of_another_form_is_named(tmp_path, base, file, content):
+    folder = adapter(tmp_path, base)
+    (folder / file).write_text(json.dumps(content))
+    assert f"its text files can't be read: {folder / file}" in text_remark(folder, base, used=True)
+
+
 def test_more_tokens_are_named_and_nothing_of_the_folder_is_used(tmp_path, base):
     more = ("<think>", "</think>")
     folder = adapter(tmp_path, base, more=more, chat_template="OWN", eos_token="</think>")
