@@ -184,7 +184,7 @@ def test_a_named_template_is_chosen_by_name_or_by_tools():
         both.render_chat([USER], name="other")
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize", "chat_template"])
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize", "chat_template", "self"])
 def test_variables_that_transformers_keeps_for_itself_are_refused(name):
     with pytest.raises(ValueError, match=f"may not set {name}"):
         ours("x").render_chat([USER], variables={name: 1})
