@@ -221,7 +221,7 @@ class Endpoints:
 
     async def model_info(self, request: Request) -> Response:
         """The model under SGLang's names."""
-        read_query(request, Nothing)
+        await self._query(request, Nothing)
         info, name = await self._frontend.client.model_info(), self._frontend.model_name
         found = {
             "model_path": name,
@@ -235,7 +235,7 @@ class Endpoints:
 
     async def sglang_info(self, request: Request) -> Response:
         """The configuration under SGLang's names."""
-        read_query(request, Nothing)
+        await self._query(request, Nothing)
         info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
         found = {
             "model_path": self._frontend.model_name,
