@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _NORMED = ("q_norm", "k_norm")
 """Norms of a `NormedQkv`, in the order of the site's modules."""
+_CACHE_LINE, _HUGE_PAGE = 64, 2 << 20
 
 
 class Cut(NamedTuple):
@@ -224,14 +225,37 @@ def _loaded(
 def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
     spec = model.spec
     # `to_empty` imports sympy, over half a second: torch computes a meta tensor's strides in Python.
-    model._apply(lambda held: torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device))
-    for weight in (*model.parameters(), *model.buffers()):
-        advise_huge_pages(weight)
+    held = [*model.parameters(), *model.buffers()]
+    if device.type == "cpu":
+        model._apply(_side_by_side(held))
+    else:
+        model._apply(lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device))
     frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)
     model.register_buffer("inverse_frequencies", frequencies, persistent=False)
     if spec.tie_word_embeddings and not isinstance(model.head, QuantisedWeight):
         model.head = model.own_head(model.embedding)
     return model.eval()
+
+
+def _side_by_side(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a tensor like each of these, from one block of memory on huge pages.
+
+    A matrix of a few MB alone has few whole huge pages: a step of 443 M weights took 1.2 times as long.
+    """
+
+    def room(one: torch.Tensor) -> int:
+        return -(-one.nbytes // _CACHE_LINE) * _CACHE_LINE
+
+    memory = torch.empty(sum(map(room, tensors)) + _HUGE_PAGE, dtype=torch.uint8)
+    advise_huge_pages(memory)
+    free = memory[-memory.data_ptr() % _HUGE_PAGE :]
+
+    def place(one: torch.Tensor) -> torch.Tensor:
+        nonlocal free
+        taken, free = free[: one.nbytes], free[room(one) :]
+        return taken.view(one.dtype).as_strided(one.shape, one.stride())
+
+    return place
 
 
 def _hold_quantised(

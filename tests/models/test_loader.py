@@ -212,3 +212,11 @@ def test_tensors_are_mapped_not_read(llama):
     checkpoint = Checkpoint(llama)
     first, second = (checkpoint["model.embed_tokens.weight"] for _ in range(2))
     assert first.data_ptr() == second.data_ptr()
+
+
+def test_weights_lie_side_by_side(llama):
+    weights = list(load(llama).parameters())
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    places = sorted((weight.data_ptr(), weight.nbytes) for weight in weights)
+    for (place, nbytes), (following, _) in zip(places, places[1:], strict=False):
+        assert place % 64 == 0 and place + nbytes <= following < place + nbytes + 64
