@@ -205,6 +205,22 @@ def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sam
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_moved_answer_has_the_experts_of_one_left_alone(fleet, kind):
+    def experts(outputs: list[TokenOutput]) -> bytes:
+        return b"".join(one.prompt.experts[2] for one in outputs if one.prompt and one.prompt.experts)
+
+    async def run() -> None:
+        alone = await answer(fleet, ask("alone", routed_experts=True))
+        moved = await answer(fleet, ask("moved", routed_experts=True), {1, 40}, kind)
+        num_layers, top_k, _ = alone[0].prompt.experts
+        assert len(experts(alone)) == 2 * (len(PROMPT) + LENGTH - 1) * num_layers * top_k
+        assert experts(moved) == experts(alone)
+        assert fleet.mover.num_moved[kind] == 2
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("block_size", [16, 8])
 def test_kv_that_was_moved_is_used_as_it_is_in_bfloat16(block_size):
     """What the target computes again in bfloat16 has other bits, but it computes one token only."""
