@@ -38,7 +38,10 @@ _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/me
 _TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info", *(f"{path}/render" for path in _RENDERED)}
 _OWN = {"/inference/v1/abort_requests", "/abort_requests", "/v1/files", "/v1/batches"}
 _PAUSES = {"/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation", "/abort_request"}
-_FACTS = {"/server_info", "/get_world_size", "/get_weight_version"}
+_FACTS = {
+    *("/server_info", "/get_world_size", "/get_weight_version"),
+    *("/model_info", "/get_model_info", "/get_server_info"),
+}
 _FOR_ALL = GENERATING | _TOKENIZING | _OWN | _PAUSES | _FACTS | {"/", "/docs", "/openapi.json", "/v1/models"}
 _BELOW = ("/v1/models/", "/v1/responses/", "/v1/files/", "/v1/batches/")
 """Paths for every key, and beginnings of such paths; other paths need an administrator."""

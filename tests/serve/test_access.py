@@ -258,6 +258,7 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
             "/get_world_size",
             "/get_weight_version",
         ),
+        *("/model_info", "/get_model_info", "/get_server_info"),
     }
     for path in ("/metrics", "/v1/adapters"):
         assert tenants.ask("admin", "GET", path).status_code == 200
