@@ -172,6 +172,13 @@ def test_chats_have_prompt_logprobs_beside_the_choices(demo, demo_ids):
     torch.testing.assert_close(values, reference("upper", ids), **CLOSE)
 
 
+@pytest.mark.parametrize("more", [{"separate_reasoning": True}, {"stream_reasoning": False}])
+def test_chats_with_separate_reasoning_have_prompt_logprobs_too(demo, more):
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "prompt_logprobs": 0}
+    plain = ask(demo, "/v1/chat/completions", **body)["prompt_logprobs"]
+    assert ask(demo, "/v1/chat/completions", **body, **more)["prompt_logprobs"] == plain
+
+
 ROLES = "{% for one in messages %}{{ one.role }}:{{ one.content }};{% endfor %}"
 
 

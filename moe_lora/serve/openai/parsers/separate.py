@@ -23,6 +23,9 @@ class SeparateChat(ChatFormat):
     def show_experts(self, experts_of: Callable[[int], str]) -> None:
         self._form.show_experts(experts_of)
 
+    def token_text(self, token_id: int) -> str:
+        return self._form.token_text(token_id)
+
     def opening(self, index: int) -> dict[str, Any] | None:
         found = self._form.opening(index)
         return None if found is None else _with_name(found, "delta")
