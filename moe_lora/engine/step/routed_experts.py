@@ -59,7 +59,9 @@ class ExpertRecord(PromptRecord):
             self._end_prompt()
 
     def _end_prompt(self) -> None:
-        self.num_top, self.num_scored, self.wants_hidden = None, 0, False
+        self.num_top, self.num_scored, self.wants_hidden, self.hidden = None, 0, False, None
+        self._scores.clear()
+        self._latest.clear()
 
     def add_experts(self, start: int, num_tokens: int, copy: HostCopy, first_row: int) -> None:
         self._parts.append(_Part(start, start + num_tokens, copy, first_row))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core.request import GenerateRequest
+from moe_lora.core.request import GenerateRequest, PromptReport, TokenLogprobs
+from moe_lora.engine.sequence import Sequence
+from moe_lora.engine.step.routed_experts import ExpertRecord
+from moe_lora.engine.step.sampler import HostCopy
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import make_prompts
@@ -73,6 +77,27 @@ def test_a_prompts_report_comes_beside_its_experts(served):  # noqa: F811
         [experts] = llm.generate([prompt], None, NOTED)
     assert both.prompt_logprobs == scored.prompt_logprobs
     assert torch.equal(both.routed_experts, experts.routed_experts)
+
+
+class OneScore:
+    """Scores of one row."""
+
+    entries = (TokenLogprobs(-1.0, 1),)
+
+
+def test_a_prompts_report_keeps_nothing_for_the_answer():
+    sampling = replace(NOTED, prompt_logprobs=0, hidden_state=True)
+    request = GenerateRequest(request_id="one", prompt_token_ids=(5, 9), sampling=sampling)
+    record, scores, hidden = ExpertRecord(request), OneScore(), HostCopy(torch.zeros(4))
+    record.add(0, scores, 0)
+    record.hidden = hidden
+    record.add_experts(0, 2, HostCopy(torch.ones(2, 3, 1, dtype=torch.int16)), 0)
+    sequence = Sequence(request, None, arrival_s=0.0, limit_tokens=8, seed=None)
+    sequence.append(7, 0.0, ())
+    report, kept = record.report(sequence), [weakref.ref(one) for one in (scores, hidden)]
+    assert report == PromptReport(OneScore.entries, bytes(16), experts=(3, 1, b"\1\0" * 6))
+    del scores, hidden
+    assert [one() for one in kept] == [None, None]
 
 
 def test_an_answer_that_goes_on_elsewhere_reports_the_rest(served):  # noqa: F811
