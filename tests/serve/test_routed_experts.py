@@ -75,6 +75,14 @@ def test_each_interface_has_its_form(demo):  # noqa: F811
     assert again["routed_experts"] == found["choices"][0]["routed_experts"]
 
 
+def test_conversations_of_one_body_have_their_experts(demo):  # noqa: F811
+    other = [{"role": "user", "content": "abc="}]
+    found = ask(demo, "/v1/chat/completions/batch", messages=[CHAT, other], **LIMITS, **ASKED)
+    for chat, choice in zip((CHAT, other), found["choices"], strict=True):
+        [alone] = ask(demo, "/v1/chat/completions", messages=chat, **LIMITS, **ASKED)["choices"]
+        assert choice["routed_experts"] == alone["routed_experts"]
+
+
 @pytest.mark.parametrize("more", [{"lora": [{"name": "upper"}]}, {"echo": True, "prompt_logprobs": 1}])
 def test_experts_come_beside_other_fields(demo, more):  # noqa: F811
     [choice] = ask(demo, prompt=IDS, **LIMITS, **ASKED, **more)["choices"]

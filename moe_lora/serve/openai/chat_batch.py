@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +58,10 @@ class BatchFormat(ChatFormat):
     def __init__(self, forms: Sequence[ChatFormat]) -> None:
         self.text = forms[0].text
         self._forms = forms
+
+    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+        for form in self._forms:
+            form.show_experts(experts_of)
 
     def beside(self, index: int) -> dict[str, Any]:
         return {}
