@@ -27,6 +27,7 @@ from .config import ONE_FRONT_END
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from moe_lora.config import EngineConfig, FrontEndConfig
     from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
     from moe_lora.dist.cluster.controller.controller_link import DirectedFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
@@ -227,13 +228,12 @@ def serve_front_end(
     name: among several front ends.  listen_fds: inherited bound sockets; empty: bind new sockets. reload:
     see `serve_forever`.  Raises ConfigError for errors known at start.
     """
-    from moe_lora.serve.access import checked_keys
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
-    checked_keys(front_end)
+    _check_front_end(front_end, cluster.engine)
     tokenizer = read_served_text(cluster)
     inherited = [socket.socket(fileno=one) for one in listen_fds]
     with (
@@ -283,8 +283,18 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 def _checked(cluster: ClusterConfig) -> ClusterConfig:
     """Settings with devices, for all roles on this host.  Raises ConfigError."""
     from moe_lora.dist.launch.local import checked
-    from moe_lora.serve.access import checked_keys
 
     cluster = checked(cluster)
-    checked_keys(cluster.front_end)
+    _check_front_end(cluster.front_end, cluster.engine)
     return cluster
+
+
+def _check_front_end(front_end: FrontEndConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError for unreadable keys, and for experts in answers of a dense model."""
+    from moe_lora.serve.access import checked_keys
+
+    checked_keys(front_end)
+    if front_end.return_routed_experts:
+        from moe_lora.serve.openai.routed_experts import check_model
+
+        check_model(engine)

@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_lora.assemble import serve, serve_front_end, serve_host
+from moe_lora.config import EngineConfig, FrontEndConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.errors import ConfigError
 from moe_lora.engine.text.text import load_tokenizer
+from tests.families import tiny_config
 from tests.oracle import reference_experts
 
 from .conftest import scripted, serving
@@ -118,3 +123,32 @@ def test_a_server_may_send_experts_without_the_field(tokenizer):
         for fields in ({}, {"return_routed_experts": False}, {"use_beam_search": True, "n": 1}):
             served.post("/v1/completions", {"prompt": "hello", "max_tokens": 2, **fields})
     assert [one.sampling.routed_experts for one in engine.requests[:3]] == [True, False, False]
+
+
+def test_interfaces_without_a_place_for_experts_do_not_compute_them(tokenizer):
+    engine = scripted(tokenizer)
+    bodies = {
+        "/v1/responses": {"input": "hello"},
+        "/v1/messages": {"messages": CHAT, "max_tokens": 2},
+        "/v1/chat/completions": {"messages": CHAT},
+    }
+    with serving(engine, tokenizer, return_routed_experts=True) as served:
+        for path, body in bodies.items():
+            answer = served.post(path, {"model": "base", **body})
+            assert answer.status_code == 200, answer.text
+    assert [one.sampling.routed_experts for one in engine.requests] == [False, False, True]
+
+
+@pytest.mark.parametrize("start", [serve, lambda cluster: serve_host(cluster, 2), serve_front_end])
+def test_a_dense_model_refuses_experts_in_all_answers_at_start(start, tmp_path, monkeypatch):
+    def started(work) -> None:
+        work.close()
+        pytest.fail("started")
+
+    monkeypatch.setattr("moe_lora.assemble._run", started)
+    tiny_config("llama").save_pretrained(tmp_path)
+    front_end = FrontEndConfig(port=0, engines_address="127.0.0.1:7600", return_routed_experts=True)
+    engine = EngineConfig(model_dir=str(tmp_path), device="cpu")
+    cluster = ClusterConfig(engine=engine, served_model_name="dense", front_end=front_end)
+    with pytest.raises(ConfigError, match=r"return_routed_experts=true needs a model with experts.*leave it"):
+        start(cluster)

@@ -174,6 +174,7 @@ class ConvertedBody(ApiRequest):
 class ConvertedChat(ChatRequest):
     """A chat made from another interface's body."""
 
+    shows_experts: ClassVar[bool] = False
     _shown: dict[str, Any] = PrivateAttr(default_factory=dict)
     """Fields of the body that the answer repeats."""
 

@@ -188,6 +188,8 @@ class SamplingFields(StructuredFields):
     """True if the body states where the reasoning is: `adapted`."""
     renders: ClassVar[bool] = False
     """True if the body may ask for the places of tokens: `return_token_offsets`."""
+    shows_experts: ClassVar[bool] = True
+    """False without a place for experts in the answer."""
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
