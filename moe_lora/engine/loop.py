@@ -147,7 +147,13 @@ class EngineLoop(threading.Thread):
 
         core = self._core
         return Pauses(
-            core.sequences, self._compiling, core.abort, self._handle, self.inbox.put, core.adapters
+            core.sequences,
+            self._compiling,
+            core.abort,
+            self._handle,
+            self.inbox.put,
+            core.adapters,
+            self._engine.parts_asleep,
         )
 
     def _make_sleep(self, abort: Callable[[], None]) -> Sleep:
@@ -208,6 +214,7 @@ class EngineLoop(threading.Thread):
         for one in waiting:
             condition, call, steps = one
             if condition():
+                self._core.stalled = False  # the verb may admit requests
                 self._go_on(call, steps, None)
             else:
                 self._until.append(one)

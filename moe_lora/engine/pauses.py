@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -16,7 +16,7 @@ from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .adapters.manager import AdapterManager
-    from .client.messages import Entry
+    from .client.messages import Entry, SleepPart
 
 Handle = Callable[[Generate | Abort, float], None]
 
@@ -32,11 +32,12 @@ class Pauses:
     """Pauses by owner, in the engine's thread, between two steps.
 
     A delayed request enters the engine at the end of its pauses, so it gets the adapter version of that
-    time.  A held request keeps pages and version.  A scope with a term of a weighted sum covers the sum.
+    time, or after a sleep.  A held request keeps pages and version.  A scope with a term of a weighted sum
+    covers the sum.
 
     sequences: of the engine, by request id.  compiling: requests in wait for a grammar.  drop: removes a
     request without an output.  handle: executes a command with its time of arrival.  put: queues an entry
-    for the engine's thread.
+    for the engine's thread.  parts_asleep: empty in an engine that is awake.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Pauses:
         handle: Handle,
         put: Callable[[Entry], None],
         adapters: AdapterManager,
+        parts_asleep: Callable[[], Collection[SleepPart]],
     ) -> None:
         self._sequences = sequences
         self._compiling = compiling
@@ -54,6 +56,7 @@ class Pauses:
         self._handle = handle
         self._put = put
         self._adapters = adapters
+        self._parts_asleep = parts_asleep
         self._pauses: dict[str, Pause] = {}
         self._delayed: dict[str, tuple[Generate, float]] = {}
         self._held: set[Sequence] = set()
@@ -127,7 +130,10 @@ class Pauses:
         self._held.discard(self._sequences[request_id])
 
     def apply(self) -> None:
-        """Hold and resume requests, and admit delayed requests, by the current pauses."""
+        """Hold and resume requests, and admit delayed requests, by the current pauses.
+
+        A sleeping engine admits no delayed request: apply again after the sleep.
+        """
         for sequence in list(self._sequences.values()):
             covered = self._covers(sequence.request, "keep")
             if covered and not sequence.held:
@@ -137,6 +143,8 @@ class Pauses:
                 sequence.held = False
                 self._held.discard(sequence)
         self._held.intersection_update(self._sequences.values())
+        if self._parts_asleep():
+            return
         delayed, self._delayed = self._delayed, {}
         for command, arrival_s in delayed.values():
             self._handle(command, arrival_s)

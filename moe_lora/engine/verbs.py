@@ -145,13 +145,18 @@ class EngineVerbs:
         """As `Sleep.start`."""
         if self.asleep is None:
             self.asleep = self._make_sleep(partial(self.abort_requests, PauseScope()))
-        yield from self.asleep.start(parts, mode, timeout_s, drops_weights=drops_weights)
+        try:
+            yield from self.asleep.start(parts, mode, timeout_s, drops_weights=drops_weights)
+        except TimeoutError:
+            self._apply_pauses()
+            raise
 
     @of_instances
     def wake_up(self, parts: Sequence[SleepPart]) -> Steps[None]:
         """As `Sleep.stop`."""
         if self.asleep is not None:
             yield from self.asleep.stop(parts)
+            self._apply_pauses()
 
     @of_instances
     def parts_asleep(self) -> list[SleepPart]:
@@ -225,6 +230,9 @@ class EngineVerbs:
     ) -> None:
         """As `RequestMoves.resume`."""
         self._core.moves.resume(request_id, tokens, kv_tokens, first_page, unshared)
+        self._apply_pauses()
+
+    def _apply_pauses(self) -> None:
         if self.pauses is not None:
             self.pauses.apply()
 

@@ -16,11 +16,12 @@ import torch
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.core.host import resident_bytes
+from moe_lora.engine.client.messages import PauseScope
 from moe_lora.models.loader import held_weights
 from tests.models.generated_code import captured_graphs
 from tests.patience import PATIENCE_S
 
-from .test_pauses import DEMO, REVERSE, UPPER, Stream, call, is_still
+from .test_pauses import DEMO, REVERSE, UPPER, Stream, call, is_still, pause
 
 ARENA_MB = 120.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -197,6 +198,40 @@ def test_a_kept_request_ends_by_an_abort_or_by_a_second_sleep():
         assert second.rest() == "abort"
         call(llm, "wake_up", ALL)
         assert Stream(llm, "next", "policy", tokens=3).rest() == "length"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+@pytest.mark.parametrize("expires", [False, True])
+def test_requests_that_a_pause_delays_go_on_after_the_sleep(mode, expires):
+    with engine() as llm:
+        call(llm, "pause_requests", PauseScope(), "keep", 1.0 if expires else 600.0)
+        late = Stream(llm, "late", "policy", tokens=3)
+        sleep(llm, 1, mode)
+        if not expires:
+            call(llm, "resume_requests", None)
+        while call(llm, "paused_scopes"):
+            pass
+        assert is_still(llm, late)
+        assert call(llm, "stats").num_waiting == 1
+        call(llm, "load_adapter", "policy", REVERSE, True)
+        call(llm, "wake_up", ("kv_cache",))
+        assert is_still(llm, late)
+        call(llm, "wake_up", ("weights",))
+        assert late.rest() == "length"
+        assert late.versions == {2}
+
+
+def test_requests_that_a_pause_delays_go_on_after_a_sleep_that_is_refused():
+    with engine() as llm:
+        running = Stream(llm, "running", gated=True)
+        pause(llm, "keep", running, scope=PauseScope("key", "", ("policy",)))
+        call(llm, "hold_request", "running", 0)
+        late = Stream(llm, "late", "policy", tokens=3)
+        asked = llm.client.start_call("sleep", ALL, False, "wait", 0.5)
+        call(llm, "resume_requests", "key")
+        with pytest.raises(TimeoutError, match="stays awake"):
+            asked.result(timeout=PATIENCE_S)
+        assert late.rest() == "length"
 
 
 def test_a_request_that_does_not_end_in_time_keeps_it_awake():
