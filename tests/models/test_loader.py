@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -218,5 +219,5 @@ def test_weights_lie_side_by_side(llama):
     weights = list(load(llama).parameters())
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     places = sorted((weight.data_ptr(), weight.nbytes) for weight in weights)
-    for (place, nbytes), (following, _) in zip(places, places[1:], strict=False):
+    for (place, nbytes), (following, _) in itertools.pairwise(places):
         assert place % 64 == 0 and place + nbytes <= following < place + nbytes + 64
