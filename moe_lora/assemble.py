@@ -295,6 +295,10 @@ def _check_front_end(front_end: FrontEndConfig, engine: EngineConfig) -> None:
 
     checked_keys(front_end)
     if front_end.return_routed_experts:
-        from moe_lora.serve.openai.routed_experts import check_model
+        from moe_lora.families import shape_of
 
-        check_model(engine)
+        if not shape_of(engine.hf_config()).num_experts:
+            raise ConfigError(
+                f"front_end.return_routed_experts=true needs a model with experts, and {engine.model_dir} is "
+                "dense; leave it out, or give false"
+            )

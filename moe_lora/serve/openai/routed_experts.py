@@ -11,26 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from moe_lora.core.errors import ConfigError
-from moe_lora.families import shape_of
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from moe_lora.config import EngineConfig
     from moe_lora.core.request import GenerateRequest, TokenOutput
 
     from .endpoints import ChoiceFormat
     from .generation import Generation
-
-
-def check_model(config: EngineConfig) -> None:
-    """Raises ConfigError for a dense model."""
-    if not shape_of(config.hf_config()).num_experts:
-        raise ConfigError(
-            f"front_end.return_routed_experts=true needs a model with experts, and {config.model_dir} is "
-            "dense; leave it out, or give false"
-        )
 
 
 class ExpertSource:
