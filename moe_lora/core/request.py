@@ -18,6 +18,8 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 NO_TOKEN = -1
 """Fills short rows of `prompt_logprob_token_ids`."""
+MAX_EXPERT_BYTES = 32 << 20
+"""Experts of a prompt, in one message of at most twice the size."""
 MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION_PENALTY = 100.0
 UNFOLLOWABLE = "no token can follow"

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_JOINED_BYTES = 1 << 14
+"""Experts of an output beside other outputs; more go in a message of their own."""
+
 
 @dataclass(eq=False)
 class _Request:
@@ -165,7 +168,7 @@ class ConnectionMux:
     def emit(self, event: Event) -> None:
         """Send an event of the loop to its peers."""
         if isinstance(event, Outputs):
-            for peer, outputs in self._sorted(event.outputs).items():
+            for (peer, _), outputs in self._sorted(event.outputs).items():
                 if peer in self._open:
                     peer.send(Outputs(outputs))
         elif isinstance(event, Rejected):
@@ -185,8 +188,9 @@ class ConnectionMux:
                 peer.send(event)
             self._fail()
 
-    def _sorted(self, outputs: list[TokenOutput]) -> dict[Peer, list[TokenOutput]]:
-        found: dict[Peer, list[TokenOutput]] = {}
+    def _sorted(self, outputs: list[TokenOutput]) -> dict[tuple[Peer, str], list[TokenOutput]]:
+        """Outputs of each message, by receiver and the name of a request with a message of its own."""
+        found: dict[tuple[Peer, str], list[TokenOutput]] = {}
         for output in outputs:
             name = output.request_id
             asked = self._requests[name]
@@ -195,7 +199,9 @@ class ConnectionMux:
                 asked.num_prompt = 0
                 if asked.request_id != name:
                     output = msgspec.structs.replace(output, request_id=asked.request_id)
-                found.setdefault(asked.peer, []).append(output)
+                experts = None if output.prompt is None else output.prompt.experts
+                is_alone = experts is not None and len(experts[2]) > MAX_JOINED_BYTES
+                found.setdefault((asked.peer, name if is_alone else ""), []).append(output)
             if output.finish_reason is not None:
                 self._ended(name)
         return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from moe_lora.core.request import GenerateRequest, PromptReport
+from moe_lora.core.request import MAX_EXPERT_BYTES, GenerateRequest, PromptReport
 from moe_lora.engine.sequence import Sequence
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.mlp import MoeMlp
@@ -28,7 +28,19 @@ from .sampler import HostCopy, sent
 from .step_batch import StepBatch
 
 if TYPE_CHECKING:
+    from moe_lora.core.shape import ModelShape
     from moe_lora.lora.outer import OuterDeltas
+
+
+def check_experts(num_prompt: int, shape: ModelShape) -> None:
+    """Raises ValueError for a dense model, and for a prompt above MAX_EXPERT_BYTES."""
+    if not shape.num_experts:
+        raise ValueError("routed_experts needs a model with experts, and this model is dense; leave it out")
+    token_bytes = 2 * (shape.num_layers - len(shape.dense_layers)) * shape.num_experts_per_token
+    if num_prompt * token_bytes > MAX_EXPERT_BYTES:
+        what = f"routed_experts of a prompt of {num_prompt} tokens has {num_prompt * token_bytes} bytes, and "
+        what += f"one message carries {MAX_EXPERT_BYTES}; send at most {MAX_EXPERT_BYTES // token_bytes} "
+        raise ValueError(f"{what}tokens, or leave it out")
 
 
 class _Part(NamedTuple):

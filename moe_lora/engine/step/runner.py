@@ -186,13 +186,10 @@ class ModelRunner:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def report_experts(self, sequence: Sequence) -> None:
-        """Report experts and prompts from now on.  Raises ValueError for a model without experts."""
-        from .routed_experts import ExpertRecord, expert_rows
+        """Report experts and prompts from now on.  Raises ValueError as `check_experts`."""
+        from .routed_experts import ExpertRecord, check_experts, expert_rows
 
-        if not self._model.spec.shape.num_experts:
-            raise ValueError(
-                "routed_experts needs a model with experts, and this model is dense; leave it out"
-            )
+        check_experts(sequence.request.prompt_tokens, self._model.spec.shape)
         self.prompt_rows = expert_rows
         sequence.record = ExpertRecord(sequence.request)
         if not sequence.request.generated:

@@ -9,9 +9,9 @@ import pytest
 from msgspec import Raw
 
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.core.request import MAX_EXPERT_BYTES, GenerateRequest, PromptReport, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.instance_links import ConnectionMux
-from moe_lora.dist.net.codec import encode
+from moe_lora.dist.net.codec import MAX_FRAME_BYTES, encode
 from moe_lora.dist.net.peer import Asked
 from moe_lora.engine.client.messages import (
     Abort,
@@ -100,6 +100,19 @@ def test_two_lines_may_use_the_same_ids(two):
     two.answer((second, 3, "length"), (first, 4, "length"))
     assert two.tokens("one") == [("a", 1), ("a", 4)]
     assert two.tokens("two") == [("a", 2), ("a", 3)]
+
+
+def test_experts_of_prompts_that_end_together_go_in_messages_of_their_own(two):
+    experts = PromptReport(experts=(94, 8, bytes(MAX_EXPERT_BYTES)))
+    for request_id in ("a", "b", "c"):
+        two.ask("one", request_id)
+    outputs = [
+        TokenOutput(request_id=name, token_ids=(1,), prompt=None if name == "b" else experts)
+        for name in two.told()
+    ]
+    two.mux.emit(Outputs(outputs))
+    assert sorted(two.tokens("one")) == [("a", 1), ("b", 1), ("c", 1)]
+    assert max(len(encode(one)) for one in two.heard["one"]) < MAX_FRAME_BYTES
 
 
 def test_closing_a_line_ends_its_requests_and_no_others(two):

@@ -124,3 +124,13 @@ def test_a_dense_model_has_no_experts(served):  # noqa: F811
         pytest.raises(ValueError, match="routed_experts needs a model with experts"),
     ):
         llm.generate([[5, 9]], None, NOTED)
+
+
+def test_a_prompt_with_more_experts_than_a_message_carries_is_refused(served, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("moe_lora.engine.step.routed_experts.MAX_EXPERT_BYTES", 23)
+    with LLM(served("qwen3_moe").model_dir, dtype="float32", eager=True) as llm:
+        [report] = llm.generate([[5, 9]], None, NOTED)
+        assert report.routed_experts.shape[1:] == (2, 2)
+        with pytest.raises(ValueError, match=r"prompt of 3 tokens has 24 bytes.*send at most 2 tokens"):
+            llm.generate([[5, 9, 11]], None, NOTED)
+        llm.generate([[5, 9, 11]], None, PLAIN)
