@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from base64 import b64decode
+from contextlib import asynccontextmanager
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,13 @@ from moe_lora.assemble import serve, serve_front_end, serve_host
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import PromptReport, TokenOutput
 from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.serve.http_errors import to_json
+from moe_lora.serve.openai import prompt_side
+from moe_lora.serve.openai.endpoints import ChatFormat
+from moe_lora.serve.openai.generation import Delta
+from moe_lora.serve.openai.routed_experts import with_experts
 from tests.families import tiny_config
 from tests.oracle import reference_experts
 
@@ -110,6 +119,52 @@ def test_a_prompt_alone_has_the_experts_before_its_last_token(demo):  # noqa: F8
     [choice] = ask(demo, prompt=IDS, **{**LIMITS, "max_tokens": 0}, **ASKED, echo=True)["choices"]
     expected = reference_experts(MODEL, None, IDS[:-1]).numpy()
     assert np.array_equal(from_npy(choice["routed_experts"]), expected)
+
+
+class OneChoice:
+    """A generation of one choice, with the experts of 40,000 tokens in 4 layers."""
+
+    engine_id = "one"
+    rows = np.arange(40000 * 4 * 2, dtype="<i4").astype("<i2")
+
+    def __init__(self) -> None:
+        self.source: Any = self
+
+    async def generate(self, request):
+        report = PromptReport(experts=(4, 2, self.rows.tobytes()))
+        yield TokenOutput(request_id="one-0", token_ids=(1,), finish_reason="length", prompt=report)
+
+    @asynccontextmanager
+    async def deltas(self):
+        yield self._deltas()
+
+    async def _deltas(self):
+        async for _ in self.source.generate(SimpleNamespace(request_id="one-0")):
+            yield Delta(0, "", (1,), None, "length")
+
+    def usage_of(self, index):
+        return {"total_tokens": 40001}
+
+
+def test_other_requests_go_on_while_experts_are_encoded(monkeypatch):
+    monkeypatch.setattr(prompt_side, "SLICE_S", 0.0)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def run() -> Any:
+        form, task = ChatFormat(None, with_token_ids=False), asyncio.create_task(other())
+        async with with_experts(OneChoice, form).deltas() as deltas:
+            [choice] = [form.whole(delta) async for delta in deltas]
+        task.cancel()
+        return json.loads(to_json(choice))["routed_experts"]
+
+    assert np.array_equal(from_npy(asyncio.run(run())), OneChoice.rows.reshape(40000, 4, 2))
+    assert turns > 10
 
 
 def test_beams_have_no_experts(demo):  # noqa: F811

@@ -59,7 +59,7 @@ class BatchFormat(ChatFormat):
         self.text = forms[0].text
         self._forms = forms
 
-    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+    def show_experts(self, experts_of: Callable[[int], object]) -> None:
         for form in self._forms:
             form.show_experts(experts_of)
 

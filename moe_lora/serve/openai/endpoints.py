@@ -60,8 +60,8 @@ class ChoiceFormat:
     collect: Callable[[Generation], Coroutine[Any, Any, list[Delta]]] | None = None
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
-    experts_of: Callable[[int], str] | None = None
-    """Encodes the experts of a choice's tokens; None: not in the answer."""
+    experts_of: Callable[[int], object] | None = None
+    """The encoded experts of a finished choice; None: not in the answer."""
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""
@@ -127,7 +127,7 @@ class ChoiceFormat:
             choice["adapter_version"] = delta.adapter_version
         return choice
 
-    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+    def show_experts(self, experts_of: Callable[[int], object]) -> None:
         """Show the experts at the end of each choice."""
         self.experts_of = experts_of
 

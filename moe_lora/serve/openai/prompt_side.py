@@ -216,13 +216,13 @@ def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
 
 async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:
     """JSON in joined parts; between slices of SLICE_S the event loop serves other requests."""
-    found, until_s = list[bytes](), time.monotonic() + SLICE_S
+    found, until_s = bytearray(), time.monotonic() + SLICE_S
     for part in parts:
-        found.append(part)
+        found += part
         if time.monotonic() >= until_s:
             await asyncio.sleep(0)
             until_s = time.monotonic() + SLICE_S
-    return msgspec.Raw(b"".join(found))
+    return msgspec.Raw(found)
 
 
 async def shown_scores(
@@ -281,7 +281,7 @@ class PromptChat(ChatFormat):
         self._prepared = prepared
         self._echoed: set[int] = set()
 
-    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+    def show_experts(self, experts_of: Callable[[int], object]) -> None:
         self._form.show_experts(experts_of)
 
     def opening(self, index: int) -> dict[str, Any] | None:

@@ -5,28 +5,42 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections import defaultdict
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.lib.format import write_array_header_1_0
+
+from .prompt_side import in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+
+    import msgspec
 
     from moe_lora.core.request import GenerateRequest, TokenOutput
 
     from .endpoints import ChoiceFormat
-    from .generation import Generation
+    from .generation import Delta, Generation
+
+PART_BYTES = 3 << 14
+"""Experts encoded at once, in a fraction of a millisecond."""
 
 
 class ExpertSource:
-    """Outputs of another source; keeps the experts of each request."""
+    """Outputs and deltas of a generation, with the experts of its choices.
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._rows: defaultdict[str, bytearray] = defaultdict(bytearray)
+    is_bare: numbers alone, as in SGLang; else a file of numpy, as in vLLM.  encoded: a JSON text of each
+    finished choice, in base64.
+    """
+
+    def __init__(self, generation: Generation, *, is_bare: bool) -> None:
+        self._source = generation.source or generation.frontend.client
+        self._deltas, self._generation, self._is_bare = generation.deltas, generation, is_bare
+        self._rows: defaultdict[str, list[bytes]] = defaultdict(list)
         self._shape = (1, 1)
+        self.encoded: dict[int, msgspec.Raw] = {}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         async with aclosing(cast("Any", self._source.generate(request))) as outputs:
@@ -34,35 +48,51 @@ class ExpertSource:
                 if output.prompt is not None and output.prompt.experts is not None:
                     num_layers, top_k, rows = output.prompt.experts
                     self._shape = num_layers, top_k
-                    self._rows[request.request_id] += rows
+                    self._rows[request.request_id].append(rows)
                 yield output
 
-    def experts(self, generation: Generation, index: int) -> np.ndarray:
-        """Of a choice's tokens but the last: [tokens - 1, layers with experts, experts of a token] int16.
+    @asynccontextmanager
+    async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """The generation's deltas.  The last of a choice comes after the encoding, in slices."""
+        async with self._deltas() as deltas, aclosing(self._with_experts(deltas)) as found:
+            yield found
 
-        Outputs after a stop string do not count.
+    async def _with_experts(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        async for delta in deltas:
+            if delta.finish_reason is not None:
+                self.encoded[delta.index] = await in_slices(self._parts(delta.index))
+            yield delta
+
+    def _parts(self, index: int) -> Iterator[bytes]:
+        """The experts of a choice's tokens but the last; outputs after a stop string do not count.
+
+        [tokens - 1, layers with experts, experts of a token] int16, or int32 if bare.
         """
-        rows = np.frombuffer(self._rows[f"{generation.engine_id}-{index}"], dtype="<i2")
-        num_tokens: int = generation.usage_of(index)["total_tokens"]
-        return rows.reshape(-1, *self._shape)[: num_tokens - 1]
+        num_layers, top_k = self._shape
+        rows = self._rows.pop(f"{self._generation.engine_id}-{index}", [])
+        num_rows = self._generation.usage_of(index)["total_tokens"] - 1
+        num_rows = min(num_rows, sum(map(len, rows)) // (2 * num_layers * top_k))
+        head = BytesIO()
+        if not self._is_bare:
+            fields = {"descr": "<i2", "fortran_order": False, "shape": (num_rows, num_layers, top_k)}
+            write_array_header_1_0(head, fields)
+        rest, num_left = head.getvalue(), 2 * num_rows * num_layers * top_k
+        yield b'"'
+        for row in rows:
+            for start in range(0, min(len(row), num_left), PART_BYTES):
+                part = row[start : min(start + PART_BYTES, num_left)]
+                rest += np.frombuffer(part, "<i2").astype("<i4").tobytes() if self._is_bare else part
+                end = len(rest) - len(rest) % 3
+                yield b64encode(rest[:end])
+                rest = rest[end:]
+            num_left -= min(len(row), num_left)
+        yield b64encode(rest) + b'"'
 
 
 def with_experts(make: Callable[..., Generation], form: ChoiceFormat, **given: Any) -> Generation:
     """The generation of these fields; the format shows the experts at each choice's end."""
     generation = make(**given)
-    source = generation.source = ExpertSource(generation.source or generation.frontend.client)
-    encoded = _as_int32 if form.has_bare_experts else _as_npy
-    form.show_experts(lambda index: encoded(source.experts(generation, index)))
+    source = generation.source = ExpertSource(generation, is_bare=form.has_bare_experts)
+    generation.deltas = source.deltas  # type: ignore[method-assign]
+    form.show_experts(source.encoded.__getitem__)
     return generation
-
-
-def _as_npy(experts: np.ndarray) -> str:
-    """A file of numpy in base64, as in vLLM."""
-    file = BytesIO()
-    np.save(file, experts)
-    return b64encode(file.getvalue()).decode()
-
-
-def _as_int32(experts: np.ndarray) -> str:
-    """The numbers alone in base64, as in SGLang."""
-    return b64encode(experts.astype("<i4").tobytes()).decode()

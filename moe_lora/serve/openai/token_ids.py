@@ -238,7 +238,7 @@ class TokensFormat(ChatFormat):
         elif self._mode == "tokens" and not prepared.sampling.stop:
             self.text = None
 
-    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+    def show_experts(self, experts_of: Callable[[int], object]) -> None:
         super().show_experts(experts_of)
         if self._message is not None:
             self._message.show_experts(experts_of)

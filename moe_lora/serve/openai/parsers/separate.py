@@ -20,7 +20,7 @@ class SeparateChat(ChatFormat):
         self._form, self._streams = form, streams
         self._held: dict[int, str] = {}
 
-    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+    def show_experts(self, experts_of: Callable[[int], object]) -> None:
         self._form.show_experts(experts_of)
 
     def token_text(self, token_id: int) -> str:
