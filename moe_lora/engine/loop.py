@@ -153,7 +153,7 @@ class EngineLoop(threading.Thread):
             self._handle,
             self.inbox.put,
             core.adapters,
-            self._engine.parts_asleep,
+            self._engine.sleep_orders,
         )
 
     def _make_sleep(self, abort: Callable[[], None]) -> Sleep:

@@ -16,7 +16,7 @@ from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .adapters.manager import AdapterManager
-    from .client.messages import Entry, SleepPart
+    from .client.messages import Entry, SleepOrder
 
 Handle = Callable[[Generate | Abort, float], None]
 
@@ -37,7 +37,7 @@ class Pauses:
 
     sequences: of the engine, by request id.  compiling: requests in wait for a grammar.  drop: removes a
     request without an output.  handle: executes a command with its time of arrival.  put: queues an entry
-    for the engine's thread.  parts_asleep: empty in an engine that is awake.
+    for the engine's thread.  sleep_orders: empty in an engine that is awake.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Pauses:
         handle: Handle,
         put: Callable[[Entry], None],
         adapters: AdapterManager,
-        parts_asleep: Callable[[], Collection[SleepPart]],
+        sleep_orders: Callable[[], Collection[SleepOrder]],
     ) -> None:
         self._sequences = sequences
         self._compiling = compiling
@@ -56,7 +56,7 @@ class Pauses:
         self._handle = handle
         self._put = put
         self._adapters = adapters
-        self._parts_asleep = parts_asleep
+        self._sleep_orders = sleep_orders
         self._pauses: dict[str, Pause] = {}
         self._delayed: dict[str, tuple[Generate, float]] = {}
         self._held: set[Sequence] = set()
@@ -143,7 +143,7 @@ class Pauses:
                 sequence.held = False
                 self._held.discard(sequence)
         self._held.intersection_update(self._sequences.values())
-        if self._parts_asleep():
+        if self._sleep_orders():
             return
         delayed, self._delayed = self._delayed, {}
         for command, arrival_s in delayed.values():

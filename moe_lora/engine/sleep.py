@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.engine.ranks.followers import MemoryOrder, MemoryStep
 
-from .client.messages import Entry, PauseMode, SleepPart
+from .client.messages import Entry, PauseMode, SleepOrder, SleepPart
 
 if TYPE_CHECKING:
     from .core import EngineCore
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Sleep:
-    """For the engine's thread.  parts: asleep.
+    """For the engine's thread.  order: the current sleep.
 
     put: queues an entry for this thread.  abort: ends all requests.
     """
 
     def __init__(self, core: EngineCore, put: Callable[[Entry], None], abort: Callable[[], None]) -> None:
         self._core, self._put, self._abort = core, put, abort
-        self.parts: set[SleepPart] = set()
+        self.order = SleepOrder()
         self._has_weights = True
         self._changes = False
 
     def check_awake(self) -> None:
         """Raises BusyError."""
-        if self.parts:
+        if self.order.parts:
             raise BusyError("the model is asleep; send the request again after /wake_up")
 
     def start(
@@ -52,8 +52,8 @@ class Sleep:
         """
         self._check_mode()
         with self._alone():
-            end_s, before = time.monotonic() + timeout_s, set(self.parts)
-            self.parts |= set(parts)
+            end_s, before = time.monotonic() + timeout_s, self.order
+            self.order = before.start(parts, drops_weights, mode)
             if mode == "abort":
                 self._abort()
             elif mode == "keep":
@@ -64,10 +64,10 @@ class Sleep:
             yield lambda: self._is_idle() or time.monotonic() >= end_s
             timer.cancel()
             if not self._is_idle():
-                self.parts = before
-                self._core.suspended &= bool(before)
+                self.order = before
+                self._core.suspended &= bool(before.parts)
                 raise TimeoutError(f"requests ran on for {timeout_s:g} s, and the model stays awake")
-            self._core.transfers.moves_ahead = not self.parts
+            self._core.transfers.moves_ahead = not self.order.parts
             steps: list[MemoryStep] = []
             if "kv_cache" in parts:
                 self._core.adapters.evict_all()
@@ -83,9 +83,9 @@ class Sleep:
             if "weights" in parts and not self._has_weights:
                 (yield self._on_all_ranks(MemoryOrder(("read_weights",)))).result()
                 self._has_weights = True
-            was_asleep = bool(self.parts)
-            self.parts -= set(parts)
-            if was_asleep and not self.parts:
+            was_asleep = bool(self.order.parts)
+            self.order = self.order.stop(parts)
+            if was_asleep and not self.order.parts:
                 self._core.suspended = False
                 self._core.transfers.moves_ahead = True
                 self._core.adapters.bring_evicted()

@@ -26,6 +26,7 @@ from .client.messages import (
     PauseScope,
     PoolEntry,
     RequestLoad,
+    SleepOrder,
     SleepPart,
 )
 
@@ -159,8 +160,9 @@ class EngineVerbs:
             self._apply_pauses()
 
     @of_instances
-    def parts_asleep(self) -> list[SleepPart]:
-        return [] if self.asleep is None else sorted(self.asleep.parts)
+    def sleep_orders(self) -> list[SleepOrder]:
+        """The current sleep; empty in an engine that is awake."""
+        return [] if self.asleep is None or not self.asleep.order.parts else [self.asleep.order]
 
     @of_instances
     def clear_cache(self) -> None:

@@ -25,7 +25,7 @@ from moe_lora.core.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from moe_lora.engine.client.messages import PauseScope
+from moe_lora.engine.client.messages import PauseScope, SleepOrder, SleepPart
 
 TIMING = RequestTiming(
     queue_s=0.001,
@@ -64,7 +64,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     pauses: dict[str, PauseScope] = field(default_factory=dict)
     num_cleared: int = 0
-    asleep: set[str] = field(default_factory=set)
+    asleep: set[SleepPart] = field(default_factory=set)
     instances: tuple[Any, ...] = ()
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     num_tokens: int = 0
@@ -189,14 +189,14 @@ class ScriptedEngine:
     def _clear_cache(self) -> None:
         self.num_cleared += 1
 
-    def _sleep(self, parts: Sequence[str], *_: object) -> None:
+    def _sleep(self, parts: Sequence[SleepPart], *_: object) -> None:
         self.asleep |= set(parts)
 
-    def _wake_up(self, parts: Sequence[str]) -> None:
+    def _wake_up(self, parts: Sequence[SleepPart]) -> None:
         self.asleep -= set(parts)
 
-    def _parts_asleep(self) -> list[str]:
-        return sorted(self.asleep)
+    def _sleep_orders(self) -> list[SleepOrder]:
+        return [SleepOrder(frozenset(self.asleep))] if self.asleep else []
 
     def _load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
         if name in self.adapters and not replace:

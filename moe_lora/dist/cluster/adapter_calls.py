@@ -190,7 +190,7 @@ class FleetAdapters:
                 AbortOrder(args[0], time.time_ns()),
             )
             registry.on_abort(args[0])
-        with registry.standing_orders().recording(verb, args) if verb in STANDING else nullcontext():
+        async with registry.standing_orders().recording(verb, args) if verb in STANDING else nullcontext():
             answers = await ask_live(registry, lambda client: client.call(verb, *args))
         lists = [found for _, found in answers if found is not None]
         return [*chain.from_iterable(lists)] if lists else None

@@ -234,7 +234,7 @@ class InstanceRegistry:
         if self.standing is None:
             from .standing_orders import StandingOrders
 
-            self.standing = StandingOrders()
+            self.standing = StandingOrders(self)
         return self.standing
 
     @property

@@ -141,9 +141,9 @@ class CatchUp:
         registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
-        asleep = await client.call("parts_asleep")
+        asleep = await client.call("sleep_orders")
         if asleep and (self._recovering or not registry.live):
-            registry.standing_orders().recover(asleep)
+            registry.standing_orders().recover(asleep[0])
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()
@@ -416,7 +416,7 @@ class InstanceListener:
             else:
                 registry = self._instance_registry
                 if registry.standing is not None:
-                    await registry.standing.until_given(registry, caller.name, caller.epoch)
+                    await registry.standing.until_given(caller.name, caller.epoch)
                 have = await held_by(client)
                 self._instance_registry.join_as_it_is(instance, client, have, caller.epoch)
             how = "gets on again" if was_silent else f"dialled in from {caller.host}"

@@ -4,22 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from anyio import move_on_after
 
-from moe_lora.engine.client.messages import PauseOrder, SleepOrder, SleepPart
+from moe_lora.core.errors import BusyError, EngineDeadError
+from moe_lora.engine.client.messages import PauseOrder, SleepOrder
 
 from .instances import DIAL_IN_S
 
 if TYPE_CHECKING:
-    from moe_lora.engine.client.client import CallableEngine
+    from moe_lora.engine.client.client import EngineClient
 
     from .instances import InstanceRegistry
 
+logger = logging.getLogger(__name__)
 _LOOK_S = 0.05
 SLEEP_S = 60.0
 """Time for the loads of an instance without requests, before its sleep."""
@@ -31,16 +34,19 @@ class StandingOrders:
     pauses: by owner.  sleep: None without an order.  elsewhere: another process's controller has orders.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instance_registry: InstanceRegistry) -> None:
+        self._instance_registry = instance_registry
         self.pauses: dict[str, PauseOrder] = {}
         self.sleep: SleepOrder | None = None
         self.elsewhere = False
+        self._changes = False
 
-    @contextmanager
-    def recording(self, verb: str, args: Sequence[Any]) -> Iterator[None]:
+    @asynccontextmanager
+    async def recording(self, verb: str, args: Sequence[Any]) -> AsyncIterator[None]:
         """Record one of `adapter_calls.STANDING` before the instances answer.
 
-        A refused sleep or wake-up is forgotten.
+        After a refused sleep, all instances return to the earlier order.  A refused wake-up stays ordered.
+        Raises BusyError for a sleep or wake-up beside another.
         """
         if verb == "pause_requests":
             scope, mode, timeout_s, *_ = args
@@ -51,13 +57,26 @@ class StandingOrders:
             self.pauses = {name: one for name, one in self.pauses.items() if owner not in (None, name)}
             yield
         else:
-            before = self.sleep
-            self.sleep = _changed(before or SleepOrder(), verb, args)
-            try:
+            async with self._changing(verb, args):
                 yield
-            except Exception:
+
+    @asynccontextmanager
+    async def _changing(self, verb: str, args: Sequence[Any]) -> AsyncIterator[None]:
+        if self._changes:
+            raise BusyError("the model falls asleep or wakes up; send the request again later")
+        before = self.sleep
+        now = before or SleepOrder()
+        self.sleep, self._changes = now.start(*args[:3]) if verb == "sleep" else now.stop(*args), True
+        try:
+            yield
+        except Exception:
+            if verb == "sleep":
                 self.sleep = before
-                raise
+                live = self._instance_registry.live
+                await asyncio.gather(*(self._sleep(one.client) for one in live), return_exceptions=True)
+            raise
+        finally:
+            self._changes = False
 
     @property
     def active(self) -> bool:
@@ -65,22 +84,22 @@ class StandingOrders:
         now_s = time.monotonic()
         return bool(self.sleep and self.sleep.parts) or any(one.end_s > now_s for one in self.pauses.values())
 
-    def recover(self, parts: Sequence[SleepPart]) -> None:
+    def recover(self, order: SleepOrder) -> None:
         """Adopt the sleep of an instance, unless an order is known here."""
         if self.sleep is None:
-            self.sleep = SleepOrder(frozenset(parts))
+            self.sleep = order
 
-    async def until_given(self, registry: InstanceRegistry, name: str, incarnation: str) -> None:
+    async def until_given(self, name: str, incarnation: str) -> None:
         """Return once another process's controller has given its orders to an instance's process.
 
         Returns too at the end of the orders, and after `DIAL_IN_S` without that controller.
         """
         with move_on_after(DIAL_IN_S):
-            while self.elsewhere and registry.holding_of(name, incarnation) is None:
+            while self.elsewhere and self._instance_registry.holding_of(name, incarnation) is None:
                 await asyncio.sleep(_LOOK_S)
 
     async def give(
-        self, client: CallableEngine, known: dict[str, PauseOrder], *, may_differ: bool
+        self, client: EngineClient, known: dict[str, PauseOrder], *, may_differ: bool
     ) -> dict[str, PauseOrder]:
         """Bring an engine into the ordered state; returns the current pauses.
 
@@ -103,17 +122,17 @@ class StandingOrders:
                 await client.call("resume_requests", owner)
         return current
 
-    async def _sleep(self, client: CallableEngine) -> None:
-        asleep, ordered = set(await client.call("parts_asleep")), self.sleep or SleepOrder()
-        if missed := asleep - ordered.parts:
-            await client.call("wake_up", sorted(missed))
-        if ordered.parts - asleep:
-            words = sorted(ordered.parts), ordered.drops_weights, "abort", SLEEP_S
-            await client.call("sleep", *words)
-
-
-def _changed(before: SleepOrder, verb: str, args: Sequence[Any]) -> SleepOrder:
-    if verb == "sleep":
-        return SleepOrder(before.parts | set(args[0]), before.drops_weights or args[1])
-    left = before.parts - set(args[0])
-    return SleepOrder(left, before.drops_weights and "weights" in left)
+    async def _sleep(self, client: EngineClient) -> None:
+        """An engine that can't follow the order stays as it is, with a warning."""
+        found = await client.call("sleep_orders")
+        asleep, ordered = found[0].parts if found else frozenset(), self.sleep or SleepOrder()
+        try:
+            if missed := asleep - ordered.parts:
+                await client.call("wake_up", sorted(missed))
+            if ordered.parts - asleep:
+                words = sorted(ordered.parts), ordered.drops_weights, ordered.mode, SLEEP_S
+                await client.call("sleep", *words)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.warning("an instance does not sleep or wake up as ordered: %s", error)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -152,10 +152,20 @@ class PauseOrder:
 
 @dataclass(frozen=True)
 class SleepOrder:
-    """A sleep of all instances.  drops_weights: instances give the weights back too."""
+    """A sleep; awake without parts.  drops_weights: the weights are given back too.  mode: the latest."""
 
     parts: frozenset[SleepPart] = frozenset()
     drops_weights: bool = False
+    mode: PauseMode = "abort"
+
+    def start(self, parts: Collection[SleepPart], drops_weights: bool, mode: PauseMode) -> SleepOrder:
+        """The order after a further sleep."""
+        return SleepOrder(self.parts | set(parts), self.drops_weights or drops_weights, mode)
+
+    def stop(self, parts: Collection[SleepPart]) -> SleepOrder:
+        """The order after a wake-up."""
+        left = self.parts - set(parts)
+        return SleepOrder(left, self.drops_weights and "weights" in left, self.mode)
 
 
 @dataclass(frozen=True)

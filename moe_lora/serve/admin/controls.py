@@ -182,7 +182,7 @@ class Endpoints:
 
     async def is_sleeping(self, request: Request) -> Response:
         await self._query(request, Nothing)
-        return JsonResponse({"is_sleeping": bool(await self._call("parts_asleep"))})
+        return JsonResponse({"is_sleeping": bool(await self._call("sleep_orders"))})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         await self._query(request, ResetQuery)
@@ -293,7 +293,6 @@ class Endpoints:
         try:
             await self._call("sleep", parts, drops_weights, mode, timeout_s)
         except TimeoutError as error:
-            await self._call("wake_up", get_args(SleepPart))
             what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
             raise ApiError(408, what) from error
 

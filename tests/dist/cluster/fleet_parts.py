@@ -17,7 +17,7 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.messages import Alias, DrainOrder, PauseScope, SleepPart
+from moe_lora.engine.client.messages import Alias, DrainOrder, PauseScope, SleepOrder
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import Router
 
@@ -163,7 +163,7 @@ class CountingEngine:
     async def _paused_scopes(self) -> list[PauseScope]:
         return []
 
-    async def _parts_asleep(self) -> list[SleepPart]:
+    async def _sleep_orders(self) -> list[SleepOrder]:
         return []
 
     async def list_adapters(self) -> list[AdapterInfo]:

@@ -32,7 +32,7 @@ from moe_lora.engine.client.messages import (
     PauseScope,
     Pulse,
     Reply,
-    SleepPart,
+    SleepOrder,
     Stop,
 )
 from moe_lora.policies.routing.routing import RoundRobin
@@ -124,7 +124,7 @@ class ScriptedLoop(threading.Thread):
     def paused_scopes(self) -> list[PauseScope]:
         return []
 
-    def parts_asleep(self) -> list[SleepPart]:
+    def sleep_orders(self) -> list[SleepOrder]:
         return []
 
     def list_adapters(self) -> list[AdapterInfo]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from moe_lora.core.errors import CapacityError, EngineDeadError
+from moe_lora.core.errors import BusyError, CapacityError, ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.messages import PauseOrder, PauseScope
+from moe_lora.engine.client.messages import PauseOrder, PauseScope, SleepOrder, SleepPart
 from tests.patience import PATIENCE_S
 
 from .listener_parts import caught_up
@@ -142,86 +142,158 @@ def test_a_resume_while_an_instance_joins_ends_its_pauses(at_live):
 
 
 class SleepyClient(CallableEngine):
-    """An engine with parts asleep.  on_call: called before each call."""
+    """An engine that sleeps.  on_call: called before each call."""
 
-    def __init__(self, asleep: Iterable[str], on_call: Callable[[str], object] = lambda method: None) -> None:
-        self.asleep = set(asleep)
-        self.dropped = False
+    def __init__(
+        self, order: SleepOrder | None = None, on_call: Callable[[str], object] = lambda method: None
+    ) -> None:
+        self.order = order or SleepOrder()
         self._on_call = on_call
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return self.order.parts
 
     async def settled(self) -> None:
         """All commands are done at once."""
 
     async def call(self, method: str, *args: Any, **words: Any) -> Any:
         self._on_call(method)
+        await asyncio.sleep(0)
         if method == "sleep":
-            self.asleep |= set(args[0])
-            self.dropped |= args[1]
+            self.order = self.order.start(*args[:3])
         elif method == "wake_up":
-            self.asleep -= set(args[0])
-        return sorted(self.asleep) if method == "parts_asleep" else []
+            self.order = self.order.stop(*args)
+        return [self.order] if method == "sleep_orders" and self.asleep else []
 
 
-PARTS = ("kv_cache", "weights")
+PARTS: tuple[SleepPart, ...] = ("kv_cache", "weights")
+ASLEEP = SleepOrder(frozenset(PARTS), True, "keep")
 Order = tuple[str, tuple[Any, ...]]
-TO_SLEEP: Order = ("sleep", (PARTS, True, "abort", 1.0))
+TO_SLEEP: Order = ("sleep", (PARTS, True, "keep", 1.0))
 TO_WAKE: Order = ("wake_up", (PARTS,))
+
+
+async def join(registry: InstanceRegistry, name: str, client: Any) -> None:
+    await caught_up(registry)(registry.enter(name, client), client, "one")
 
 
 @pytest.mark.parametrize(
     ("orders", "before", "after"),
     [
-        ([TO_SLEEP], (), PARTS),
-        ([TO_SLEEP, ("wake_up", (["weights"],))], (), ["kv_cache"]),
-        ([TO_SLEEP, ("wake_up", (["weights"],))], PARTS, ["kv_cache"]),
-        ([TO_SLEEP, TO_WAKE], PARTS, ()),
-        ([], PARTS, PARTS),
+        ([TO_SLEEP], None, ASLEEP),
+        ([TO_SLEEP, ("wake_up", (["weights"],))], None, SleepOrder(frozenset(["kv_cache"]), False, "keep")),
+        ([TO_SLEEP, ("wake_up", (["weights"],))], ASLEEP, SleepOrder(frozenset(["kv_cache"]), False, "keep")),
+        ([TO_SLEEP, TO_WAKE], ASLEEP, SleepOrder(mode="keep")),
+        ([], ASLEEP, ASLEEP),
     ],
 )
 def test_an_instance_sleeps_as_the_last_order_says_or_as_the_first_one_does(orders, before, after):
-    async def join() -> None:
+    """Also by the mode, and with the weights given back."""
+
+    async def run() -> None:
         registry = InstanceRegistry([])
-        for verb, args in orders:
-            with registry.standing_orders().recording(verb, args):
+        for order in orders:
+            async with registry.standing_orders().recording(*order):
                 pass
-        first, second = SleepyClient(before), SleepyClient(())
-        for name, client in (("first", first), ("second", second)):
-            found: Any = client
-            await caught_up(registry)(registry.enter(name, found), found, "one")
-        assert first.asleep == second.asleep == set(after)
-        assert second.dropped is (orders == [TO_SLEEP])
+        first, second = SleepyClient(before), SleepyClient()
+        await join(registry, "first", first)
+        await join(registry, "second", second)
+        assert first.order == after
+        assert second.order == (after if after.parts else SleepOrder())
 
-    asyncio.run(join())
+    asyncio.run(run())
 
 
-@pytest.mark.parametrize(("before", "order"), [((), TO_SLEEP), (PARTS, TO_WAKE)])
+@pytest.mark.parametrize(("before", "order"), [(None, TO_SLEEP), (ASLEEP, TO_WAKE)])
 def test_an_order_while_an_instance_joins_reaches_it(before, order):
-    async def join() -> None:
+    async def run() -> None:
         registry = InstanceRegistry([])
+        others: list[asyncio.Task[None]] = []
+
+        async def change() -> None:
+            async with registry.standing_orders().recording(*order):
+                pass
 
         def on_call(method: str) -> None:
             if method == "list_adapters":
-                with registry.standing_orders().recording(*order):
-                    pass
+                others.append(asyncio.ensure_future(change()))
 
-        client: Any = SleepyClient(before, on_call)
-        await caught_up(registry)(registry.enter("one", client), client, "one")
+        client = SleepyClient(before, on_call)
+        await join(registry, "one", client)
+        await asyncio.gather(*others)
         assert client.asleep == (set(PARTS) if order is TO_SLEEP else set())
 
-    asyncio.run(join())
+    asyncio.run(run())
 
 
-@pytest.mark.parametrize(("first", "refused"), [(None, TO_SLEEP), (TO_SLEEP, TO_WAKE)])
-def test_a_refused_order_changes_nothing_for_later_instances(first, refused):
-    orders = InstanceRegistry([]).standing_orders()
-    if first is not None:
-        with orders.recording(*first):
+def test_a_refused_sleep_wakes_instances_up_that_sleep_already_or_that_join_meanwhile():
+    async def run() -> None:
+        registry, clients = InstanceRegistry([]), [SleepyClient(), SleepyClient()]
+        await join(registry, "first", clients[0])
+        with suppress(TimeoutError):
+            async with registry.standing_orders().recording(*TO_SLEEP):
+                await clients[0].call(*TO_SLEEP[:1], *TO_SLEEP[1])
+                await join(registry, "second", clients[1])
+                assert [one.asleep for one in clients] == [set(PARTS)] * 2
+                raise TimeoutError
+        assert [one.asleep for one in clients] == [set()] * 2
+        late = SleepyClient()
+        await join(registry, "late", late)
+        assert not late.asleep
+
+    asyncio.run(run())
+
+
+def test_a_refused_sleep_leaves_the_part_of_an_earlier_sleep_asleep():
+    async def run() -> None:
+        registry, client = InstanceRegistry([]), SleepyClient()
+        async with registry.standing_orders().recording("sleep", (["kv_cache"], False, "abort", 1.0)):
             pass
-    before = orders.sleep
-    with suppress(TimeoutError), orders.recording(*refused):
-        assert orders.sleep != before
-        raise TimeoutError
-    assert orders.sleep == before
+        await join(registry, "one", client)
+        with suppress(TimeoutError):
+            async with registry.standing_orders().recording(*TO_SLEEP):
+                await client.call(*TO_SLEEP[:1], *TO_SLEEP[1])
+                raise TimeoutError
+        assert client.asleep == {"kv_cache"}
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_is_awake_after_a_refused_wake_up_stays_awake(caplog):
+    """The other instance, without its checkpoint, takes part asleep, with a warning."""
+
+    def refuse(method: str) -> None:
+        if method == "wake_up":
+            raise ConfigError("the checkpoint is gone")
+
+    async def run() -> None:
+        registry = InstanceRegistry([])
+        async with registry.standing_orders().recording(*TO_SLEEP):
+            pass
+        with suppress(ConfigError):
+            async with registry.standing_orders().recording(*TO_WAKE):
+                raise ConfigError("the checkpoint is gone")
+        awake, asleep = SleepyClient(), SleepyClient(ASLEEP, refuse)
+        await join(registry, "awake", awake)
+        await join(registry, "asleep", asleep)
+        assert (awake.asleep, asleep.asleep) == (set(), set(PARTS))
+        assert len(registry.live) == 2
+
+    asyncio.run(run())
+    assert "the checkpoint is gone" in caplog.text
+
+
+def test_a_wake_up_beside_a_sleep_changes_no_order():
+    async def run() -> None:
+        orders = InstanceRegistry([]).standing_orders()
+        async with orders.recording(*TO_SLEEP):
+            with pytest.raises(BusyError, match="falls asleep"):
+                async with orders.recording(*TO_WAKE):
+                    pass
+        assert orders.sleep == ASLEEP
+
+    asyncio.run(run())
 
 
 def test_an_instance_gets_the_mode_of_a_pause_once():

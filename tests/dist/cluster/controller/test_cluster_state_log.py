@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, ClusterStateLog
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
+from moe_lora.dist.cluster.standing_orders import StandingOrders
 from moe_lora.engine.client.messages import DrainOrder, PauseScope
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 from tests.patience import PATIENCE_S
@@ -47,11 +50,16 @@ def test_each_change_has_a_number_of_its_own():
     assert (kept.state_log.state.number, kept.state_log.state.holdings) == (3, {})
 
 
+async def record(orders: StandingOrders, verb: str, args: Sequence[Any]) -> None:
+    async with orders.recording(verb, args):
+        pass
+
+
 @pytest.mark.parametrize(
     ("order", "end"),
     [
         (("pause_requests", (PauseScope(), "keep", PATIENCE_S)), ("resume_requests", (None,))),
-        (("sleep", (("weights",), True)), ("wake_up", (("weights",),))),
+        (("sleep", (("weights",), True, "abort", 1.0)), ("wake_up", (("weights",),))),
         (("pause_requests", (PauseScope(), "keep", 0.0)), None),
     ],
 )
@@ -61,8 +69,7 @@ def test_a_state_says_while_an_order_stands(order, end):
     orders = kept.instance_registry.standing_orders()
     for one, stands in ((order, end is not None), (end, False)):
         if one is not None:
-            with orders.recording(*one):
-                pass
+            asyncio.run(record(orders, *one))
             assert kept.state_log.write() is (end is not None)
             assert kept.state_log.state.ordered is stands
 
