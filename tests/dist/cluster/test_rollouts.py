@@ -6,10 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, RegistryError
+from moe_lora.dist.cluster.aliases import learn
+from moe_lora.dist.cluster.controller.saved_aliases import SavedAliases, save
 from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.dist.cluster.rollouts import Rollouts
 from moe_lora.engine.client.messages import Alias, AliasChange, KnownAliases
+
+BASE = "0" * 64
 
 
 class Fleet:
@@ -83,7 +88,7 @@ def test_adapter_that_is_unloaded_during_a_step_gets_no_alias():
 class Versions:
     """A registry with version 1 of each name.  saved: the aliases of the next start."""
 
-    base_hash = "0" * 64
+    base_hash = BASE
 
     def __init__(self, fails: bool = False) -> None:
         self.saved: dict[str, Alias] = {}
@@ -143,6 +148,29 @@ def test_adapters_of_saved_aliases_are_pinned_if_there_is_room(refused, caplog):
 
     asyncio.run(run())
     assert ("is not pinned" in caplog.text) is bool(refused)
+
+
+def test_a_controller_that_starts_beside_an_instance_undoes_the_pins_of_its_alias(tmp_path):
+    async def run() -> None:
+        fleet = Fleet("a", "b")
+        await change(Rollouts(fleet, None), "support", "rollout", "a")
+        await change(Rollouts(fleet, None), "support", "rollout", "b", 0.5)
+        registry, living = fleet.instance_registry, fleet.instance_registry.aliases["support"]
+        assert fleet.pinned == {"a", "b"}
+        with Registry(tmp_path, create=True) as kept:
+            save(kept, BASE, "support", living)
+            saved = SavedAliases({"a", "b"}, (), lambda name, version: "")
+            saved.load(kept.aliases(BASE))
+        registry.aliases = KnownAliases()
+        registry.aliases |= saved.aliases
+        learn(registry.aliases, {"support": living})
+        registry.live = [SimpleNamespace(client=SimpleNamespace(call=fleet.remember))]
+        rollouts = Rollouts(fleet, Versions())
+        await rollouts.pin_all()
+        await change(rollouts, "support", "remove")
+        assert fleet.pinned == set()
+
+    asyncio.run(run())
 
 
 def test_failed_step_leaves_no_pin():

@@ -24,8 +24,11 @@ _decode = Decoder(Alias)
 
 
 def save(registry: Registry, base_hash: str, name: str, alias: Alias) -> None:
-    """Keep the alias; forget a removed one.  Raises RegistryError."""
-    kept = replace(alias, loaded=(), pinned=())
+    """Keep the alias; forget a removed one.  Raises RegistryError.
+
+    The number is one less: the alias of a living instance, with its pins, is later.
+    """
+    kept = replace(alias, loaded=(), pinned=(), number=alias.number - 1)
     registry.save_alias(base_hash, name, encode(kept) if alias.current else None)
 
 
