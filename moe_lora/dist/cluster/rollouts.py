@@ -80,8 +80,9 @@ class Rollouts:
         """Raises RegistryError: the step is done, and the next start does not know of it."""
         if self._versions is None:
             return
+        paths = {adapter: served.path for adapter, served in self._registry.adapters.items()}
         try:
-            await in_daemon_thread(self._versions.save_alias, name, self._registry.aliases[name])
+            await in_daemon_thread(self._versions.save_alias, name, self._registry.aliases[name], paths)
         except RegistryError as error:
             what = f"{name!r} is changed, but a later start of the server does not know of this step"
             raise RegistryError(f"{what}: {error}") from error

@@ -98,7 +98,7 @@ class Versions:
     def get(self, name: str, version: int) -> SimpleNamespace:
         return SimpleNamespace(path=f"/store/{name}-{version}")
 
-    def save_alias(self, name: str, alias: Alias) -> None:
+    def save_alias(self, name: str, alias: Alias, paths: object) -> None:
         if self._fails:
             raise RegistryError("the disk is full")
         self.saved[name] = alias
@@ -158,8 +158,8 @@ def test_a_controller_that_starts_beside_an_instance_undoes_the_pins_of_its_alia
         registry, living = fleet.instance_registry, fleet.instance_registry.aliases["support"]
         assert fleet.pinned == {"a", "b"}
         with Registry(tmp_path, create=True) as kept:
-            save(kept, BASE, "support", living)
-            saved = SavedAliases({"a", "b"}, (), lambda name, version: "")
+            save(kept, BASE, "support", living, {})
+            saved = SavedAliases({"a": "/a", "b": "/b"}, (), lambda name, version: "")
             saved.load(kept.aliases(BASE))
         registry.aliases = KnownAliases()
         registry.aliases |= saved.aliases

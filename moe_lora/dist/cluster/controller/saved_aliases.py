@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import DecodeError
 
-from moe_lora.core.errors import AdapterError, MoeLoraError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, MoeLoraError
+from moe_lora.core.request import version_name
+from moe_lora.dist.cluster.aliases import targets
 from moe_lora.dist.net.codec import Decoder, encode
 from moe_lora.engine.client.messages import Alias
 
@@ -23,26 +27,38 @@ _VERSION = re.compile(r"(.+)@v([1-9]\d{0,8})", re.DOTALL)
 _decode = Decoder(Alias)
 
 
-def save(registry: Registry, base_hash: str, name: str, alias: Alias) -> None:
+def save(registry: Registry, base_hash: str, name: str, alias: Alias, paths: Mapping[str, str]) -> None:
     """Keep the alias; forget a removed one.  Raises RegistryError.
 
-    The number is one less: the alias of a living instance, with its pins, is later.
+    `loaded` keeps the registry's versions of adapters with a plain name, since a later start may serve
+    another version by that name.  The number is one less: the alias of a living instance, with its pins, is
+    later.  paths: the folders of served adapters, by name.
     """
-    kept = replace(alias, loaded=(), pinned=(), number=alias.number - 1)
+    versions = filter(None, (_version_of(registry, one, paths.get(one)) for one in targets(alias)))
+    kept = replace(alias, loaded=tuple(versions), pinned=(), number=alias.number - 1)
     registry.save_alias(base_hash, name, encode(kept) if alias.current else None)
+
+
+def _version_of(registry: Registry, adapter: str, path: str | None) -> str:
+    """The name of the adapter's version with this folder, or ""."""
+    with suppress(AdapterNotFoundError):
+        for one in registry.versions(adapter):
+            if path is not None and Path(one.path) == Path(path):
+                return version_name(adapter, one.version)
+    return ""
 
 
 class SavedAliases:
     """The aliases of a base model in a registry, with adapters for them.
 
-    names: of the adapters at the start.  bases: names of the base model.  path_of: the folder of a
-    registry's version.  adapters: further adapters for the start, folders by name.
+    served: folders of the adapters at the start, by name.  bases: names of the base model.  path_of: the
+    folder of a registry's version.  adapters: further adapters for the start, as `served`.
     """
 
     def __init__(
-        self, names: Collection[str], bases: Collection[str], path_of: Callable[[str, int], str]
+        self, served: Mapping[str, str], bases: Collection[str], path_of: Callable[[str, int], str]
     ) -> None:
-        self._names, self._bases, self._path_of = names, bases, path_of
+        self._served, self._bases, self._path_of = served, bases, path_of
         self.aliases: dict[str, Alias] = {}
         self.adapters: dict[str, str] = {}
 
@@ -54,22 +70,27 @@ class SavedAliases:
                 if name in self._bases:
                     raise AdapterError("the base model has its name")
                 alias: Alias = _decode(text)
-                self._add(alias.current)
+                alias = replace(alias, current=self._add(alias.current, alias.loaded))
             except (MoeLoraError, DecodeError) as error:
                 logger.error("alias %s is left out; roll out again: %s", name, error)
                 continue
             try:
-                self._add(alias.second)
+                alias = replace(alias, second=self._add(alias.second, alias.loaded))
             except MoeLoraError as error:
                 logger.error("alias %s has %s alone: %s", name, alias.current, error)
                 alias = replace(alias, second="", share=0.0, stage="settled")
             self.aliases[name] = replace(alias, loaded=tuple(sorted(self.adapters.keys() - before)))
 
-    def _add(self, adapter: str) -> None:
-        """Raises AdapterError or AdapterNotFoundError."""
-        if not adapter or adapter in self._names or adapter in self.adapters:
-            return
-        version = _VERSION.fullmatch(adapter)
+    def _add(self, adapter: str, versions: Sequence[str]) -> str:
+        """The adapter's name at this start.  Raises AdapterError or AdapterNotFoundError."""
+        kept = next((one for one in versions if one.rpartition("@v")[0] == adapter), adapter)
+        if not adapter or kept in self._served or kept in self.adapters:
+            return kept
+        version = _VERSION.fullmatch(kept)
         if version is None:
             raise AdapterError(f"adapter {adapter!r} is neither loaded at the start nor a registry's version")
-        self.adapters[adapter] = self._path_of(version[1], int(version[2]))
+        path = self._path_of(version[1], int(version[2]))
+        if self._served.get(adapter) == path:
+            return adapter
+        self.adapters[kept] = path
+        return kept

@@ -40,11 +40,11 @@ class ServedRegistry:
     optional: frozenset[str] = frozenset()
     aliases: Mapping[str, Alias] = field(default_factory=dict)
 
-    def save_alias(self, name: str, alias: Alias) -> None:
-        """Keep the alias for the next start.  Raises RegistryError."""
+    def save_alias(self, name: str, alias: Alias, paths: Mapping[str, str]) -> None:
+        """Keep the alias for the next start, as `saved_aliases.save`."""
         from .saved_aliases import save
 
-        save(self.registry, self.base_hash, name, alias)
+        save(self.registry, self.base_hash, name, alias, paths)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _with_aliases(
         return one.path
 
     config, bases = cluster.engine, (cluster.served_model_name, *cluster.other_model_names)
-    saved = SavedAliases({name for name, _ in config.adapters}, bases, path_of)
+    saved = SavedAliases(dict(config.adapters), bases, path_of)
     saved.load(found)
     config = replace(config, adapters=(*config.adapters, *saved.adapters.items()))
     optional = served.optional | saved.adapters.keys()

@@ -14,6 +14,7 @@ from moe_lora.engine.client.messages import Alias
 
 ROLLOUT = Alias("support@v1", "support@v2", 0.25, "rollout", number=7)
 BASE = "0" * 64
+DEMO = Path(__file__).parents[4] / "demo/adapters"
 
 
 def folder_of(name: str, version: int) -> str:
@@ -26,8 +27,8 @@ def loaded(folder: Path, **aliases: Alias) -> SavedAliases:
     """What a server with the adapter `plain` reads after these steps."""
     with Registry(folder, create=True) as registry:
         for name, alias in aliases.items():
-            save(registry, BASE, name, alias)
-    found = SavedAliases({"plain"}, ("base",), folder_of)
+            save(registry, BASE, name, alias, {})
+    found = SavedAliases({"plain": "/plain"}, ("base",), folder_of)
     with Registry(folder) as registry:
         found.load(registry.aliases(BASE))
     return found
@@ -45,6 +46,32 @@ def test_an_alias_comes_back_with_its_share_and_the_versions_to_load(tmp_path):
 def test_pins_and_loads_of_the_earlier_server_are_forgotten(tmp_path):
     found = loaded(tmp_path, other=Alias("plain", loaded=("plain",), pinned=("plain",), number=7))
     assert found.aliases["other"] == Alias("plain", number=6)
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_plain_name_means_its_version_after_the_next_is_added(tmp_path, current):
+    with Registry(tmp_path, create=True) as registry:
+        first, second = (
+            registry.add("support", DEMO / name, base_hash=BASE).path for name in ("upper", "reverse")
+        )
+
+        def after(served: str, now: str) -> tuple[Alias, dict[str, str]]:
+            """The alias and the adapters of a start, with `support` served before and now from these."""
+            targets = ("support", "support@v2") if current else ("support@v2", "support")
+            save(registry, BASE, "support", Alias(*targets, 0.05, "rollout"), {"support": served})
+            found = SavedAliases({"support": now}, (), lambda name, number: folders[number])
+            found.load(registry.aliases(BASE))
+            return found.aliases["support"], found.adapters
+
+        folders = {1: first, 2: second}
+        alias, adapters = after(first, second)
+        assert {alias.current, alias.second} == {"support@v1", "support@v2"}
+        assert (alias.current == "support@v1") is current
+        assert adapters == {"support@v1": first, "support@v2": second}
+        for served in (first, str(DEMO / "upper")):
+            alias, adapters = after(served, served)
+            assert {alias.current, alias.second} == {"support", "support@v2"}
+            assert adapters == {"support@v2": second}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +97,10 @@ def test_an_alias_without_its_second_adapter_is_settled(tmp_path, caplog):
 def test_a_removed_alias_and_aliases_of_another_base_are_not_loaded(tmp_path):
     with Registry(tmp_path, create=True) as registry:
         assert registry.aliases(BASE) == {}
-        save(registry, BASE, "support", ROLLOUT)
-        save(registry, "1" * 64, "other", Alias("plain"))
+        save(registry, BASE, "support", ROLLOUT, {})
+        save(registry, "1" * 64, "other", Alias("plain"), {})
         assert list(registry.aliases(BASE)) == ["support"]
-        save(registry, BASE, "support", Alias(number=8))
+        save(registry, BASE, "support", Alias(number=8), {})
         assert registry.aliases(BASE) == {}
 
 
