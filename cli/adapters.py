@@ -53,7 +53,10 @@ def _step(url: str, api_key: str | None, name: str, step: str, body: Any = None)
     rows = ", ".join(f"{one['adapter']} {one['share']:.4g}" for one in card["targets"])
     click.echo(f"{name}: {rows} ({card['stage']})")
     if step == "rollout" and len(card["targets"]) == 1 and not card["saved"]:
-        click.echo("The server has no --registry, and forgets this alias with its last process.")
+        click.echo(
+            "The server forgets this alias with its last process: the adapter is neither a version of a "
+            "--registry nor in the server's settings, or there is no --registry."
+        )
 
 
 @click.command()

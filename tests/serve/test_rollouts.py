@@ -379,15 +379,16 @@ def test_an_alias_outlives_the_end_of_all_processes(tmp_path, several, number):
         http = Http(server.url)
         run(server, "rollout", "support", "--to", "v1")
         run(server, "rollout", "support", "--to", "v2", "--share", "0.5")
-        http.ok("POST", "/v1/aliases/team/rollout", json={"to": "other"})
+        assert http.ok("POST", "/v1/aliases/team/rollout", json={"to": "other"})["saved"]
+        sent = {"lora_name": "sent", "lora_path": str(DEMO / "adapters/upper")}
+        http.ok("POST", "/v1/load_lora_adapter", json=sent)
+        assert not http.ok("POST", "/v1/aliases/brief/rollout", json={"to": "sent"})["saved"]
         http.ok("POST", "/v1/aliases/gone/rollout", json={"to": "other"})
         http.ok("DELETE", "/v1/aliases/gone")
         found = {user: adapter_of(http, user=user) for user in map(str, range(24))}
         assert set(found.values()) == {V1, V2}
         server.stop(number)
-    with Registry(
-        tmp_path / "registry"
-    ) as registry:  # the start serves it as `other`
+    with Registry(tmp_path / "registry") as registry:  # the start serves it as `other`
         registry.add("other", DEMO / "adapters/upper", base_hash=base_model_hash(DEMO / "model"))
     with demo_server(tmp_path / "second", *options) as server:
         http = Http(server.url)

@@ -51,8 +51,8 @@ class Rollouts:
         self._releasing: dict[str, asyncio.Task[None]] = {}
         """By adapter."""
 
-    async def change(self, name: str, change: AliasChange) -> Alias:
-        """The alias after the step.
+    async def change(self, name: str, change: AliasChange) -> tuple[Alias, bool]:
+        """The alias after the step; True if a later start has it.
 
         Raises AdapterNotFoundError for an unknown alias or adapter, ConfigError for a step out of order, and
         the errors of a load and of a pin.
@@ -73,16 +73,17 @@ class Rollouts:
                 await self._send()
                 for adapter in freed:
                     self._release(adapter, adapter in before.loaded, adapter in before.pinned)
-                await self._save(name)
-            return registry.aliases[name]
+            return registry.aliases[name], await self._save(name)
 
-    async def _save(self, name: str) -> None:
+    async def _save(self, name: str) -> bool:
         """Raises RegistryError: the step is done, and the next start does not know of it."""
         if self._versions is None:
-            return
+            return False
         paths = {adapter: served.path for adapter, served in self._registry.adapters.items()}
         try:
-            await in_daemon_thread(self._versions.save_alias, name, self._registry.aliases[name], paths)
+            return await in_daemon_thread(
+                self._versions.save_alias, name, self._registry.aliases[name], paths
+            )
         except RegistryError as error:
             what = f"{name!r} is changed, but a later start of the server does not know of this step"
             raise RegistryError(f"{what}: {error}") from error

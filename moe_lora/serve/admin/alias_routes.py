@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import Strict
 from starlette.responses import Response
 
-from moe_lora.engine.client.messages import Alias, AliasChange, AliasStep
+from moe_lora.engine.client.messages import AliasChange, AliasStep
 from moe_lora.serve.aliases import alias_card
 from moe_lora.serve.http_errors import JsonResponse, bad_request
 from moe_lora.serve.openai.protocol import Text
@@ -30,7 +30,7 @@ class RolloutBody(Query):
 
 
 class Endpoints:
-    """Methods answer a path, after the step reached every front end.  saved: in the registry."""
+    """Methods answer a path, after the step reached every front end.  saved: a later start has the alias."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend = frontend
@@ -72,6 +72,5 @@ class Endpoints:
 
     async def _change(self, request: Request, change: AliasChange) -> Response:
         name = request.path_params["name"]
-        alias: Alias = await self._frontend.controller.call("change_alias", name, change)
-        saved = self._frontend.cluster.registry is not None
+        alias, saved = await self._frontend.controller.call("change_alias", name, change)
         return JsonResponse({**alias_card(name, alias), "saved": saved})

@@ -10,6 +10,7 @@ from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, RegistryError
 from moe_lora.dist.cluster.aliases import learn
 from moe_lora.dist.cluster.controller.saved_aliases import SavedAliases, save
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.dist.cluster.rollouts import Rollouts
 from moe_lora.engine.client.messages import Alias, AliasChange, KnownAliases
@@ -98,10 +99,11 @@ class Versions:
     def get(self, name: str, version: int) -> SimpleNamespace:
         return SimpleNamespace(path=f"/store/{name}-{version}")
 
-    def save_alias(self, name: str, alias: Alias, paths: object) -> None:
+    def save_alias(self, name: str, alias: Alias, paths: object) -> bool:
         if self._fails:
             raise RegistryError("the disk is full")
         self.saved[name] = alias
+        return True
 
 
 def test_files_under_the_name_of_a_version_are_not_that_version():
@@ -158,7 +160,7 @@ def test_a_controller_that_starts_beside_an_instance_undoes_the_pins_of_its_alia
         registry, living = fleet.instance_registry, fleet.instance_registry.aliases["support"]
         assert fleet.pinned == {"a", "b"}
         with Registry(tmp_path, create=True) as kept:
-            save(kept, BASE, "support", living, {})
+            save(ServedRegistry(kept, BASE), "support", living, {})
             saved = SavedAliases({"a": "/a", "b": "/b"}, (), lambda name, version: "")
             saved.load(kept.aliases(BASE))
         registry.aliases = KnownAliases()

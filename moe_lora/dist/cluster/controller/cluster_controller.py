@@ -78,7 +78,7 @@ class ClusterController:
         )
 
     @verb
-    async def change_alias(self, name: str, change: AliasChange) -> Alias:
+    async def change_alias(self, name: str, change: AliasChange) -> tuple[Alias, bool]:
         """As `Rollouts.change`."""
         return await self.adapters.rollouts(self.registry).change(name, change)
 

@@ -22,21 +22,35 @@ from moe_lora.engine.client.messages import Alias
 if TYPE_CHECKING:
     from moe_lora.adapters.registry.registry import Registry
 
+    from .served_registry import ServedRegistry
+
 logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"(.+)@v([1-9]\d{0,8})", re.DOTALL)
 _decode = Decoder(Alias)
 
 
-def save(registry: Registry, base_hash: str, name: str, alias: Alias, paths: Mapping[str, str]) -> None:
-    """Keep the alias; forget a removed one.  Raises RegistryError.
+def save(served: ServedRegistry, name: str, alias: Alias, paths: Mapping[str, str]) -> bool:
+    """Keep the alias; forget a removed one.  False if a later start has not all of its adapters.
 
     `loaded` keeps the registry's versions of adapters with a plain name, since a later start may serve
     another version by that name.  The number is one less: the alias of a living instance, with its pins, is
-    later.  paths: the folders of served adapters, by name.
+    later.  paths: the folders of adapters, by name.  Raises RegistryError.
     """
-    versions = filter(None, (_version_of(registry, one, paths.get(one)) for one in targets(alias)))
-    kept = replace(alias, loaded=tuple(versions), pinned=(), number=alias.number - 1)
-    registry.save_alias(base_hash, name, encode(kept) if alias.current else None)
+    registry = served.registry
+    versions = {one: _version_of(registry, one, paths.get(one)) for one in targets(alias)}
+    kept = replace(alias, loaded=(*filter(None, versions.values()),), pinned=(), number=alias.number - 1)
+    registry.save_alias(served.base_hash, name, encode(kept) if alias.current else None)
+    return all(
+        version or one in served.named or _is_version(registry, one) for one, version in versions.items()
+    )
+
+
+def _is_version(registry: Registry, adapter: str) -> bool:
+    """True for the name of one of the registry's versions."""
+    found = _VERSION.fullmatch(adapter)
+    with suppress(AdapterNotFoundError):
+        return found is not None and bool(registry.get(found[1], int(found[2])))
+    return False
 
 
 def _version_of(registry: Registry, adapter: str, path: str | None) -> str:

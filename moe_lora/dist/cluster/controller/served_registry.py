@@ -30,7 +30,8 @@ class ServedRegistry:
     """A registry and the hash of the served base model.
 
     root, max_lora_rank: as in `EngineConfig`.  optional: adapters without a name in the settings.  The server
-    starts with an unfit optional adapter, as unavailable.  aliases: of an earlier server, by name.
+    starts with an unfit optional adapter, as unavailable.  named: adapters of the settings.  aliases: of an
+    earlier server, by name.
     """
 
     registry: Registry
@@ -38,13 +39,14 @@ class ServedRegistry:
     root: str | None = None
     max_lora_rank: int | None = None
     optional: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
     aliases: Mapping[str, Alias] = field(default_factory=dict)
 
-    def save_alias(self, name: str, alias: Alias, paths: Mapping[str, str]) -> None:
+    def save_alias(self, name: str, alias: Alias, paths: Mapping[str, str]) -> bool:
         """Keep the alias for the next start, as `saved_aliases.save`."""
         from .saved_aliases import save
 
-        save(self.registry, self.base_hash, name, alias, paths)
+        return save(self, name, alias, paths)
 
 
 @contextmanager
@@ -93,9 +95,12 @@ def opened_registry(
                 if chosen is not None:
                     raise
                 logger.error("left out: %s", error)
+        named = frozenset(name for name, _ in config.adapters)
         config = replace(config, adapters=(*config.adapters, *found))
         optional = frozenset() if chosen is not None else frozenset(name for name, _ in found)
-        served = ServedRegistry(registry, base_hash, config.adapter_root, config.max_lora_rank, optional)
+        served = ServedRegistry(
+            registry, base_hash, config.adapter_root, config.max_lora_rank, optional, named
+        )
         yield _with_aliases(replace(cluster, engine=config), served, limit)
 
 

@@ -10,6 +10,7 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.dist.cluster.controller.saved_aliases import SavedAliases, save
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.engine.client.messages import Alias
 
 ROLLOUT = Alias("support@v1", "support@v2", 0.25, "rollout", number=7)
@@ -27,7 +28,7 @@ def loaded(folder: Path, **aliases: Alias) -> SavedAliases:
     """What a server with the adapter `plain` reads after these steps."""
     with Registry(folder, create=True) as registry:
         for name, alias in aliases.items():
-            save(registry, BASE, name, alias, {})
+            save(ServedRegistry(registry, BASE), name, alias, {})
     found = SavedAliases({"plain": "/plain"}, ("base",), folder_of)
     with Registry(folder) as registry:
         found.load(registry.aliases(BASE))
@@ -58,7 +59,12 @@ def test_a_plain_name_means_its_version_after_the_next_is_added(tmp_path, curren
         def after(served: str, now: str) -> tuple[Alias, dict[str, str]]:
             """The alias and the adapters of a start, with `support` served before and now from these."""
             targets = ("support", "support@v2") if current else ("support@v2", "support")
-            save(registry, BASE, "support", Alias(*targets, 0.05, "rollout"), {"support": served})
+            save(
+                ServedRegistry(registry, BASE),
+                "support",
+                Alias(*targets, 0.05, "rollout"),
+                {"support": served},
+            )
             found = SavedAliases({"support": now}, (), lambda name, number: folders[number])
             found.load(registry.aliases(BASE))
             return found.aliases["support"], found.adapters
@@ -72,6 +78,17 @@ def test_a_plain_name_means_its_version_after_the_next_is_added(tmp_path, curren
             alias, adapters = after(served, served)
             assert {alias.current, alias.second} == {"support", "support@v2"}
             assert adapters == {"support@v2": second}
+
+
+def test_an_alias_is_saved_if_the_next_start_has_its_adapters(tmp_path):
+    with Registry(tmp_path, create=True) as registry:
+        path = registry.add("support", DEMO / "upper", base_hash=BASE).path
+        served = ServedRegistry(registry, BASE, named=frozenset(["plain"]))
+        paths = {"support": path, "support@v1": path, "sent": "/sent"}
+        for alias in (Alias("support"), Alias("support@v1"), Alias("plain", "support")):
+            assert save(served, "alias", alias, paths)
+        for alias in (Alias("sent"), Alias("support", "sent"), Alias("support@v2"), Alias("sent@v1")):
+            assert not save(served, "alias", alias, paths)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +114,10 @@ def test_an_alias_without_its_second_adapter_is_settled(tmp_path, caplog):
 def test_a_removed_alias_and_aliases_of_another_base_are_not_loaded(tmp_path):
     with Registry(tmp_path, create=True) as registry:
         assert registry.aliases(BASE) == {}
-        save(registry, BASE, "support", ROLLOUT, {})
-        save(registry, "1" * 64, "other", Alias("plain"), {})
+        save(ServedRegistry(registry, BASE), "support", ROLLOUT, {})
+        save(ServedRegistry(registry, "1" * 64), "other", Alias("plain"), {})
         assert list(registry.aliases(BASE)) == ["support"]
-        save(registry, BASE, "support", Alias(number=8), {})
+        save(ServedRegistry(registry, BASE), "support", Alias(number=8), {})
         assert registry.aliases(BASE) == {}
 
 
