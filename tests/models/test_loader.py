@@ -220,4 +220,5 @@ def test_weights_lie_side_by_side(llama):
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     places = sorted((weight.data_ptr(), weight.nbytes) for weight in weights)
     for (place, nbytes), (following, _) in itertools.pairwise(places):
-        assert place % 64 == 0 and place + nbytes <= following < place + nbytes + 64
+        assert place % 64 == 0
+        assert place + nbytes <= following < place + nbytes + 64
