@@ -238,7 +238,7 @@ def test_loading_takes_little_more_than_what_stays(tmp_path):
     at_load, writing, stored = ([int(n) for n in line.split()] for line in done.stdout.splitlines())
     for peak, stays, largest in (at_load, stored):
         assert largest > stays / 3, "the test is of no use with small matrices"
-        assert peak <= 1.1 * stays
+        assert peak <= 1.1 * stays + (4 << 20)  # and whole huge pages at the ends of the weights
     assert writing[0] <= 2 * (20 << 20) + at_load[1] / 10
 
 
