@@ -81,7 +81,8 @@ def test_an_event_encodes_its_own_tokens_alone():
         usage_of=lambda index: {"prompt_tokens": 1, "completion_tokens": 0},
     )
     frontend: Any = SimpleNamespace(tokenizer=None)
-    form = NativeFormat(frontend, NativeRequest.model_validate({"input_ids": [1]}), WeakValueDictionary())
+    body = NativeRequest.model_validate({"input_ids": [1]})
+    form = NativeFormat(frontend, body, None, WeakValueDictionary())
     stream = NativeStream(generation, form, {"id": "mine"}, StreamOptions(), {})
     values: list[Any] = [Logprob() for _ in range(20)]
     for number, value in enumerate(values):

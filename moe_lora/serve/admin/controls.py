@@ -208,6 +208,37 @@ class Endpoints:
         }
         return JsonResponse({"vllm_config": config, "version": moe_lora.__version__})
 
+    async def model_info(self, request: Request) -> Response:
+        """The model under SGLang's names."""
+        read_query(request, Nothing)
+        info, name = await self._frontend.client.model_info(), self._frontend.model_name
+        found = {
+            "model_path": name,
+            "tokenizer_path": name,
+            "is_generation": True,
+            "preferred_sampling_params": info.sampling_defaults or None,
+            "weight_version": "default",
+            "model_type": info.family,
+        }
+        return JsonResponse(found)
+
+    async def sglang_info(self, request: Request) -> Response:
+        """The configuration under SGLang's names."""
+        read_query(request, Nothing)
+        info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
+        found = {
+            "model_path": self._frontend.model_name,
+            "served_model_name": self._frontend.model_name,
+            "dtype": info.dtype,
+            "context_length": info.max_model_len,
+            "tp_size": engine.num_ranks,
+            "dp_size": sum(one.live for one in self._frontend.client.instances),
+            "max_loras_per_batch": info.max_loras,
+            "max_lora_rank": rank_limit(engine.max_lora_rank, info.devices),
+            "version": moe_lora.__version__,
+        }
+        return JsonResponse(found)
+
     async def world_size(self, request: Request) -> Response:
         """Processes with the model: of one instance, or of all live ones."""
         query = read_query(request, WorldQuery)

@@ -461,6 +461,10 @@ def chat_format(body: ChatRequest, frontend: Frontend, parsers: AnswerParsers | 
         form = ParsedChat(tokenizer, parsers, with_token_ids=with_token_ids)
     if body.logprobs or body.prompt_logprobs is not None:
         form.shows_ids = shows_ids(body, frontend)
+    if body.separate_reasoning is not None or body.stream_reasoning is False:
+        from .parsers.separate import SeparateChat
+
+        form = SeparateChat(form, streams=body.stream_reasoning is not False)
     return form
 
 

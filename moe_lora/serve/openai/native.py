@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,8 @@ from .endpoints import (
 )
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
-from .protocol import CompletionRequest, StreamOptions
+from .parsers.choice import closing_ids, reasoning_parsers
+from .protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
 from .token_ids import Running, abort_running, running_id
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from moe_lora.serve.frontend import Frontend
 
+    from .parsers.choice import AnswerParsers
     from .preparing import Preparer
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -46,7 +49,7 @@ _SAMPLING = frozenset(
     | {"frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema", "regex", "ebnf"}
 )
 """Fields of sampling_params with the same name in a completion."""
-_OUTER = frozenset({"priority", "stream"})
+_OUTER = frozenset({"priority", "require_reasoning", "stream"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
     "logprob_start_len": (None, -1),
@@ -61,9 +64,20 @@ MAX_ABORTED = 1024
 
 
 class NativeRequest(CompletionRequest):
-    """A body of /generate as a completion."""
+    """A body of /generate as a completion.  require_reasoning: the answer begins with reasoning."""
 
     default_max_tokens: ClassVar[int | None] = 128
+    adapts_parsers: ClassVar[bool] = True
+
+    require_reasoning: bool | None = None
+
+    @property
+    def as_chat(self) -> ChatRequest | None:
+        return ChatRequest(messages=[ChatMessage(role="user")]) if self.require_reasoning else None
+
+    def adapted(self, parsers: AnswerParsers | None) -> AnswerParsers | None:
+        """The parsers unchanged.  Raises ApiError for required reasoning without marks."""
+        return reasoning_parsers(parsers, "require_reasoning") if self.require_reasoning else parsers
 
     @model_validator(mode="before")
     @classmethod
@@ -102,14 +116,20 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
 class NativeFormat(CompletionFormat):
     """Answers of /generate: a list for several prompts or choices.
 
-    running: gets the generation by key and id of the answer.
+    parsers: with marks, of required reasoning.  running: gets the generation by key and id of the answer.
     """
 
     id_prefix = ""
 
-    def __init__(self, frontend: Frontend, body: NativeRequest, running: Running) -> None:
+    def __init__(
+        self, frontend: Frontend, body: NativeRequest, parsers: AnswerParsers | None, running: Running
+    ) -> None:
         super().__init__(frontend.tokenizer, with_token_ids=True)
         self._streams, self._running = bool(body.stream), running
+        self._counts: defaultdict[int, ReasoningCount] | None = None
+        if body.require_reasoning and parsers is not None and frontend.tokenizer is not None:
+            closing = () if parsers.is_closed else closing_ids(parsers, frontend.tokenizer)
+            self._counts = defaultdict(partial(ReasoningCount, closing))
 
     async def respond(
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
@@ -141,10 +161,28 @@ class NativeFormat(CompletionFormat):
             "completion_tokens": usage["completion_tokens"],
             "weight_version": "default" if version is None else str(version),
         }
+        if self._counts is not None:
+            about["reasoning_tokens"] = self._counts[delta.index].add(delta.token_ids)
         if delta.logprobs is not None:
             about["output_token_logprobs"] = msgspec.Raw(b"[%s]" % choice.logprobs)
         text, ids = msgspec.Raw(b'"%s"' % choice.text), msgspec.Raw(b"[%s]" % choice.token_ids)
         return {"text": text, "output_ids": ids, "meta_info": about}
+
+
+class ReasoningCount:
+    """Counts a choice's tokens to the end of its reasoning.  closing: tokens of the end; (): no reasoning."""
+
+    def __init__(self, closing: tuple[int, ...]) -> None:
+        self._closing, self._ids, self._ended = closing, list[int](), not closing
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """The number with these tokens."""
+        for token_id in token_ids:
+            if self._ended:
+                break
+            self._ids.append(token_id)
+            self._ended = tuple(self._ids[-len(self._closing) :]) == self._closing
+        return len(self._ids)
 
 
 class EncodedChoice:
@@ -225,4 +263,7 @@ class Endpoints:
         return Response()
 
     async def _answer(self, body: NativeRequest, request: Request) -> Response:
-        return await answer(self._frontend, request, NativeFormat(self._frontend, body, self._running))
+        parsers = request.state.prepared.parsers
+        return await answer(
+            self._frontend, request, NativeFormat(self._frontend, body, parsers, self._running)
+        )

@@ -373,6 +373,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     kv_transfer_params: dict[str, Any] | None = None

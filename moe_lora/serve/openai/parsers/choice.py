@@ -173,16 +173,27 @@ def thinking_limit(
     parsers: AnswerParsers | None, num_tokens: int, tokenizer: Tokenizer | None
 ) -> ThinkingLimit | None:
     """The limit of a chat's reasoning; None: the prompt ends after it.  Raises ApiError."""
-    if parsers is None or tokenizer is None or parsers.reasoning in ("", HARMONY):
-        raise bad_request(
-            "thinking_token_budget needs a reasoning parser of marks; leave it out, or start the server with "
-            f"--set front_end.reasoning_parser=NAME (auto, {', '.join(REASONING_FORMATS)})",
-            "thinking_token_budget",
-        )
+    parsers = reasoning_parsers(None if tokenizer is None else parsers, "thinking_token_budget")
+    assert tokenizer is not None
     if parsers.is_closed:
         return None
-    marks = REASONING_FORMATS[parsers.reasoning]
-    opening, closing = (
-        tuple(tokenizer.encode(one, add_special_tokens=False)) for one in (marks.opening, marks.closing)
-    )
-    return ThinkingLimit(num_tokens, () if parsers.is_open else opening, closing)
+    opening = REASONING_FORMATS[parsers.reasoning].opening
+    opened = () if parsers.is_open else tuple(tokenizer.encode(opening, add_special_tokens=False))
+    return ThinkingLimit(num_tokens, opened, closing_ids(parsers, tokenizer))
+
+
+def reasoning_parsers(parsers: AnswerParsers | None, field: str) -> AnswerParsers:
+    """The parsers, with marks of the reasoning.  Raises ApiError by the field that needs the marks."""
+    if parsers is None or parsers.reasoning in ("", HARMONY):
+        raise bad_request(
+            f"{field} needs a reasoning parser of marks; leave it out, or start the server with "
+            f"--set front_end.reasoning_parser=NAME (auto, {', '.join(REASONING_FORMATS)})",
+            field,
+        )
+    return parsers
+
+
+def closing_ids(parsers: AnswerParsers, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens of the mark after the reasoning."""
+    closing = REASONING_FORMATS[parsers.reasoning].closing
+    return tuple(tokenizer.encode(closing, add_special_tokens=False))

@@ -139,6 +139,7 @@ class ResponseFormat(BlockFormat):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
+            **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")},  # SGLang's names
         }
 
     def _response(self, status: str) -> dict[str, Any]:
