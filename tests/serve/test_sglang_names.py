@@ -99,3 +99,9 @@ def test_usage_of_responses_has_both_kinds_of_names(server):
     usage = server.post("/v1/responses", {"input": "hello", "max_output_tokens": 5}).json()["usage"]
     assert usage["prompt_tokens"] == usage["input_tokens"] > 0
     assert usage["completion_tokens"] == usage["output_tokens"] > 0
+
+
+def test_a_render_refuses_a_continued_response_by_openais_type(server):
+    body = {"input": "more", "previous_response_id": "resp_1"}
+    error = server.post("/v1/responses/render", body).json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "previous_response_id")

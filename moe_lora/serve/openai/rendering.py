@@ -12,7 +12,7 @@ from starlette.responses import Response
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.anthropic.request import CHAT_NAMES as MESSAGES_NAMES
 from moe_lora.serve.anthropic.request import MessagesChat
-from moe_lora.serve.http_errors import JsonResponse, bad_request
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 
 from .converted import renaming
 from .endpoints import name_request, prepared_answer
@@ -66,6 +66,10 @@ class RenderedResponse(RenderedChat, ResponsesChat):
 Rendered: TypeAlias = RenderedCompletion | RenderedChat
 
 
+class InvalidRequestError(ApiError):
+    kind = "invalid_request_error"
+
+
 class Endpoints:
     """The endpoints of one front end."""
 
@@ -89,7 +93,7 @@ class Endpoints:
                 return await self._render(RenderedResponse, request)
         except PreviousNeeded:
             what = "previous_response_id is not supported for a rendered prompt; send the whole input"
-            raise bad_request(what, "previous_response_id") from None
+            raise InvalidRequestError(400, what, "previous_response_id") from None
 
     async def _render(self, kind: type[Rendered], request: Request) -> Response:
         return await prepared_answer(self._frontend, self._preparer.prepare, kind, self._rendered, request)
