@@ -88,6 +88,26 @@ def reference_hidden(
 
 
 @torch.inference_mode()
+def reference_experts(
+    model_dir: Path | str, adapter_dir: Path | str | None, sequence: Sequence[int]
+) -> torch.Tensor:
+    """Experts chosen by each gate, [len(sequence), layers with experts, experts of a token], ascending."""
+    model, margins = _oracle(str(model_dir), None if adapter_dir is None else str(adapter_dir), torch.float32)
+    chosen: list[torch.Tensor] = []
+
+    def note(gate: Any, _: Any, output: Any) -> None:
+        scores = output[0] if isinstance(output, tuple) else output
+        *_, (ranked, top_k) = _decisions(gate, scores.float(), margins.top_k)
+        chosen.append(ranked.topk(top_k, dim=-1).indices.flatten(0, -2).sort(dim=-1).values)
+
+    handles = [gate.register_forward_hook(note) for gate in margins.gates]
+    model(torch.tensor([list(sequence)]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(chosen, dim=1)
+
+
+@torch.inference_mode()
 def _greedy(key: _Key, drafts: Sequence[Sequence[int]]) -> Reference:
     model_dir, adapter_dir, prompts, num_tokens = key
     model, gates = _oracle(model_dir, adapter_dir, torch.float32)
@@ -150,20 +170,20 @@ class _GateMargins:
         ffn = getattr(config, "ffn_config", None)
         text = config.get_text_config()
         top_k = getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k_experts", 0)
-        self._top_k = ffn.moe_top_k if ffn else top_k
+        self.top_k = ffn.moe_top_k if ffn else top_k
         known = ("TopKRouter", "TopkRouter", "DbrxRouter", "TokenChoiceRouter", "Gemma4TextRouter")
-        gates = [m for m in model.modules() if type(m).__name__.endswith(known)]
-        assert bool(gates) == bool(self._top_k), "the gates of this model are not known by name"
-        for gate in gates:
+        self.gates = [m for m in model.modules() if type(m).__name__.endswith(known)]
+        assert bool(self.gates) == bool(self.top_k), "the gates of this model are not known by name"
+        for gate in self.gates:
             gate.register_forward_hook(self._see)
 
     def _see(self, module: Any, args: Any, output: Any) -> None:
         scores = output[0] if isinstance(output, tuple) else output
         if type(module).__name__ == "Gemma4TextRouter":
             scores = scores.log()
-        assert scores.shape[-1] > self._top_k, "these are not scores of all experts"
-        corrected = [(scores.sigmoid() + args[1], self._top_k)] if len(args) > 1 else None
-        for ranked, num_chosen in corrected or _decisions(module, scores.float(), self._top_k):
+        assert scores.shape[-1] > self.top_k, "these are not scores of all experts"
+        corrected = [(scores.sigmoid() + args[1], self.top_k)] if len(args) > 1 else None
+        for ranked, num_chosen in corrected or _decisions(module, scores.float(), self.top_k):
             top = ranked.topk(num_chosen + 1, dim=-1).values
             self.smallest = min(self.smallest, float((top[..., -2] - top[..., -1]).min()))
 

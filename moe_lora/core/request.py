@@ -75,8 +75,8 @@ class SamplingParams:
     temperature and truncation; greedy: after edits.  logprob_token_ids: these tokens in place of the n
     likeliest.  prompt_logprobs n: the same of prompt tokens.  prompt_logprob_token_ids: log probabilities of
     the row's tokens at each prompt token's place, from token prompt_logprob_start + 1 on; -1: of no token.
-    hidden_state: the last prompt token's state after the final norm.  max_tokens None: up to the model's
-    length limit.
+    hidden_state: the last prompt token's state after the final norm.  routed_experts: chosen experts of all
+    tokens but the last.  max_tokens None: up to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
@@ -104,6 +104,7 @@ class SamplingParams:
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprob_start: int = 0
     hidden_state: bool = False
+    routed_experts: bool = False
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -240,12 +241,14 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
     """Answer to `prompt_logprobs`, `hidden_state` and `prompt_logprob_token_ids`.
 
     logprobs: of each prompt token but the first.  hidden: [H] fp32, little-endian.  id_logprobs: [rows, most
-    ids of a row] fp32, little-endian; minus infinity for no token.
+    ids of a row] fp32, little-endian; minus infinity for no token.  experts: L layers with experts, K experts
+    of a token, and [tokens, L, K] int16, little-endian: of tokens without an earlier report.
     """
 
     logprobs: tuple[TokenLogprobs, ...] | None = None
     hidden: bytes | None = None
     id_logprobs: bytes | None = None
+    experts: tuple[int, int, bytes] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +279,8 @@ class RequestTiming:
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """New tokens of a request in one step.  The finish_reason and timing come with the last.
 
-    adapter_version: of the request's adapter.  prompt: with the first token.  A struct for speed.
+    adapter_version: of the request's adapter.  prompt: with the first token; with `routed_experts`, with
+    each.  A struct for speed.
     """
 
     request_id: str

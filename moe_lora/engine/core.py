@@ -398,7 +398,9 @@ class EngineCore:
         sequence = self.sampler.sequence(request, adapter, arrival_s)
         sampling = request.sampling
         has_report = sampling.hidden_state or sampling.prompt_logprobs is not None
-        if (has_report or sampling.prompt_logprob_token_ids) and not request.generated:
+        if sampling.routed_experts:
+            self._runner.report_experts(sequence)
+        elif (has_report or sampling.prompt_logprob_token_ids) and not request.generated:
             self._runner.report_prompt(sequence)
         moves = self.moves if request.held or request.awaits_kv else None
         self._sequences[request.request_id] = sequence
@@ -493,7 +495,7 @@ class EngineCore:
         self._counters["generation_tokens"] += 1
         if sequence.num_generated == 1:  # once per answer, also after a move
             self._counters["prompt_tokens"] += len(sequence.request.prompt_token_ids)
-        prompt = None if sequence.record is None else sequence.end_record()
+        prompt = None if sequence.record is None else sequence.record.report(sequence)
         request_id = sequence.request.request_id
         if reason is not None:
             self._scheduler.finish(sequence)

@@ -67,6 +67,7 @@ class Completion:
 
     prompt_logprobs: of each prompt token; None for the first.  hidden_state: [H] fp32, of the prompt's last
     token, after the final norm.  prompt_id_logprobs: [rows, ids] fp32, of `prompt_logprob_token_ids`.
+    routed_experts: [tokens of prompt and answer - 1, layers with experts, experts of a token] int16.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -79,6 +80,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     hidden_state: torch.Tensor | None = None
     prompt_id_logprobs: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
 
 class Answer:
@@ -92,6 +94,7 @@ class Answer:
         self._text: list[str] = []
         self._cached = 0
         self._prompt: PromptReport | None = None
+        self._experts = bytearray()
         self.finish_reason: FinishReason | None = None
         self.problem: str | None = None
 
@@ -103,7 +106,10 @@ class Answer:
         if output.finish_reason == "error":
             self.problem = output.error or "the engine gave no reason"
         self._cached = output.num_cached_tokens
-        self._prompt = self._prompt or output.prompt
+        if output.prompt is not None:
+            self._prompt = self._prompt or output.prompt
+            if output.prompt.experts is not None:
+                self._experts += output.prompt.experts[2]
         delta = TextDelta("", len(output.token_ids))
         if self._stream is not None:
             ended = output.finish_reason == "stop"
@@ -141,7 +147,15 @@ class Answer:
             prompt_logprobs=None if prompt.logprobs is None else (None, *prompt.logprobs),
             hidden_state=None if prompt.hidden is None else _tensor(prompt.hidden),
             prompt_id_logprobs=scores,
+            routed_experts=self._routed_experts(prompt),
         )
+
+    def _routed_experts(self, prompt: PromptReport) -> torch.Tensor | None:
+        if prompt.experts is None:
+            return None
+        num_tokens = self.request.prompt_tokens + len(self._tokens) - 1
+        ids = torch.frombuffer(self._experts, dtype=torch.int16)
+        return ids.view(-1, *prompt.experts[:2])[:num_tokens].clone()
 
 
 def _tensor(hidden: bytes) -> torch.Tensor:

@@ -14,7 +14,6 @@ from moe_lora.core.request import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
-    PromptReport,
     RequestTiming,
 )
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
@@ -34,7 +33,7 @@ class Sequence:
     another adapter; later KV is not for the prefix cache. Further flags: see
     `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
     limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
-    record: of the prompt's report, until the first token.
+    record: of the prompt's report until the first token, or of all tokens' experts.
     """
 
     request: GenerateRequest
@@ -110,12 +109,6 @@ class Sequence:
         if stops and self.num_generated >= sampling.min_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.limit_tokens else None
-
-    def end_record(self) -> PromptReport:
-        """The prompt's report; waits for the device."""
-        record, self.record, self.computes_prompt = self.record, None, False
-        assert record is not None
-        return record.read()
 
     def timing(self, now_s: float) -> RequestTiming:
         waits = self.waits

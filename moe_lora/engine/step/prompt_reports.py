@@ -70,6 +70,11 @@ class PromptRecord:
                 self._latest[0].read()
             self._latest.append(chunk)
 
+    def report(self, sequence: Sequence) -> PromptReport:
+        """The report beside the first token, which ends the record."""
+        sequence.record, sequence.computes_prompt = None, False
+        return self.read()
+
     def read(self) -> PromptReport:
         """The report; waits for the device."""
         logprobs, hidden = None, None
@@ -77,7 +82,7 @@ class PromptRecord:
             found = (self._scores[position] for position in range(self.num_scored))
             logprobs = tuple(chunk.entries[row] for chunk, row in found)
         if self.hidden is not None:
-            hidden = np.array(self.hidden.tolist(), dtype="<f4").tobytes()
+            hidden = self.hidden.read().numpy().astype("<f4").tobytes()
         return PromptReport(logprobs, hidden, self._id_logprobs() if self._listed else None)
 
     def _id_logprobs(self) -> bytes:
@@ -122,6 +127,8 @@ class PromptRows:
     rows: [N] int64 on the host.  scored: of each of the rows.  hidden: records by row.  logits_bytes: at
     once, on all ranks.
     """
+
+    may_compile = True
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moe_lora.lora.outer import OuterDeltas
 
     from .prompt_reports import PromptRows
+    from .routed_experts import ExpertRows
     from .step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
         outer: Callable[[], OuterDeltas] | None = None,
     ) -> None:
-        self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | None] | None = None
+        self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | ExpertRows | None] | None = None
         self.regroup: Callable[[Exception], Exception] | None = None
         """With other ranks on CPU: see `ranks.regroup.Regroup`."""
         self.settle_others: Callable[[], None] | None = None
@@ -169,16 +170,32 @@ class ModelRunner:
         num_rows = sum(item.num_tokens for item in plan)
         if num_rows == len(plan):  # all decode
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
+        batch = replace(self._batch(plan, num_rows), drawn=drawn)
         prompt = None if self.prompt_rows is None else self.prompt_rows(plan)
-        return self._run(replace(self._batch(plan, num_rows), drawn=drawn, prompt=prompt))
+        if prompt is not None:
+            batch = replace(batch, prompt=prompt, compiled=batch.compiled and prompt.may_compile)
+        return self._run(batch)
 
     def report_prompt(self, sequence: Sequence) -> None:
         """Report prompts from now on.  Log probabilities need the whole prompt's compute."""
         from .prompt_reports import PromptRecord, prompt_rows
 
-        self.prompt_rows = prompt_rows
+        self.prompt_rows = self.prompt_rows or prompt_rows
         sequence.record = PromptRecord(sequence.request)
         if sequence.record.num_scored:
+            sequence.computes_prompt, sequence.awaits_kv = True, False
+
+    def report_experts(self, sequence: Sequence) -> None:
+        """Report experts and prompts from now on.  Raises ValueError for a model without experts."""
+        from .routed_experts import ExpertRecord, expert_rows
+
+        if not self._model.spec.shape.num_experts:
+            raise ValueError(
+                "routed_experts needs a model with experts, and this model is dense; leave it out"
+            )
+        self.prompt_rows = expert_rows
+        sequence.record = ExpertRecord(sequence.request)
+        if not sequence.request.generated:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def can_repeat(self, error: Exception) -> bool:

@@ -41,11 +41,10 @@ class HostCopy:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def tolist(self) -> list[Any]:
+    def read(self) -> torch.Tensor:
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[Any] = self._values.tolist()
-        return found
+        return self._values
 
 
 class Drawn:
@@ -75,8 +74,8 @@ class Drawn:
         if self.processed is not None:
             from .logit_edits import with_processed
 
-            reports = with_processed(reports, self.processed.tolist())
-        return self._host_tokens.tolist(), reports
+            reports = with_processed(reports, self.processed.read().tolist())
+        return self._host_tokens.read().tolist(), reports
 
 
 def schedules_ahead(
@@ -312,7 +311,7 @@ class LogprobReport:
         self._found = HostCopy(torch.cat([part.double() for part in parts], dim=1))
 
     def read(self) -> list[TokenLogprobs]:
-        reports, rows = [], self._found.tolist()
+        reports, rows = [], self._found.read().tolist()
         for row, num in zip(rows, self._num_top, strict=True):
             values, ids = (self._columns[2 + part + 2 * self._place[num]] for part in range(2))
             top = tuple(zip(map(int, row[ids : ids + num]), row[values : values + num], strict=True))

@@ -20,6 +20,7 @@ from moe_lora.lora.row_routing import RowRouting
 
 if TYPE_CHECKING:
     from .prompt_reports import PromptRows
+    from .routed_experts import ExpertRows
 
 _ALIGN_BYTES = 64
 
@@ -76,7 +77,7 @@ class StepBatch:
     tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows with logits.
     routing: sources of the rows' deltas.  compiled: compiled code runs the layers.  any_rows: compile for
     any number of rows.  drawn: tokens of the step before, on the device: token -1 - i is number i of them.
-    prompt: rows of reported prompts.
+    prompt: rows of reported prompts and experts.
     """
 
     tokens: torch.Tensor
@@ -88,7 +89,7 @@ class StepBatch:
     compiled: bool
     any_rows: bool
     drawn: torch.Tensor | None = None
-    prompt: PromptRows | None = None
+    prompt: PromptRows | ExpertRows | None = None
 
     def with_drawn(self) -> StepBatch:
         """The batch with tokens from `drawn` in place."""

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chosen experts of a request's tokens, for router replay.
+
+A step with such a request runs without compiled code and graphs, and notes the experts at each gate.
+
+Legend: T token rows, N noted rows, L layers with experts, K chosen experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from msgspec import structs
+
+from moe_lora.core.request import GenerateRequest, PromptReport
+from moe_lora.engine.sequence import Sequence
+from moe_lora.models.causal_lm import CausalLM, LayerForward
+from moe_lora.models.mlp import MoeMlp
+from moe_lora.scheduling.views import Scheduled
+
+from .prompt_reports import PromptRecord, PromptRows, prompt_rows
+from .sampler import HostCopy, sent
+from .step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from moe_lora.lora.outer import OuterDeltas
+
+
+class _Part(NamedTuple):
+    """Experts of the tokens at positions start to end: rows of a step's copy from first_row on."""
+
+    start: int
+    end: int
+    copy: HostCopy
+    first_row: int
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """[end - start, L, K] of these positions; waits for the device."""
+        first = self.first_row + start - self.start
+        return self.copy.read()[first : first + end - start]
+
+
+class ExpertRecord(PromptRecord):
+    """A request's report, with the experts of all tokens.  A later compute of a token replaces the earlier.
+
+    Each output has the experts of computed tokens without an earlier report.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        super().__init__(request)
+        self._num_reported: int | None = None
+        self._parts: list[_Part] = []
+        if request.generated:
+            self._end_prompt()
+
+    def _end_prompt(self) -> None:
+        self.num_top, self.num_scored, self.wants_hidden = None, 0, False
+
+    def add_experts(self, start: int, num_tokens: int, copy: HostCopy, first_row: int) -> None:
+        self._parts.append(_Part(start, start + num_tokens, copy, first_row))
+
+    def report(self, sequence: Sequence) -> PromptReport:
+        """The report of an answer's last token, which has no experts yet; waits for the device."""
+        end, start, found = len(sequence.tokens) - 1, self._num_reported, PromptReport()
+        if start is None:  # of an answer from another instance, the earlier tokens are reported
+            is_first = sequence.num_generated == 1
+            start = 0 if is_first else end - 1
+            found = self.read() if is_first else found
+            self._end_prompt()
+            sequence.computes_prompt = False
+        self._num_reported = end
+        ids = self._read(start, end)
+        self._parts = [part for part in self._parts if part.end > end]
+        experts = (ids.shape[1], ids.shape[2], ids.numpy().astype("<i2").tobytes())
+        return structs.replace(found, experts=experts)
+
+    def _read(self, start: int, end: int) -> torch.Tensor:
+        ids = torch.empty(0)
+        for part in self._parts:
+            first, last = max(start, part.start), min(end, part.end)
+            if first < last:
+                rows = part.rows(first, last)
+                ids = ids if len(ids) else rows.new_full((end - start, *rows.shape[1:]), -1)
+                ids[first - start : last - start] = rows
+        return ids
+
+
+class ExpertRows:
+    """Noted rows of one step, beside rows of reported prompts.  Other ranks get the prompts' alone.
+
+    spans: record, position of its first token, first row, number of tokens.
+    """
+
+    may_compile = False
+
+    def __init__(self, spans: Seq[tuple[ExpertRecord, int, int, int]], prompt: PromptRows | None) -> None:
+        self._spans = spans
+        self._prompt = prompt
+
+    def __reduce__(self) -> Any:
+        return _unchanged, (self._prompt,)
+
+    def run(
+        self,
+        model: CausalLM,
+        batch: StepBatch,
+        channels: Seq[torch.Tensor],
+        layer_forward: LayerForward,
+        outer: OuterDeltas | None,
+    ) -> torch.Tensor:
+        """The batch's logits, as of `CausalLM.forward`; records get their parts."""
+        with _noting(model) as noted:
+            if self._prompt is None:
+                inputs = batch.tokens, batch.positions, batch.live, batch.logit_rows
+                logits: torch.Tensor = model(*inputs, channels, layer_forward, outer)
+            else:
+                logits = self._prompt.run(model, batch, channels, layer_forward, outer)
+        ids_TLK = torch.stack(noted, dim=1)
+        rows_N = [row for _, _, first, num in self._spans for row in range(first, first + num)]
+        copy, done = HostCopy(ids_TLK.index_select(0, sent(rows_N, ids_TLK)).to(torch.int16)), 0
+        for record, position, _, num in self._spans:
+            record.add_experts(position, num, copy, done)
+            done += num
+        return logits
+
+
+def _unchanged(prompt: PromptRows | None) -> PromptRows | None:
+    return prompt
+
+
+@contextmanager
+def _noting(model: CausalLM) -> Iterator[list[torch.Tensor]]:
+    """The experts at each gate of the model, [T, K] int32, in the order of layers."""
+    noted: list[torch.Tensor] = []
+    gates: list[Any] = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMlp)]
+    for gate in gates:
+        gate.choose = partial(_choose, gate.choose, noted)
+    try:
+        yield noted
+    finally:
+        for gate in gates:
+            del gate.choose
+
+
+def _choose(choose: Any, noted: list[torch.Tensor], *args: torch.Tensor) -> Any:
+    found = choose(*args)
+    noted.append(found[1])
+    return found
+
+
+def expert_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | ExpertRows | None:
+    """The plan's rows of reported prompts and noted experts, if any."""
+    spans, first_row = [], 0
+    for item in plan:
+        record = item.sequence.record
+        if isinstance(record, ExpertRecord):
+            spans.append((record, item.sequence.num_computed, first_row, item.num_tokens))
+        first_row += item.num_tokens
+    prompt = prompt_rows(plan)
+    return ExpertRows(spans, prompt) if spans else prompt

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chosen experts of tokens equal transformers', and tokens do not change by the report."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.core.request import GenerateRequest
+from tests.engine.test_oracle import smallest_kv_gb
+from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.test_oracle import make_prompts
+from tests.oracle import reference_experts
+
+PLAIN = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+NOTED = replace(PLAIN, routed_experts=True)
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 9, "max_num_seqs": 8}
+WAYS: dict[str, dict[str, Any]] = {
+    "all_at_once": {},
+    "chunked_prefill": CHUNKS,
+    "few_pages": {"kv_cache_gb": "just_enough", "max_model_len": 128, **CHUNKS},
+    "compiled": {"eager": False},
+    "expert_parallel": {"expert_parallel": 2},
+    "tensor_parallel": {"tensor_parallel": 2},
+}
+QUICK = {("qwen3_moe", "all_at_once"), ("gpt_oss", "few_pages"), ("qwen3_moe", "compiled")}
+CASES = [
+    pytest.param(family, way, marks=() if (family, way) in QUICK else pytest.mark.slow)
+    for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
+    for way in WAYS
+    if (family, way) != ("deepseek_v3", "tensor_parallel")
+]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_tokens_have_the_experts_of_transformers(family, way, served):  # noqa: F811
+    model, prompts = served(family), [one for one in make_prompts() if len(one) < 100]
+    adapters = {path.name: str(path) for path in model.adapters}
+    names = [[None, *adapters][number % (1 + len(adapters))] for number in range(len(prompts))]
+    settings = {"eager": True, **WAYS[way]}
+    if settings.get("kv_cache_gb"):
+        settings["kv_cache_gb"] = smallest_kv_gb(model)
+    num_tokens = 40 if way == "few_pages" else 4
+    plain, noted = (replace(one, max_tokens=num_tokens) for one in (PLAIN, NOTED))
+    with LLM(model.model_dir, adapters=adapters, dtype="float32", **settings) as llm:
+        expected = llm.generate(prompts, names, plain)  # their blocks are in the prefix cache
+        before = llm.stats().num_preemptions
+        sampling = [plain if number == 1 else noted for number in range(len(prompts))]
+        found = llm.generate(prompts, names, sampling)
+        preempted = llm.stats().num_preemptions - before
+    assert preempted > 0 or way != "few_pages"
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for number, (name, one) in enumerate(zip(names, found, strict=True)):
+        if number == 1:
+            assert one.routed_experts is None
+            continue
+        tokens = (*one.prompt_token_ids, *one.token_ids)[:-1]
+        chosen = reference_experts(model.model_dir, adapters.get(name), tokens)
+        assert one.routed_experts is not None
+        assert torch.equal(one.routed_experts.long(), chosen)
+
+
+def test_a_prompts_report_comes_beside_its_experts(served):  # noqa: F811
+    model, prompt = served("qwen3_moe"), [5, 9, 11, 7]
+    with LLM(model.model_dir, dtype="float32", eager=True) as llm:
+        [scored] = llm.generate([prompt], None, replace(PLAIN, prompt_logprobs=2))
+        [both] = llm.generate([prompt], None, replace(NOTED, prompt_logprobs=2))
+        [experts] = llm.generate([prompt], None, NOTED)
+    assert both.prompt_logprobs == scored.prompt_logprobs
+    assert torch.equal(both.routed_experts, experts.routed_experts)
+
+
+def test_an_answer_that_goes_on_elsewhere_reports_the_rest(served):  # noqa: F811
+    prompt = (5, 9, 11, 7)
+
+    async def outputs(llm: LLM, request_id: str, generated: tuple[int, ...]) -> list[Any]:
+        request = GenerateRequest(
+            request_id=request_id, prompt_token_ids=prompt, sampling=NOTED, generated=generated
+        )
+        return [output async for output in llm.client.generate(request)]
+
+    with LLM(served("qwen3_moe").model_dir, dtype="float32", eager=True) as llm:
+        whole = asyncio.run(outputs(llm, "whole", ()))
+        tokens = tuple(output.token_ids[0] for output in whole)
+        rest = asyncio.run(outputs(llm, "rest", tokens[:2]))
+    rows = [output.prompt.experts[2] for output in whole]
+    assert len(rows[0]) == len(prompt) * len(rows[1])
+    assert [output.prompt.experts[2] for output in rest] == rows[2:]
+
+
+def test_a_dense_model_has_no_experts(served):  # noqa: F811
+    with (
+        LLM(served("llama").model_dir, dtype="float32", eager=True) as llm,
+        pytest.raises(ValueError, match="routed_experts needs a model with experts"),
+    ):
+        llm.generate([[5, 9]], None, NOTED)
