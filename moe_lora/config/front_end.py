@@ -183,6 +183,9 @@ class LimitsConfig(Settings):
     tools are parsed.  none: requests with tools are a 400."""
     reasoning_parser: str = setting("none", choices=REASONING_PARSERS)
     """Format of reasoning in answers of chats, for reasoning_content.  auto: by the chat template."""
+    return_routed_experts: bool = setting(False)
+    """Send the chosen experts of tokens with each choice, unless a request says otherwise. A step with such a
+    request runs without compiled code and graphs."""
     received_mb: int = setting(4096, least=1)
     """Size in 2^20 bytes of all adapters with tensors in bodies, of each front end; then 413."""
     pause_timeout_s: float = setting(600.0, above=0)

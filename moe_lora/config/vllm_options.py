@@ -343,6 +343,7 @@ HTTP = (
     flag("--enable-force-include-usage", "--set front_end.force_include_usage=true", ""),
     flag("--enable-per-request-metrics", "--set front_end.per_request_metrics=true", ""),
     flag("--return-tokens-as-token-ids", "--set front_end.return_tokens_as_token_ids=true", ""),
+    flag("--enable-return-routed-experts", "--set front_end.return_routed_experts=true", ""),
     off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
     off("--grpc", "omit the option; the server speaks HTTP"),
     flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none"),

@@ -72,10 +72,10 @@ def as_served(url: str, engine: ScriptedEngine) -> contextlib.AbstractContextMan
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer) -> Iterator[Served]:
+def serving(engine, tokenizer, **front_end) -> Iterator[Served]:
     """A server of its own over `engine`."""
     with (
-        ServerThread(app_of(engine, tokenizer)) as thread,
+        ServerThread(app_of(engine, tokenizer, **front_end)) as thread,
         as_served(thread.url, engine) as served,
     ):
         yield served

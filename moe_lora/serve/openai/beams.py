@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         (
             *("stream", "temperature", "min_tokens", "stop", "echo", "prompt_logprobs", "logit_bias"),
             *("frequency_penalty", "presence_penalty", "allowed_token_ids", "bad_words"),
-            *("logprob_token_ids", "processed_logprobs"),
+            *("logprob_token_ids", "processed_logprobs", "return_routed_experts"),
         ),
         _OFF,
     ),

@@ -60,6 +60,8 @@ class ChoiceFormat:
     collect: Callable[[Generation], Coroutine[Any, Any, list[Delta]]] | None = None
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
+    experts_of: Callable[[int], str] | None = None
+    """Encodes the experts of a choice's tokens; None: not in the answer."""
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""
@@ -68,6 +70,8 @@ class ChoiceFormat:
     chunk_object_name: str
     id_prefix: str
     continues_prompt = False
+    has_bare_experts = False
+    """True: experts are numbers without a file's head."""
     shows_ids = False
     """True: log probabilities have tokens as "token_id:7"."""
 
@@ -111,6 +115,8 @@ class ChoiceFormat:
         }
         if delta.finish_reason is not None:
             choice["stop_reason"], choice["matched_stop"] = delta.stop_reason, delta.matched_stop
+            if self.experts_of is not None:
+                choice["routed_experts"] = self.experts_of(delta.index)
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
         if logprobs and logprobs[0].processed is not None:
@@ -120,6 +126,10 @@ class ChoiceFormat:
         if delta.adapter_version is not None:
             choice["adapter_version"] = delta.adapter_version
         return choice
+
+    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+        """Show the experts at the end of each choice."""
+        self.experts_of = experts_of
 
     def token_text(self, token_id: int) -> str:
         """The token alone as text; "token_id:7" without a tokenizer."""
@@ -347,14 +357,14 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     adapter = None if model in frontend.model_names else model
     if adapter is not None and ":" in adapter:
         adapter = await frontend.adapter_of(adapter)
-    caller, loaded_sum = request.state.caller, None
+    caller, source = request.state.caller, None
     if body.lora is not None:
         from moe_lora.serve.composing import composed
 
-        adapter, caller, loaded_sum = await composed(frontend, model, body.lora, caller)
-    is_rare = body.max_tokens == 0 or frontend.config.per_request_metrics or body.use_beam_search
-    make = _rare_generation(body) if is_rare else Generation
-    generation = make(
+        adapter, caller, source = await composed(frontend, model, body.lora, caller)
+    is_rare = body.max_tokens == 0 or body.use_beam_search or prepared.sampling.routed_experts
+    has_metrics = frontend.config.per_request_metrics
+    generation = (_rare_generation(prepared, form, frontend) if is_rare or has_metrics else Generation)(
         frontend=frontend,
         client=client_of(request.scope),
         caller=caller,
@@ -371,7 +381,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         from_s=request.scope.get(HEADERS_S) or time.monotonic(),
         reasoning_tokens=form.reasoning_tokens,
         watch=form.watch,
-        loaded_sum=loaded_sum,
+        source=source,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
@@ -437,18 +447,23 @@ async def answer_chat(frontend: Frontend, body: ChatRequest, request: Request) -
     return await answer(frontend, request, form)
 
 
-def _rare_generation(body: SamplingFields) -> Callable[..., Generation]:
-    """An answer by beam search, without tokens, or with metrics of the request."""
+def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend) -> Callable[..., Generation]:
+    """An answer by beam search, without tokens, with metrics of the request, or with experts."""
+    body, make = prepared.body, Generation
     if body.use_beam_search:
         from .beams import BeamGeneration
 
-        return partial(
-            BeamGeneration, length_penalty=1.0 if body.length_penalty is None else body.length_penalty
-        )
-    from .prompt_side import PromptOnly
-    from .request_metrics import MeasuredGeneration
+        length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        return partial(BeamGeneration, length_penalty=length_penalty)
+    if body.max_tokens == 0:
+        from .prompt_side import PromptOnly as make
+    elif frontend.config.per_request_metrics:
+        from .request_metrics import MeasuredGeneration as make
+    if not prepared.sampling.routed_experts:
+        return make
+    from .routed_experts import with_experts
 
-    return PromptOnly if body.max_tokens == 0 else MeasuredGeneration
+    return partial(with_experts, make, form)
 
 
 def chat_format(body: ChatRequest, frontend: Frontend, parsers: AnswerParsers | None) -> ChatFormat:

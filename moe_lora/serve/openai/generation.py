@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -32,9 +32,6 @@ from moe_lora.serve.frontend import CUT, Frontend
 from moe_lora.serve.http_errors import ApiError, to_api_error
 from moe_lora.serve.limits import Limits, Waiting
 from moe_lora.serve.metrics import BackgroundWatch, RequestWatch
-
-if TYPE_CHECKING:
-    from moe_lora.serve.composing import LoadedSum
 
 T = TypeVar("T")
 Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
@@ -159,8 +156,8 @@ class Generation:
     client: for the limits.  answer_tokens: longest answer per prompt.  tokenizer: decodes the
     answer; None: ids only.  continues_prompt: the answer keeps a
     leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
-    reasoning_tokens: of each choice, kept by `watch`; None without a reasoning parser.  loaded_sum: the
-    adapter, if it is a weighted sum.
+    reasoning_tokens: of each choice, kept by `watch`; None without a reasoning parser.  source: of
+    outputs; None: the front end's client.
     """
 
     frontend: Frontend
@@ -180,7 +177,7 @@ class Generation:
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
-    loaded_sum: LoadedSum | None = None
+    source: Any = None
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
     """Makes further fields beside the usage."""
     _timings: list[RequestTiming] = field(default_factory=list)
@@ -281,7 +278,7 @@ class Generation:
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
         with self._attached(index, request, reservation) as watchers:
-            source = self.loaded_sum or client
+            source = self.source or client
             async with aclosing(cast("Outputs", source.generate(request))) as outputs:
                 async for output in outputs:
                     watchers.record_output(output)

@@ -302,6 +302,8 @@ def asked_of(
 ) -> tuple[SamplingParams, Sequence[str | list[int]]]:
     """Sampling parameters, and the prompts as texts or token ids.  Raises ApiError."""
     defaults, most = bounds.info.sampling_defaults, bounds.limits.max_choices
+    if bounds.limits.return_routed_experts:
+        defaults = {**defaults, "routed_experts": True}
     if isinstance(body, ChatRequest):
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None

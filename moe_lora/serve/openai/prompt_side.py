@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -280,6 +280,9 @@ class PromptChat(ChatFormat):
         self._form = form
         self._prepared = prepared
         self._echoed: set[int] = set()
+
+    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+        self._form.show_experts(experts_of)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._form.opening(index)

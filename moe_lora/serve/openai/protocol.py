@@ -210,6 +210,7 @@ class SamplingFields(StructuredFields):
     truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -261,6 +262,8 @@ class SamplingFields(StructuredFields):
             del given["seed"]
         if self.logit_bias or self.bad_words or self.allowed_token_ids:
             given |= self._edits()
+        if self.return_routed_experts is not None or self.use_beam_search:
+            given["routed_experts"] = bool(self.return_routed_experts)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             params = SamplingParams(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -237,6 +237,11 @@ class TokensFormat(ChatFormat):
             self.text = self._message.text
         elif self._mode == "tokens" and not prepared.sampling.stop:
             self.text = None
+
+    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+        super().show_experts(experts_of)
+        if self._message is not None:
+            self._message.show_experts(experts_of)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moe_lora.serve.openai.endpoints import ChatFormat
@@ -18,6 +19,9 @@ class SeparateChat(ChatFormat):
         self.text, self.reasoning_tokens, self.watch = form.text, form.reasoning_tokens, form.watch
         self._form, self._streams = form, streams
         self._held: dict[int, str] = {}
+
+    def show_experts(self, experts_of: Callable[[int], str]) -> None:
+        self._form.show_experts(experts_of)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         found = self._form.opening(index)
