@@ -365,6 +365,8 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     """Add vLLM's `metrics` to completions and chats: times of the request, and tokens per second."""
     return_tokens_as_token_ids: bool = setting(False)
     """Name tokens of log probabilities by id, as in "token_id:7", unless a request says otherwise."""
+    tokens_only: bool = setting(False)
+    """Serve token ids without the model's tokenizer.  Texts, chats and stop strings are a 400."""
     metrics_by_name: int = setting(64, least=0)
     """Number of adapters, and of tenants, with counts by name in /metrics.  Further names count as "other"; 0
     turns the counts off."""

@@ -47,7 +47,7 @@ MODELS = (
     ),
     only("--tokenizer", (MODEL,), "the tokenizer of MODEL_DIR is read; copy the tokenizer's files there"),
     only("--tokenizer-mode", ("auto", "hf"), "tokenizers are read in the format of Hugging Face alone"),
-    off("--skip-tokenizer-init", "a MODEL_DIR without tokenizer files takes token ids"),
+    flag("--skip-tokenizer-init", "--set front_end.tokens_only=true", ""),
     unused("--trust-remote-code", "code of a checkpoint never runs", "flag"),
     refused("--revision", "MODEL_DIR is a folder; download the revision and give its folder"),
     refused("--code-revision", "code of a checkpoint never runs; omit the option"),
@@ -344,7 +344,7 @@ HTTP = (
     flag("--enable-per-request-metrics", "--set front_end.per_request_metrics=true", ""),
     flag("--return-tokens-as-token-ids", "--set front_end.return_tokens_as_token_ids=true", ""),
     flag("--enable-return-routed-experts", "--set front_end.return_routed_experts=true", ""),
-    off("--tokens-only", "omit the option; a model without tokenizer files takes token ids"),
+    flag("--tokens-only", "--set front_end.tokens_only=true", ""),
     off("--grpc", "omit the option; the server speaks HTTP"),
     flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none"),
     VllmOption(

@@ -102,12 +102,12 @@ def adapter_in(model: str, bases: Sequence[str], adapters: Collection[str]) -> s
 
 
 def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
-    """The base model's tokenizer.  Raises ConfigError for unreadable files.
+    """The base model's tokenizer; None with tokens_only.  Raises ConfigError for unreadable files.
 
     A thread compiles the chat templates and searches adapter folders during the start of instances.
     """
     engine = cluster.engine
-    tokenizer = served_tokenizer(engine.model_dir)
+    tokenizer = None if cluster.front_end.tokens_only else served_tokenizer(engine.model_dir)
     if engine.generation_config == "auto":
         log_generation_config(engine.model_dir)
 

@@ -292,7 +292,7 @@ def tokenizer_of(model: str | None, tokenizer: Tokenizer | None, bounds: Bounds)
 
 def no_tokenizer(purpose: str) -> ApiError:
     return bad_request(
-        f"{purpose} needs a tokenizer, but the model's directory has none; "
+        f"{purpose} needs a tokenizer, but this server has none; "
         "send prompts as token ids to /v1/completions",
     )
 

@@ -72,7 +72,7 @@ def body_grammar(
         raise bad_request(f"{first} and {second} both give a grammar; send one of them", second)
     field = asked[0].field
     if tokenizer is None:
-        raise bad_request(f"{field} needs a tokenizer, but the model's directory has none", field)
+        raise bad_request(f"{field} needs a tokenizer, but this server has none", field)
     found = _with_marks(asked[0], body, tokenizer, parsers)
     if parsers is None or not parsers.reasoning or asked[0].kind == STRICT:
         return found

@@ -328,7 +328,7 @@ class Endpoints:
         """Raises ApiError."""
         config, prepared, mode = self._frontend.limits.config, request.state.prepared, body.output_mode
         if mode != "tokens" and self._frontend.tokenizer is None:
-            what = f'output_mode="{mode}" requires a tokenizer, and the model\'s directory has none'
+            what = f'output_mode="{mode}" requires a tokenizer, and this server has none'
             raise bad_request(f"{what}; leave output_mode out", "output_mode")
         has_parser = config.reasoning_parser != "none" or config.tool_call_parser not in (AUTO, "none")
         if mode == "derender" and body.as_chat is None and has_parser:

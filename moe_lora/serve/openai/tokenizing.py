@@ -31,7 +31,7 @@ class Endpoints:
     @property
     def _tokenizer(self) -> Tokenizer:
         if self._frontend.tokenizer is None:
-            raise ApiError(404, "the model's directory has no tokenizer; send token ids to /v1/completions")
+            raise ApiError(404, "this server has no tokenizer; send token ids to /v1/completions")
         return self._frontend.tokenizer
 
     async def tokenize(self, request: Request) -> Response:
