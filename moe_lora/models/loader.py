@@ -225,9 +225,8 @@ def _loaded(
 def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
     spec = model.spec
     # `to_empty` imports sympy, over half a second: torch computes a meta tensor's strides in Python.
-    held = [*model.parameters(), *model.buffers()]
     if device.type == "cpu":
-        model._apply(_side_by_side(held))
+        model._apply(_side_by_side([*model.parameters(), *model.buffers()]))
     else:
         model._apply(lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device))
     frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)

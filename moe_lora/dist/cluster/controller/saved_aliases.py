@@ -16,6 +16,7 @@ from msgspec import DecodeError
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, MoeLoraError
 from moe_lora.core.request import version_name
 from moe_lora.dist.cluster.aliases import targets
+from moe_lora.dist.cluster.rollouts import VERSION
 from moe_lora.dist.net.codec import Decoder, encode
 from moe_lora.engine.client.messages import Alias
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from .served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
-_VERSION = re.compile(r"(.+)@v([1-9]\d{0,8})", re.DOTALL)
+_VERSION = re.compile(f"(.+)@{VERSION.pattern}", re.DOTALL)
+"""Names as of `version_name`."""
 _decode = Decoder(Alias)
 
 
