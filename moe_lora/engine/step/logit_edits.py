@@ -183,7 +183,13 @@ def edit_logits(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids
 
 def _apply_masks(logits_SV: torch.Tensor, masks: Seq[tuple[int, Mask]]) -> None:
     vocab = logits_SV.shape[1]
-    rows_N = sent([start // vocab for start, _ in masks], logits_SV)
+    rows = [start // vocab for start, _ in masks]
+    if not logits_SV.is_cuda:
+        from moe_lora.kernels.cpu.sampling import mask as mask_rows
+
+        mask_rows(logits_SV, rows, [mask.words for _, mask in masks])
+        return
+    rows_N = sent(rows, logits_SV)
     words = sent(np.stack([mask.words.view(np.int32) for _, mask in masks]), logits_SV, torch.int32)
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     allowed_NV = bits.reshape(len(masks), -1)[:, :vocab].bool()

@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 
 from moe_lora.config import EngineConfig
@@ -183,9 +182,10 @@ def sample(
 ) -> Drawn:
     """The next token of each sequence, and log probabilities on request.
 
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax; other rows race with noise of seed
-    and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits for
-    no device.
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax.  Other rows take the highest
+    probability / noise (the exponential race) after temperature, top-k, top-p and min-p; the noise is of
+    seed and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits
+    for no device.
     """
     reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
     logprobs = None
@@ -193,12 +193,13 @@ def sample(
         rows = logits_SV if len(reported) == len(sequences) else logits_SV[sent(reported, logits_SV)]
         logprobs = torch.log_softmax(rows, dim=-1)
     edit(logits_SV, sequences, eos_token_ids)
-    tokens = logits_SV.argmax(dim=-1)
+    has_processed = any(sequences[row].request.sampling.processed_logprobs for row in reported)
     if any(sequence.seed is not None for sequence in sequences):
-        draw = _draw_on_device if _on_device(logits_SV) else _draw_on_host
-        tokens = draw(logits_SV, sequences, tokens)
+        tokens = _draw(logits_SV.clone() if has_processed else logits_SV, sequences)
+    else:
+        tokens = logits_SV.argmax(dim=-1)
     drawn = Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences])
-    if reported and any(sequences[row].request.sampling.processed_logprobs for row in reported):
+    if has_processed:
         from .logit_edits import processed_logprobs
 
         drawn.processed = HostCopy(processed_logprobs(logits_SV, sequences, tokens))
@@ -209,53 +210,19 @@ def _on_device(logits_SV: torch.Tensor) -> bool:
     return logits_SV.is_cuda
 
 
-def _draw_on_device(
-    logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor
-) -> torch.Tensor:
-    """As `_draw_on_host`, by kernels: equal unless two scores are within rounding of each other."""
-    from moe_lora.kernels.triton.sampling import draw
-
+def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    """A token of each row; the logits are overwritten."""
+    if _on_device(logits_SV):
+        from moe_lora.kernels.triton.sampling import draw
+    else:
+        from moe_lora.kernels.cpu.sampling import draw
     sampling = [sequence.request.sampling for sequence in sequences]
-    vocab = logits_SV.shape[1]
     settings = [(0.0 if one.greedy else one.temperature, one.top_p, one.min_p) for one in sampling]
     numbers = [
-        (min(one.top_k, vocab), sequence.seed or 0, sequence.num_generated)
+        (min(one.top_k, logits_SV.shape[1]), sequence.seed or 0, sequence.num_generated)
         for one, sequence in zip(sampling, sequences, strict=True)
     ]
-    settings_S = sent(settings, logits_SV, torch.float32)
-    drawn_S = draw(logits_SV, settings_S, sent(numbers, logits_SV))
-    return torch.where(settings_S[:, 0] > 0, drawn_S, greedy_S)
-
-
-def _draw_on_host(logits_SV: torch.Tensor, sequences: Seq[Sequence], greedy_S: torch.Tensor) -> torch.Tensor:
-    drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
-    greedy_S[drawn] = _draw(logits_SV[drawn], [sequences[row] for row in drawn])
-    return greedy_S
-
-
-def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    """Sample after temperature, top-k, top-p and min-p, by the exponential race (argmax of p / noise)."""
-    params = [sequence.request.sampling for sequence in sequences]
-    probs_SV = truncated_probabilities(logits_SV, params)
-    noise_SV = np.empty(probs_SV.shape, dtype=np.float32)
-    for row, sequence in enumerate(sequences):
-        assert sequence.seed is not None
-        noise_SV[row] = exponential_noise(sequence.seed, sequence.num_generated, probs_SV.shape[-1])
-    return (probs_SV / torch.from_numpy(noise_SV)).argmax(dim=-1)
-
-
-def exponential_noise(seed: int, position: int, num: int) -> np.ndarray:
-    """Draws [num] fp64 > 0 of the exponential distribution: a function of the seed and the draw's
-    position.
-
-    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in the counter's
-    highest word; -log of (x + 1/2) / 2^32 for 32-bit halves x. `kernels.triton.sampling` is the CUDA
-    version.
-    """
-    philox = np.random.Philox(key=seed % 2**64, counter=position << 192)
-    halves = philox.random_raw(-(-num // 2)).astype("<u8", copy=False).view("<u4")[:num]
-    noise: np.ndarray = -np.log((halves + 0.5) * 2.0**-32)
-    return noise
+    return draw(logits_SV, sent(settings, logits_SV, torch.float32), sent(numbers, logits_SV))
 
 
 def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:

@@ -103,6 +103,10 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_site_linear.argtypes = [i, p, p, n, p, n, n, p, n, n, p]
     library.moe_lora_release.argtypes = [p]
     library.moe_lora_release.restype = None
+    library.moe_lora_draw.argtypes = [i, p, n, n, p, p, p]
+    library.moe_lora_draw.restype = None
+    library.moe_lora_mask.argtypes = [i, p, n, p, n, p, n]
+    library.moe_lora_mask.restype = None
     library.moe_lora_paged_attention.argtypes = [
         *(i, i, p, n, p, n, p, n, p, c_float, n, n),
         *(p, p, p, n, n, p, p, n, n, n, p),

@@ -3,8 +3,8 @@
 
 Legend: S sequences, V vocabulary, P parts of the vocabulary.
 
-Draws as `engine.step.sampler` on the host, without a sort or host noise: bisection over values finds cuts,
-fp64 sums masses, the noise is Philox of seed and position as in numpy.  A row's token does not depend on
+Without a sort or host noise: bisection over values finds cuts, fp64 sums masses, the noise is Philox of seed
+and position as in numpy.  A row's token does not depend on
 further rows.
 """
 
@@ -172,11 +172,13 @@ def race(e, settings, numbers, cuts, scores, tokens, vocab, part, PARTS: tl.cons
 
 
 def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """A token of each row, [S] int64; logits [S, V] fp32 are overwritten.  Rows with temperature 0: any.
+    """A token of each row, [S] int64; logits [S, V] fp32 are overwritten.
 
-    settings, numbers: on the device, as in `truncate`.  Does not wait for the device.
+    settings, numbers: on the device, as in `truncate`; temperature 0: the likeliest token.  Does not wait
+    for the device.
     """
     num_rows, vocab = logits.shape
+    likeliest = logits.argmax(1)
     cuts = torch.empty(num_rows, 2, dtype=torch.int32, device=logits.device)
     scores = torch.empty(num_rows, _PARTS, device=logits.device)
     tokens = torch.empty(num_rows, _PARTS, dtype=torch.int32, device=logits.device)
@@ -186,4 +188,5 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) ->
     sizes = {"PARTS": _PARTS, "GROUPS": _GROUPS}
     operands = (logits, *rows, scores, tokens, vocab, part)
     configs.start(race, num_rows * _PARTS, *operands, **sizes, num_warps=8)
-    return tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0].long()
+    drawn = tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0].long()
+    return torch.where(settings[:, 0] > 0, drawn, likeliest)

@@ -3,12 +3,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.sequence import Sequence
-from moe_lora.engine.step.sampler import exponential_noise, sample, truncated_probabilities
+from moe_lora.engine.step.sampler import sample, truncated_probabilities
 
 EOS = (3,)
 
@@ -99,22 +97,6 @@ def test_answer_that_goes_on_elsewhere_draws_the_tokens_it_would_have_drawn():
         while len(rest.tokens) < len(whole.tokens):
             rest.append(sampled(logits.clone(), [rest], ())[0][0], 0.0, ())
         assert rest.tokens == whole.tokens
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(1, 33))
-def test_noise_is_a_function_of_seed_and_position_alone(seed, position, num):
-    noise = exponential_noise(seed, position, num)
-    assert (noise > 0).all()
-    assert (exponential_noise(seed, position, num + 8)[:num] == noise).all()
-    assert (exponential_noise(seed, position + 1, num) != noise).any()
-    assert (exponential_noise(seed ^ 1, position, num) != noise).any()
-
-
-def test_noise_is_exponential():
-    noise = torch.from_numpy(exponential_noise(3, 7, 200_000))
-    assert noise.mean().item() == pytest.approx(1.0, abs=0.02)
-    assert noise.std().item() == pytest.approx(1.0, abs=0.02)
-    assert (noise > 1.0).double().mean().item() == pytest.approx(0.36788, abs=0.01)
 
 
 def test_end_is_forbidden_before_min_tokens():

@@ -120,3 +120,12 @@ MOE_LORA_API int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, co
                                               const int32_t* block_tables, int64_t num_seqs, int64_t table_stride,
                                               const KvPages* pages, void* arena, int64_t arena_bytes, int64_t rows,
                                               int64_t num_heads, void* out);
+
+// tokens[row]: of the logits [rows, vocab], overwritten. settings: [rows, 3] temperature (0: the likeliest token),
+// top_p, min_p. numbers: [rows, 3] top_k (0: all), seed, position.
+MOE_LORA_API void moe_lora_draw(int32_t threads, float* logits, int64_t rows, int64_t vocab, const float* settings,
+                                const int64_t* numbers, int64_t* tokens);
+
+// Logits of these rows become -inf where the bit of the token is 0. words: [num_rows, words_stride].
+MOE_LORA_API void moe_lora_mask(int32_t threads, float* logits, int64_t vocab, const int64_t* rows, int64_t num_rows,
+                                const uint32_t* words, int64_t words_stride);
