@@ -151,7 +151,7 @@ class _Build:
             is_ahead = schedules_ahead(
                 config, rank.device.type, host=store.host is not None, merges=rank.merges
             )
-            sampler = Sampler(info, config.seed, ahead=is_ahead)
+            sampler = Sampler(info, config.seed, ahead=is_ahead, jumps=rank.device.type == "cpu")
             core = EngineCore(info, scheduler, runner, manager, transfers, sampler)
             core.attach_moves(partial(_kv_transfer, config, rank))
             core.rank = rank

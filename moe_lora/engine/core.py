@@ -185,6 +185,8 @@ class EngineCore:
         """
         self.tend()
         gains = self._end_failed() if self._failed else []
+        if self.sampler.only_tokens is not None:
+            gains += self.sampler.only_tokens(self._scheduler.running, self._take)
         plan = self._schedule()
         if self._failed:  # a blocking load
             gains += self._end_failed()

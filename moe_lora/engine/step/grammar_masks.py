@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from moe_lora.core.request import UNFOLLOWABLE, FinishReason, GenerateRequest, ModelInfo
+from moe_lora.core.request import UNFOLLOWABLE, FinishReason, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.engine.sequence import Sequence
 from moe_lora.engine.text.grammars import MAX_PROBLEM_CHARS, grammar_tokenizer, matcher_of
 from moe_lora.engine.text.text import load_tokenizer
 
 from .logit_edits import EditedSequence, Mask, bits_of
+
+Take: TypeAlias = Callable[[Sequence, int, None], TokenOutput]
 
 NUM_COMPILED = 64
 """Compiled grammars that are kept."""
@@ -26,8 +29,14 @@ MAX_COMPILED_CHARS = 1 << 20
 """Of their texts: a large grammar takes tens of megabytes."""
 NUM_THREADS = 2
 SLOW_S = 0.005
-"""The step does not wait for a mask that takes longer."""
+"""The step does not wait for a mask that takes more of a processor."""
+SOON_S = 0.0005
+"""A step waits so long for masks of rows with perhaps one possible token, which then need no step."""
 BITS = 32
+
+
+Threads: TypeAlias = tuple[ThreadPoolExecutor, ThreadPoolExecutor]
+"""For quick masks and for slow masks."""
 
 
 class Follower:
@@ -76,7 +85,7 @@ class GrammarSequence(EditedSequence):
 
     _is_held = _is_slow = False
 
-    def follow(self, follower: Follower, threads: ThreadPoolExecutor, wake: Callable[[], None]) -> None:
+    def follow(self, follower: Follower, threads: Threads, wake: Callable[[], None]) -> None:
         """Start to compute the first mask.  wake: called after a slow mask, from a thread."""
         self._follower, self._threads, self._wake = follower, threads, wake
         self._is_slow = True  # as the first mask may be
@@ -100,20 +109,35 @@ class GrammarSequence(EditedSequence):
             self._submit((token,), None)
         return reason
 
-    def _submit(self, tokens: Seq[int], before: Future[Mask] | None) -> None:
-        asked_s = time.monotonic()
+    def only_token(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> int | None:
+        """The next token if its mask, once there in a moment, allows a single one."""
+        try:
+            self._next.result(max(0.0, self._asked_s + SOON_S - time.monotonic()))
+        except Exception:  # late, or failed: the step's draw handles both
+            return None
+        words = self._mask(vocab_size, eos_token_ids).words
+        (places,) = words.nonzero()
+        if len(places) != 1 or (bits := int(words[places[0]])) & (bits - 1):
+            return None
+        return BITS * int(places[0]) + bits.bit_length() - 1
 
+    def _submit(self, tokens: Seq[int], before: Future[Mask] | None) -> None:
         def advance() -> Mask:
             if before is not None:
                 before.exception()  # began earlier: no wait for a thread
-            return self._follower.advance(tokens)
+            began_s = time.thread_time()
+            try:
+                return self._follower.advance(tokens)
+            finally:
+                self._is_slow = time.thread_time() - began_s > SLOW_S
+
+        was_slow, self._asked_s = self._is_slow, time.monotonic()
 
         def note(done: Future[Mask]) -> None:
-            was_slow, self._is_slow = self._is_slow, time.monotonic() - asked_s > SLOW_S
             if was_slow:
                 self._wake()
 
-        self._next = self._threads.submit(advance)
+        self._next = self._threads[was_slow].submit(advance)
         self._next.add_done_callback(note)
 
     def _mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask:
@@ -135,7 +159,10 @@ class Grammars:
 
     def __init__(self, info: ModelInfo, wake: Callable[[], None]) -> None:
         self._info, self._wake = info, wake
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar-masks")
+        self._threads: Threads = (
+            ThreadPoolExecutor(NUM_THREADS, "grammar-masks"),
+            ThreadPoolExecutor(NUM_THREADS, "slow-grammar-masks"),
+        )
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
@@ -164,6 +191,22 @@ class Grammars:
         follower = Follower(matcher, sorted(ends), info.eos_token_ids, info.vocab_size)
         made.follow(follower, self._threads, self._wake)
         return made
+
+    def only_tokens(self, running: Iterable[Sequence], take: Take) -> list[TokenOutput]:
+        """Take tokens without an alternative, before the step that computes them together with the next.
+
+        Requests with reports of each token's step are left out.
+        """
+        gains = []
+        for sequence in [one for one in running if isinstance(one, GrammarSequence)]:
+            has_report = sequence.record is not None or sequence.request.sampling.logprobs is not None
+            if sequence.held or has_report or sequence.tokens[-1] < 0 or sequence.num_uncomputed != 1:
+                continue
+            while (token := sequence.only_token(self._info.vocab_size, self._info.eos_token_ids)) is not None:
+                gains.append(take(sequence, token, None))
+                if gains[-1].finish_reason is not None:
+                    break
+        return gains
 
     def _compile(self, grammar: str) -> LLMatcher:
         return matcher_of(grammar, self._tokenizer)

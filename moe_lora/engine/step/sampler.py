@@ -7,7 +7,7 @@ Legend: S sequences that sample, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
@@ -19,13 +19,16 @@ import torch
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenLogprobs
+from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenLogprobs, TokenOutput
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from .grammar_masks import Grammars
 
+OnlyTokens: TypeAlias = Callable[
+    [Iterable[Sequence], Callable[[Sequence, int, None], TokenOutput]], list[TokenOutput]
+]
 LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], None]
 
 
@@ -106,15 +109,19 @@ def schedules_ahead(
 class Sampler:
     """Draws the tokens of one engine.
 
-    seed: source of seeds for requests without a seed.  ahead: the engine launches a step before reading the
+    seed: source of seeds for requests without a seed.  jumps: tokens without an alternative are taken
+    without a draw.  ahead: the engine launches a step before reading the
     tokens of the step before.  edit: changes logits before a draw.  on_change: called from another thread
-    when a waiting request may start.
+    when a waiting request may start.  only_tokens: see `Grammars`; None without a grammar, and on CUDA,
+    where steps of one token a row are captured as graphs.
     """
 
-    def __init__(self, info: ModelInfo, seed: int, *, ahead: bool) -> None:
+    def __init__(self, info: ModelInfo, seed: int, *, ahead: bool, jumps: bool = False) -> None:
         self.ahead = ahead
+        self._jumps = jumps
         self.edit: LogitEdit = forbid_ends
         self.on_change: Callable[[], None] = lambda: None
+        self.only_tokens: OnlyTokens | None = None
         self._info = info
         self._seeds = torch.Generator().manual_seed(seed)
 
@@ -151,7 +158,10 @@ class Sampler:
         """Made for the first request with a grammar."""
         from .grammar_masks import Grammars
 
-        return Grammars(self._info, self.on_change)
+        made = Grammars(self._info, self.on_change)
+        if self._jumps:
+            self.only_tokens = made.only_tokens
+        return made
 
 
 def sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -101,6 +101,41 @@ def test_the_loop_wakes_after_a_slow_mask(monkeypatch):
     assert len(tokens) == 4
 
 
+@pytest.mark.parametrize("pattern", ["[ab](xyz|xyw)[0-9]", "yes|no", "[a-d]{9}", "(ab){40}"])
+def test_tokens_without_an_alternative_need_no_step(core, monkeypatch, pattern):
+    """A report of each token's step, here log probabilities, asks for all steps."""
+    monkeypatch.setattr(grammar_masks, "SOON_S", PATIENCE_S)
+    found = []
+    for fields in ({"logprobs": 0}, {}):
+        answers: dict[str, list[int]] = {}
+        before = core.stats().num_steps
+        core.add_request(ask("within", grammar=regex_grammar(pattern), max_tokens=20, **fields))
+        core.add_request(ask("upper", temperature=0.0, max_tokens=3))
+        step(core, answers)
+        found.append((answers, core.stats().num_steps - before))
+    [(expected, all_steps), (answers, steps)] = found
+    assert answers == expected
+    assert steps < all_steps
+    if pattern == "(ab){40}":  # the prompt's step, and those of the other request
+        assert steps <= 4 + core.sampler.ahead
+    assert core.stats().num_running == 0
+
+
+def test_tokens_without_an_alternative_equal_those_of_steps_beside_adapters_and_preemption():
+    """Chunks of several tokens follow a jump; the arena is too small for all."""
+    sampling = [
+        ask("", grammar=regex_grammar("([ab]xyz){9}[0-9]{3}"), seed=seed, max_tokens=60, **fields).sampling
+        for seed in range(6)
+        for fields in ({}, {"logprobs": 0})
+    ]
+    small = {"eager": True, "num_threads": 1, "dtype": "float32", "arena_mb": 1, "max_model_len": 128}
+    with LLM(str(DEMO / "model"), adapters={"upper": str(DEMO / "adapters" / "upper")}, **small) as llm:
+        adapters = [None, None, "upper", "upper"] * 3
+        found = [one.token_ids for one in llm.generate(["hello"] * 12, adapters, sampling)]
+    assert found[::2] == found[1::2]
+    assert all(len(one) == 40 for one in found)
+
+
 def test_a_grammar_that_compiles_for_long_stops_no_mask(core):
     answers: dict[str, list[int]] = {}
     held, going = threading.Event(), threading.Event()
