@@ -5,10 +5,14 @@ Two are plain C++. The third has torch's headers and serves the torch that it wa
 none (an isolated build), or it can't be built, its operations run in Python.
 """
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from types import MethodType
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 try:
     import torch.version
@@ -57,4 +61,23 @@ if sys.platform == "linux":  # futexes and memfds
         )
     )
 
-setup(ext_modules=extensions)
+
+class ParallelBuild(build_ext):
+    """Compiles the files of all libraries, one on each processor at a time."""
+
+    def build_extensions(self):
+        compile_files = type(self.compiler).compile
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+        def compile_each(compiler, sources, *args, **options):
+            def compile_one(source):
+                return compile_files(compiler, [source], *args, **options)
+
+            return [name for names in pool.map(compile_one, sources) for name in names]
+
+        self.compiler.compile = MethodType(compile_each, self.compiler)
+        with ThreadPoolExecutor(processors) as pool:
+            super().build_extensions()
+
+
+setup(ext_modules=extensions, cmdclass={"build_ext": ParallelBuild})
