@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 TRACE ?= demo/trace.csv
 DEMO_ARGS ?=
 AOT_ARGS ?=
+OLD_AOT_ARGS ?= --few
 TEST_TIME := .cache/test_time
 TEST_LOG := .cache/test_log
 
@@ -62,7 +63,8 @@ results-check: venv
 kernels-aot: venv
 	$(BIN)/python -m bench.gpu.aot.aot $(AOT_ARGS)
 
-# The same with an older Triton, in an environment of its own over this one's packages: 200 MB are downloaded.
+# With an older Triton each kernel with each dtype and required instruction (OLD_AOT_ARGS= : as kernels-aot), in
+# an environment of its own over this one's packages: 200 MB are downloaded.
 OLD_TRITON := 3.6.0
 OLD_VENV := .cache/triton-$(OLD_TRITON)
 kernels-aot-3.6: venv
@@ -70,7 +72,7 @@ kernels-aot-3.6: venv
 	    $(BIN)/python -c "import torch; print(torch.__path__[0].removesuffix('/torch'))" \
 	        > $$(echo $(OLD_VENV)/lib/python*/site-packages)/packages.pth && \
 	    $(OLD_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps triton==$(OLD_TRITON); }
-	$(OLD_VENV)/bin/python -m bench.gpu.aot.aot $(AOT_ARGS)
+	$(OLD_VENV)/bin/python -m bench.gpu.aot.aot $(OLD_AOT_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench.gpu.aot.aot`: compile every kernel of every table for sm_90a, without a GPU.
 
-Every kernel with every dtype, design and size of its constants at least once; `--all` compiles every launch:
-each configuration with rows on and off multiples of 16 bytes, adding and overwriting, in bf16 for sites of
-one, two and three modules, in further dtypes for sites of two.
+Every kernel with every dtype, design and size of its constants at least once.  `--few`: every kernel with
+every dtype and required instruction.  `--all`: every launch, that is each configuration with rows on and off
+multiples of 16 bytes, adding and overwriting, in bf16 for sites of one, two and three modules, in further
+dtypes for sites of two.
 Prints each result and its bytes in flight.  Exit status 1 if SGMV lost wgmma, its 16-byte copies, TMA or a
 buffer, or for spills and exceeded SM limits.
 """
@@ -143,11 +144,12 @@ def table_builds() -> list[Build]:
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
 
 
-def deciding(builds: list[Build]) -> list[Build]:
-    """A few builds that cover each kernel, dtype, constant value, operand kind and required instruction, but
-    not all pairs.
+def deciding(builds: list[Build], *, constants: bool = True) -> list[Build]:
+    """A few builds that cover each kernel, dtype and required instruction, but not all pairs.
+
+    constants: cover each constant value and operand kind too.
     """
-    left = [(build, _traits(build)) for build in builds]
+    left = [(build, _traits(build, constants)) for build in builds]
     missing = set[tuple[Any, ...]]().union(*(traits for _, traits in left))
     found = []
     while missing:
@@ -157,9 +159,11 @@ def deciding(builds: list[Build]) -> list[Build]:
     return found
 
 
-def _traits(build: Build) -> set[tuple[Any, ...]]:
-    operands = {(i, one) for i, one in enumerate(build.operands) if isinstance(one, Pointer)}
-    traits = {*build.meta.items(), *operands, ("required", build.required)}
+def _traits(build: Build, constants: bool) -> set[tuple[Any, ...]]:
+    traits: set[tuple[Any, ...]] = {("required", build.required)}
+    if constants:
+        traits |= {(i, one) for i, one in enumerate(build.operands) if isinstance(one, Pointer)}
+        traits |= set(build.meta.items())
     return {(build.module, build.kernel, build.dtype, *trait) for trait in traits}
 
 
@@ -313,7 +317,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=2, help="compilations at a time (default 2)")
-    parser.add_argument("--all", action="store_true", help="compile all that is launched, some minutes")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--all", action="store_true", help="compile all that is launched, some minutes")
+    which.add_argument(
+        "--few", action="store_true", help="each kernel with each dtype and required instruction"
+    )
     parser.add_argument(
         "--cache", metavar="FOLDER", help="leave what is compiled there, to be TRITON_CACHE_DIR beside a GPU"
     )
@@ -323,7 +331,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.cache:
         os.environ["TRITON_CACHE_DIR"] = arguments.cache
-    builds = table_builds() if arguments.all else deciding(table_builds())
+    builds = table_builds()
+    if not arguments.all:
+        builds = deciding(builds, constants=not arguments.few)
     if arguments.space:
         kernel, table = arguments.space, configs.load_table(configs.FALLBACK)
         split_of_default = table.config("vector_shrink", "bf16", "decode", 0, 0)["split_k"]

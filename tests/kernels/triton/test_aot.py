@@ -132,6 +132,15 @@ def test_deciding_builds_have_every_constant_of_every_kernel_and_dtype(builds):
     assert len(few) < len(builds) / 2
 
 
+def test_few_builds_have_every_kernel_with_every_dtype_and_required_instruction(builds):
+    def met(some):
+        return {(b.kernel, b.dtype, b.required) for b in some}
+
+    few = aot.deciding(builds, constants=False)
+    assert met(few) == met(builds)
+    assert len(few) < len(aot.deciding(builds)) / 2
+
+
 def test_every_kernel_of_the_tables_is_built(builds):
     assert {build.kernel for build in builds} >= {
         *configs.KERNEL_NAMES,
