@@ -246,7 +246,13 @@ class ModelShape:
 
     def num_layers_with(self, site: Site) -> int:
         """Number of layers with the site."""
-        return sum(self.has_site(layer, site.name) for layer in range(self.num_layers))
+        return self._layers_by_site.get(site.name, 0)
+
+    @cached_property
+    def _layers_by_site(self) -> dict[str, int]:
+        """Number of layers with each site."""
+        layers = range(self.num_layers)
+        return {name: sum(self.has_site(layer, name) for layer in layers) for name in self._site_names}
 
     @cached_property
     def _site_names(self) -> frozenset[str]:

@@ -24,6 +24,7 @@ from moe_lora.workload.popularity.named import long_tail, production_ranks, shif
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.traces.traces import FORMATS, read_trace
 from tests.families import make_checkpoint
+from tests.provision.plan.conftest import shares_computed_once  # noqa: F401  (the fixture)
 
 ROOT = Path(__file__).parents[2]
 
