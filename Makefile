@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles a module at its first import; most of 18,000 modules have none.
+INSTALL := install --quiet --disable-pip-version-check --no-compile
 TRACE ?= demo/trace.csv
 DEMO_ARGS ?=
 AOT_ARGS ?=
@@ -18,9 +20,9 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc/* moe_lora/*/*/csrc/*)
 	@echo "Installing into $(VENV): downloads torch and builds C++ libraries, which takes some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=74.1" wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[test]"
+	$(BIN)/pip $(INSTALL) --upgrade pip "setuptools>=74.1" wheel
+	$(BIN)/pip $(INSTALL) "$(TORCH)"
+	PYTHONWARNINGS=ignore $(BIN)/pip $(INSTALL) --no-build-isolation --editable ".[test]"
 	touch $@
 
 demo: venv
@@ -71,7 +73,7 @@ kernels-aot-3.6: venv
 	test -d $$(echo $(OLD_VENV)/lib/python*/site-packages)/triton-$(OLD_TRITON).dist-info || { $(PYTHON) -m venv $(OLD_VENV) && \
 	    $(BIN)/python -c "import torch; print(torch.__path__[0].removesuffix('/torch'))" \
 	        > $$(echo $(OLD_VENV)/lib/python*/site-packages)/packages.pth && \
-	    $(OLD_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps triton==$(OLD_TRITON); }
+	    $(OLD_VENV)/bin/pip $(INSTALL) --no-deps triton==$(OLD_TRITON); }
 	$(OLD_VENV)/bin/python -m bench.gpu.aot.aot $(OLD_AOT_ARGS)
 
 format: venv
