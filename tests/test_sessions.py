@@ -12,8 +12,18 @@ from bench.house.language import Session, sessions
 from bench.pages.sessions import alike, differences, rewritten
 
 ROOT = Path(__file__).parents[1]
-SLOW = {"cluster.md", "limits.md", "lora_server.md", "migration.md", "provisioning.md"}
-"""Pages that take over 10 s of a processor, and whose behaviour other tests of the default run hold."""
+SLOW = {
+    "adapters.md",
+    "cluster.md",
+    "limits.md",
+    "lora_server.md",
+    "migration.md",
+    "provisioning.md",
+    "quantised.md",
+    "registry.md",
+    "troubleshooting.md",
+}
+"""Pages that take over 5 s of a processor, and whose behaviour other tests of the default run hold."""
 PAGES = [
     pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else ())
     for page in sorted({one.page for one in sessions(ROOT)})

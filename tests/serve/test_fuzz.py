@@ -26,7 +26,7 @@ FOLDER = tempfile.TemporaryDirectory()
 REGISTRY = ServedRegistry(Registry(FOLDER.name), BASE)
 APP = app_of(scripted(TOKENIZER), TOKENIZER, registry=REGISTRY)
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
-LIMITED = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITED = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 scalars = st.one_of(
     st.none(),
