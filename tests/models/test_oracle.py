@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.families import ALL_FAMILIES, make_adapter, make_checkpoint
-from tests.oracle import greedy_reference, reference_logits
+from tests.oracle import reference_logits
 
 from .harness import Harness
 
-NUM_TOKENS = 64
 MAX_LOGIT_DIFFERENCE = 1e-4
 LENGTHS = (1, 7, 40, 3, 18, 11, 26)
 SLOTS = (-1, 0, 1, 2, 3, -1, 0)  # base rows and adapters of ranks 4, 8, 16, 64 in one batch
@@ -60,21 +59,6 @@ def test_chunked_prefill_beside_decodes_gives_the_same_logits(family, served):
         for i, logits in zip(members, harness.step(batch, num_padding=2), strict=True):
             found[i].append(logits)
     assert_logits(model, slots, prompts, [torch.cat(parts) for parts in found])
-
-
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_greedy_continuation_of_a_mixed_batch_equals_peft(family, served):
-    model, prompts = served(family), make_prompts()
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(1)).tolist()
-    found = Harness(model.model_dir, model.adapters).greedy(
-        [prompts[i] for i in order], [SLOTS[i] for i in order], NUM_TOKENS
-    )
-    for i, tokens in zip(order, found, strict=True):
-        expected = greedy_reference(
-            model.model_dir, adapter_of(model, SLOTS[i]), [prompts[i]], NUM_TOKENS, [tokens]
-        )
-        expected.check_margins()
-        assert tuple(tokens) == expected.tokens[0], (SLOTS[i], len(prompts[i]))
 
 
 MEDIAN_BF16_ERROR = 0.03

@@ -22,6 +22,23 @@ ALWAYS = 1 << 20
 both_divisions = pytest.mark.parametrize("ranks", [EP, TP], ids=["expert_parallel", "tensor_parallel"])
 
 
+def both_faults(*slow: tuple[str, str]) -> pytest.MarkDecorator:
+    """Each division with a fault before and after the step; slow: pairs of the slow run."""
+    cells = [(ranks, when) for ranks in (EP, TP) for when in ("before_step", "after_step")]
+    return pytest.mark.parametrize(
+        ("ranks", "when"),
+        [
+            pytest.param(
+                ranks,
+                when,
+                marks=pytest.mark.slow if (*ranks, when) in slow else (),
+                id=f"{next(iter(ranks))}-{when}",
+            )
+            for ranks, when in cells
+        ],
+    )
+
+
 @pytest.fixture
 def faulty(monkeypatch):
     """Builds an engine with followers of these faults."""
@@ -62,8 +79,7 @@ def expected(right, *names):
 OTHERS = ("reverse", "double", "base")
 
 
-@pytest.mark.parametrize("when", ["before_step", "after_step"])
-@both_divisions
+@both_faults(("expert_parallel", "after_step"), ("tensor_parallel", "before_step"))
 def test_step_that_raises_on_a_follower_ends_only_its_adapter(faulty, right, ranks, when):
     core = faulty({when: ALWAYS}, **ranks)
     found = drive(core, *bad_among_others())
@@ -77,11 +93,10 @@ def test_step_that_raises_on_a_follower_ends_only_its_adapter(faulty, right, ran
     assert again["last"][0] == right["base"]
 
 
-@pytest.mark.parametrize("when", ["before_step", "after_step"])
 @pytest.mark.parametrize(
     "generates", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["captured", "generated"]
 )
-@both_divisions
+@both_faults(("expert_parallel", "before_step"), ("tensor_parallel", "after_step"))
 def test_compiled_step_that_raises_on_a_follower_ends_only_its_adapter(
     faulty, right, ranks, when, generates, tmp_path, monkeypatch
 ):
