@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that the product starts as `python -m moe_lora...`, forked from one that has torch loaded.
+"""Processes of modules of the product and of its tests, forked from one that has torch loaded.
 
 Importing torch takes a process more than a second, forking takes milliseconds.  What runs is the module that
-the product names, with its options, descriptors and environment; parent, session, command line and exit
+the command names, with its options, descriptors and environment; parent, session, command line and exit
 status are those of a process that was started anew.
 """
 
@@ -89,8 +89,8 @@ class _AwaitedChild:
         return code
 
 
-def _is_of_the_product(args: Sequence[str]) -> bool:
-    return list(args[:2]) == [sys.executable, "-m"] and args[2].startswith("moe_lora.")
+def _is_forked(args: Sequence[str]) -> bool:
+    return list(args[:2]) == [sys.executable, "-m"] and args[2].startswith(("moe_lora.", "tests."))
 
 
 class Forks:
@@ -111,8 +111,8 @@ class Forks:
         stderr: Any = None,
         start_new_session: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Stands in for subprocess.Popen; forks what is a module of the product."""
-        if not _is_of_the_product(args):
+        """Stands in for subprocess.Popen; forks what is a module of the product or of its tests."""
+        if not _is_forked(args):
             return subprocess.Popen(
                 args,
                 pass_fds=pass_fds,
@@ -141,7 +141,7 @@ class Forks:
 
     async def start_awaited(self, *args: str, **options: Any) -> Any:
         """Stands in for asyncio.create_subprocess_exec; who starts anything else gets that."""
-        if not _is_of_the_product(args):
+        if not _is_forked(args):
             return await _START_AWAITED(*args, **options)
         return _AwaitedChild(self.start(args, **options))
 
