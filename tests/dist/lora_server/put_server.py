@@ -102,10 +102,11 @@ def put_server(model_dir: Path, layout: str, *, seed: int = 0, **settings: Any) 
             **{"memory_gb": 0.01, **settings},
         )
         config = EngineConfig(model_dir=str(model_dir), dtype="float32", lora_server=server, **engine)
-        spawn, pipes, processes = multiprocessing.get_context("spawn"), [], []
+        context, pipes, processes = multiprocessing.get_context("forkserver"), [], []
+        context.set_forkserver_preload([__name__])
         for number in range(Layout.parse(layout).num_ranks):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(config, number, folder, seed, there), daemon=True)
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(config, number, folder, seed, there), daemon=True)
             process.start()
             pipes.append(here)
             processes.append(process)
