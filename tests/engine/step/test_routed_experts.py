@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_lora.engine.step.routed_experts import ExpertRecord
 from moe_lora.engine.step.sampler import HostCopy
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import make_prompts
 from tests.oracle import reference_experts
 
@@ -51,7 +53,8 @@ def test_tokens_have_the_experts_of_transformers(family, way, served):  # noqa: 
         settings["kv_cache_gb"] = smallest_kv_gb(model)
     num_tokens = 40 if way == "few_pages" else 4
     plain, noted = (replace(one, max_tokens=num_tokens) for one in (PLAIN, NOTED))
-    with LLM(model.model_dir, adapters=adapters, dtype="float32", **settings) as llm:
+    graphs = nullcontext() if settings["eager"] else captured_graphs()
+    with graphs, LLM(model.model_dir, adapters=adapters, dtype="float32", **settings) as llm:
         expected = llm.generate(prompts, names, plain)  # their blocks are in the prefix cache
         before = llm.stats().num_preemptions
         sampling = [plain if number == 1 else noted for number in range(len(prompts))]
