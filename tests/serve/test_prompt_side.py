@@ -50,7 +50,7 @@ def demo(tmp_path_factory):
     log = tmp_path_factory.mktemp("fp32") / "log"
     settings = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
     with (
-        demo_server(log, *settings, anew=True) as server,
+        demo_server(log, *settings) as server,
         Served.at(server.url, "demo", "upper", max_model_len=256, vocab_size=128) as served,
     ):
         yield served

@@ -470,13 +470,13 @@ def test_a_batch_goes_on_after_the_server_was_killed(tmp_path):
         "front_end.batch_concurrency=2",
     )
     bodies = [{"model": "upper", "prompt": "hello=", "temperature": 0} for _ in range(60)]
-    with demo_server(tmp_path / "log1", *options, anew=True) as server:
+    with demo_server(tmp_path / "log1", *options) as server:
         client = client_of(server.url)
         batch = create(client, lines_of(*bodies))
         wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3, "results")
         server.process.kill()
         server.process.wait()
-    with demo_server(tmp_path / "log2", *options, anew=True) as server:
+    with demo_server(tmp_path / "log2", *options) as server:
         client = client_of(server.url)
         online = client.completions.create(model="reverse", prompt="abc=", temperature=0)
         assert online.choices[0].text == "cba"
