@@ -18,7 +18,7 @@ from .errors import user_errors
 from .options import WholeNumbers, setting_options
 
 if TYPE_CHECKING:
-    from moe_lora.provision.performance.operating_points import OperatingPoint, PointLoad, RateRun, SloGoal
+    from moe_lora.provision.operating_points import OperatingPoint, PointLoad, RateRun, SloGoal
 
 _OVERLOAD_TTFTS = 3.0
 """A run is stopped once a request has waited this many times the SLO's TTFT."""
@@ -88,12 +88,7 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
 
 def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Search every rank; the file's content."""
-    from moe_lora.provision.performance.operating_points import (
-        PointLoad,
-        SloGoal,
-        find_operating_point,
-        points_content,
-    )
+    from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point, points_content
     from moe_lora.report.results import environment
 
     slo = SloGoal(ttft_s=options["slo_ttft_s"], tpot_s=options["slo_tpot_s"])
@@ -129,7 +124,7 @@ def _runs(
         return
 
     from moe_lora.profiling.step_times import OverloadError, engine_with_adapters, serve_open_loop
-    from moe_lora.provision.performance.operating_points import judge, overload
+    from moe_lora.provision.operating_points import judge, overload
 
     click.echo(f"rank {rank}: building an engine and loading {load.num_adapters} adapters", err=True)
     names = [f"rank{rank}-{index}" for index in range(load.num_adapters)]
@@ -156,8 +151,8 @@ def _runs(
 def _simulation(
     rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
 ) -> Callable[[float, int], RateRun]:
-    from moe_lora.provision.performance.operating_points import simulated_run
-    from moe_lora.provision.performance.performance_models import read_step_model
+    from moe_lora.provision.operating_points import simulated_run
+    from moe_lora.provision.performance_models import read_step_model
 
     model = read_step_model(options["performance_file"], kernel=options["lora_kernel"])
     limits = {name: options[name] for name in ("max_num_seqs", "max_num_batched_tokens")}

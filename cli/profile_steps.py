@@ -127,7 +127,7 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run the batches on an engine per kernel; the file's content."""
     from moe_lora.config import PERFORMANCE_FORMS
     from moe_lora.profiling.step_times import StepClock
-    from moe_lora.provision.performance.performance_models import (
+    from moe_lora.provision.performance_models import (
         adapter_names,
         batches_to_time,
         file_content,
@@ -261,7 +261,7 @@ def summary_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> EngineConfig:
-    from moe_lora.provision.performance.performance_models import MAX_PROMPT_TOKENS
+    from moe_lora.provision.performance_models import MAX_PROMPT_TOKENS
 
     largest = max(options["batches"])
     return EngineConfig(

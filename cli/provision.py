@@ -96,12 +96,12 @@ def provision(**options: Any) -> None:
     """
     from moe_lora.core.errors import SloError
     from moe_lora.provision.plan.compared import checked_plan
-    from moe_lora.provision.plan.plan_text import plan_lines
     from moe_lora.provision.plan.verify import NUM_REQUESTS
     from moe_lora.report.results import check_targets
     from moe_lora.workload.traces.traces import read_trace
 
     from .provision_inputs import model_dir_of, plan_inputs
+    from .provision_result import plan_lines, verified
 
     check_targets(out=options["out"], report=options["report"])
     trace = read_trace(options["trace"], options["format"], limit=NUM_REQUESTS)
@@ -112,8 +112,6 @@ def provision(**options: Any) -> None:
         raise click.ClickException(f"no plan holds this load: {error}") from error
     content, lines, missed = asdict(plan), plan_lines(plan), ""
     if options["verify"]:
-        from .provision_verify import verified
-
         found, shown, missed = verified(inputs, plan, trace)
         content |= found
         lines += shown
@@ -139,8 +137,9 @@ def provision(**options: Any) -> None:
 
 
 def _write_yaml(options: dict[str, Any], plan: Any, model_dir: str | None) -> None:
-    from moe_lora.provision.plan.plan_text import PLACEHOLDER_DIR, plan_yaml
     from moe_lora.report.results import write_text
+
+    from .provision_result import PLACEHOLDER_DIR, plan_yaml
 
     asked = {name: options[name] for name in QUANTISATION if options[name] not in (None, False, "checkpoint")}
     write_text(options["out"], plan_yaml(plan, model_dir, engine=asked))

@@ -12,13 +12,8 @@ from bench.harness.random_model import write_adapter, write_model
 from moe_lora.cli.profile_steps import measured_models
 from moe_lora.core.processes import usable_cores
 from moe_lora.policies.routing.model_routing import CostModel
-from moe_lora.provision.performance.operating_points import (
-    PointLoad,
-    SloGoal,
-    find_operating_point,
-    simulated_run,
-)
-from moe_lora.provision.performance.performance_models import read_step_model
+from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point, simulated_run
+from moe_lora.provision.performance_models import read_step_model
 from moe_lora.report.results import write_json
 from moe_lora.timing.step_model import Row, StepModel
 from moe_lora.workload.popularity.named import LORA_RANKS

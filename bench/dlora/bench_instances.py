@@ -35,7 +35,7 @@ from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfi
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
 from moe_lora.dist.launch.local import local_instances
-from moe_lora.provision.performance.performance_models import FORMAT
+from moe_lora.provision.performance_models import FORMAT
 from moe_lora.workload.replay_plan import TurnRequest
 
 from .dlora_plan import LORA_RANK, PAPER, Work, names, requests

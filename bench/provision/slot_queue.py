@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lora.workload.popularity.popularity import (
+from moe_lora.provision.admission.iar import (
     Probabilities,
     checked_capacity,
     checked_global_batch,

@@ -17,8 +17,8 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.host_workers.profile import read_host_times
-from moe_lora.provision.performance.operating_points import read_operating_points
-from moe_lora.provision.performance.performance_models import read_step_model
+from moe_lora.provision.operating_points import read_operating_points
+from moe_lora.provision.performance_models import read_step_model
 from tests.dist.cluster.fleet_parts import cluster_config
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moe_lora.cli import provision_verify
+from moe_lora.cli import provision_result
 from moe_lora.cli.main import main
 from moe_lora.cli.options import FORMATS as OPTION_FORMATS
 from moe_lora.config.cluster import read_cluster
@@ -274,9 +274,9 @@ def test_plan_that_misses_its_check_says_so_first_and_is_not_written(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Checked by another trace than it was made for: eight times the answers.
-    written, verified = tmp_path / "plan.yaml", provision_verify.verified
+    written, verified = tmp_path / "plan.yaml", provision_result.verified
     longer = read_trace(write_trace(tmp_path / "longer.jsonl", [{"output_tokens": 1600} for _ in range(100)]))
-    monkeypatch.setattr(provision_verify, "verified", lambda inputs, plan, _: verified(inputs, plan, longer))
+    monkeypatch.setattr(provision_result, "verified", lambda inputs, plan, _: verified(inputs, plan, longer))
     words = ("--adapters", "512", "--zipf", "0.6", "--request-rate", "20", "--verify")
     result = run(trace, *words, "--out", str(written))
     assert result.exit_code == 1, result.output
@@ -338,9 +338,9 @@ def test_interrupt_of_the_second_simulator_leaves_plan_and_check(
 def test_interrupt_of_the_check_leaves_the_plan_and_no_file(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replayed, "replays", interrupted)
+    monkeypatch.setattr(provision_result, "replays", interrupted)
     out = tmp_path / "plan.yaml"
-    # The search replays by its own name.
+    # The search calls its own name.
     result = run(trace, "--adapters", "64", "--verify", "--out", str(out))
     assert result.exit_code == 1
     first, second, *_ = result.output.splitlines()

@@ -17,7 +17,7 @@ from moe_lora.dist.cluster.controller.placement_controller import PlacementContr
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.policies.routing.routers import PhiRouting
-from moe_lora.provision.performance.performance_models import FORMAT
+from moe_lora.provision.performance_models import FORMAT
 from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 

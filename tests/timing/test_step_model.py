@@ -118,8 +118,8 @@ def test_bad_models_are_refused(changes: dict[str, object], words: str) -> None:
 
 def test_needs_no_torch() -> None:
     program = (
-        "import sys, moe_lora.timing.step_model, moe_lora.provision.performance.performance_models\n"
-        "import moe_lora.provision.performance.operating_points\n"
+        "import sys, moe_lora.timing.step_model, moe_lora.provision.performance_models\n"
+        "import moe_lora.provision.operating_points\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness.peak import highest_rate
-from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
+from moe_lora.provision.operating_points import PointLoad, SloGoal
 from moe_lora.provision.placement.placement import PLACEMENTS, random_placement
 from moe_lora.provision.placement.placement_problem import Table
 from moe_lora.provision.replayed.running import SimRequest

@@ -21,7 +21,7 @@ import numpy as np
 from moe_lora.policies.routing.demand import DemandForecast
 from moe_lora.policies.routing.model_routing import CostModel
 from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
-from moe_lora.provision.performance.operating_points import (
+from moe_lora.provision.operating_points import (
     PointLoad,
     RateRun,
     SloGoal,

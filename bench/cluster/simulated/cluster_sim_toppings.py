@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_lora.policies.routing.routing import Instance, RoutedView, Router
-from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
+from moe_lora.provision.operating_points import PointLoad, SloGoal
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.replayed.system import System
 from moe_lora.provision.replayed.system import simulate as run_system

@@ -16,7 +16,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 from scipy.special import expit, logit
 
-from moe_lora.workload.popularity.popularity import (
+from moe_lora.provision.admission.iar import (
     Probabilities,
     checked_capacity,
     checked_global_batch,

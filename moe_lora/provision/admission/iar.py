@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
@@ -18,13 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import dawsn, gammainc, ive
-
-from moe_lora.workload.popularity.popularity import (
-    Probabilities,
-    checked_capacity,
-    checked_global_batch,
-    checked_probabilities,
-)
 
 OUTSIDE = 1e-13
 NEGLIGIBLE = 37.0  # skips points with a characteristic function below exp(-37)
@@ -335,3 +328,41 @@ def expected_active(popularity: Probabilities, global_batch: float) -> float:
 
 def _model(popularity: Probabilities, global_batch: float) -> AdmissibilityModel:
     return AdmissibilityModel(checked_probabilities(popularity), checked_global_batch(global_batch))
+
+
+SUM_TOLERANCE = 1e-6
+Probabilities = Sequence[float] | np.ndarray
+
+
+def checked_probabilities(popularity: Probabilities) -> np.ndarray:
+    """The probability of each adapter, [N], scaled to sum 1 within a millionth.
+
+    Raises ValueError for no adapter, negative or infinite values, and another sum.
+    """
+    probabilities = np.asarray(popularity, dtype=float)
+    if probabilities.ndim != 1 or not len(probabilities):
+        raise ValueError(f"popularity has shape {probabilities.shape}; give one probability per adapter")
+    bad = np.flatnonzero(~(np.isfinite(probabilities) & (probabilities >= 0)))
+    if len(bad):
+        raise ValueError(
+            f"popularity[{bad[0]}]={probabilities[bad[0]]} is not a probability; give finite numbers >= 0"
+        )
+    total = float(probabilities.sum())
+    if not math.isclose(total, 1.0, rel_tol=SUM_TOLERANCE):
+        raise ValueError(f"popularity sums to {total:.9g}, not 1; divide each value by the sum of all")
+    return probabilities / total
+
+
+def checked_global_batch(global_batch: float) -> float:
+    """Mean requests in service over all instances.  Raises ValueError unless finite and > 0."""
+    real = isinstance(global_batch, numbers.Real) and not isinstance(global_batch, bool)
+    if not (real and math.isfinite(global_batch) and global_batch > 0):
+        raise ValueError(f"global_batch={global_batch!r} is not allowed; give requests in service, > 0")
+    return float(global_batch)
+
+
+def checked_capacity(capacity: int) -> int:
+    """Adapter slots.  Raises ValueError unless an integer >= 1."""
+    if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or capacity < 1:
+        raise ValueError(f"capacity={capacity!r} is not allowed; give a whole number of adapters, 1 or more")
+    return int(capacity)

@@ -11,9 +11,8 @@ from moe_lora.core.errors import SloError
 from moe_lora.core.partition import Layout, Partition, communication_metrics, uniform_routing
 from moe_lora.provision.admission.admitted import rates_at
 from moe_lora.provision.admission.corrected import corrected_wait
-from moe_lora.provision.admission.iar import expected_active
+from moe_lora.provision.admission.iar import checked_probabilities, expected_active
 from moe_lora.provision.lower_bound import LowerBound
-from moe_lora.workload.popularity.popularity import checked_probabilities
 
 from .cluster_size import MS, Cluster
 from .evidence import evidence

@@ -120,7 +120,7 @@ def test_prefix_hits_are_subtracted() -> None:
 
 
 def test_a_profile_without_peak_rates_has_no_bound_and_says_so(tmp_path: Path) -> None:
-    from moe_lora.provision.plan.plan_text import plan_lines
+    from moe_lora.cli.provision_result import plan_lines
 
     content = json.loads((Path(verify.__file__).parents[1] / "profiles" / "hopper96.json").read_text())
     del content["gpu"]["flop_per_s"], content["gpu"]["bytes_per_s"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from moe_lora.cli.provision_result import plan_lines, plan_yaml
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan import verify
@@ -15,7 +16,6 @@ from moe_lora.provision.plan.checked import place_of, planned_rate
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.plan_text import plan_lines, plan_yaml
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays
 
 from .plans import zipf

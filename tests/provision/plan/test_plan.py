@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_lora.cli.provision_result import plan_lines, plan_yaml
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError, SloError
@@ -23,7 +24,6 @@ from moe_lora.provision.admission.iar import expected_active, immediate_admissib
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
 from moe_lora.provision.plan.plan import make_plan
-from moe_lora.provision.plan.plan_text import plan_lines, plan_yaml
 from moe_lora.workload.popularity.popularity import Popularity
 
 from .plans import inputs, planned, zipf

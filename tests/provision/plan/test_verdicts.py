@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.cli.provision_verify import _missed, _verdict_lines
+from moe_lora.cli.provision_result import _missed, _verdict_lines
 from moe_lora.provision.plan.verify import OTHER_DRAWS, Replay, Tolerance, Verdict, holds, verdicts
 
 from .plans import inputs

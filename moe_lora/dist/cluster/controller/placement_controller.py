@@ -19,7 +19,7 @@ from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing.demand import DemandForecast, DemandMeter
 from moe_lora.policies.routing.routers import PhiRouting
-from moe_lora.provision.performance.operating_points import read_operating_points
+from moe_lora.provision.operating_points import read_operating_points
 from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_and_preload
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import placement_quality

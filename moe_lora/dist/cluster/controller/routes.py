@@ -119,7 +119,7 @@ def _cost_model(cluster: ClusterConfig) -> CostModel | None:
         return None
     from moe_lora.dist.host_workers.profile import routed_host_start
     from moe_lora.policies.routing.model_routing import CostModel
-    from moe_lora.provision.performance.performance_models import read_step_model
+    from moe_lora.provision.performance_models import read_step_model
 
     host = None
     if cluster.lora_server is None:  # its workers, and sites left to instances, are unknown here

@@ -23,7 +23,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.launch.local import local_instances, local_lora_server
 from moe_lora.policies.routing.model_routing import ShortestPendingTime
 from moe_lora.policies.routing.routers import PhiRouting
-from moe_lora.provision.performance.performance_models import FORMAT
+from moe_lora.provision.performance_models import FORMAT
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 from tests.dist.cluster.test_migration import CONFIG, DEMO
 

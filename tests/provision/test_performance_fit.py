@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora.config import PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
-from moe_lora.provision.performance.performance_models import (
+from moe_lora.provision.performance_models import (
     MeasuredStep,
     adapter_names,
     batches_to_time,

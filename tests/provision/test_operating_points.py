@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.provision.performance.operating_points import (
+from moe_lora.provision.operating_points import (
     OperatingPoint,
     PointLoad,
     RateRun,

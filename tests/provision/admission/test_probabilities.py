@@ -6,11 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_lora.workload.popularity.popularity import (
-    checked_capacity,
-    checked_global_batch,
-    checked_probabilities,
-)
+from moe_lora.provision.admission.iar import checked_capacity, checked_global_batch, checked_probabilities
 
 
 def test_a_sum_off_by_less_than_a_millionth_is_scaled_to_one() -> None:

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Performance models of a machine, and operating points."""
