@@ -156,7 +156,7 @@ def add(
 
     A name that is there gets a new version, unless the files are those of its current one.
     """
-    from moe_lora.adapters.registry.publish import register_adapter
+    from moe_lora.adapters.registry.register import register_adapter
     from moe_lora.adapters.registry.registry import Registry
 
     folders = [folder for path in paths for folder in adapter_folders(path)]

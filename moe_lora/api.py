@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from moe_lora.adapters.registry.publish import register_adapter
+from moe_lora.adapters.registry.register import register_adapter
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import GenerationError
 from moe_lora.core.request import SamplingParams

@@ -19,8 +19,8 @@ from typing import Any
 
 from moe_lora.assemble import serve_controller, serve_front_end
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.dist.cluster.failover import Attempt, ResumableRequest
 from moe_lora.dist.cluster.migration import RequestMover
+from moe_lora.dist.cluster.resumable_request import Attempt, ResumableRequest
 from moe_lora.dist.launch.cluster_file import on_sockets
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.engine.core import EngineCore

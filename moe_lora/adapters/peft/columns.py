@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of an adapter that scale or shift output columns: DoRA's magnitudes, and biases of lora_B.
 
-The column term of a module belongs to the pair beside it in the file.  Torch-free; `column_values` computes.
+The column term of a module belongs to the pair beside it in the file.  Torch-free; `base_weights` computes.
 Source: peft, tuners/lora/dora.py and tuners/lora/layer.py (read at 0.21.2).
 """
 

@@ -208,7 +208,7 @@ def _pack(
 
         tensors = with_changes(matched, tensors, base_dir, where, dtype)
     if matched.columns:
-        from .column_values import with_columns
+        from .base_weights import with_columns
 
         tensors = with_columns(matched.columns, tensors, where)
     num_entries = num_table_entries(shape, len(matched.layers), bool(matched.columns))

@@ -26,8 +26,8 @@ from moe_lora.core.errors import EngineDeadError, MoeLoraError, MoveError
 from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, ModelInfo, MoveStats
 from moe_lora.engine.client.messages import HeldRequest, KvSent, KvWindow, Move
 
-from .failover import Attempt, ResumableRequest
 from .instances import Instance, InstanceRegistry
+from .resumable_request import Attempt, ResumableRequest
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from moe_lora.core.request import (
 from moe_lora.policies.routing.routing import listeners
 
 from .adapter_calls import ask_live
-from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters, merge_stats
+from .resumable_request import MAX_RESENDS, Attempt, ResumableRequest
 from .suspects import Trial
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from cli.main import main
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import num_table_entries, shard_layer
-from moe_lora.adapters.peft.column_values import norms
+from moe_lora.adapters.peft.base_weights import norms
 from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.adapters.peft.file_check import bad_adapters
 from moe_lora.adapters.peft.files import WEIGHTS_FILE

@@ -13,7 +13,7 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
-from moe_lora.adapters.registry.publish import register_adapter
+from moe_lora.adapters.registry.register import register_adapter
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas

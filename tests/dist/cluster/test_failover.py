@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenOutput, token_work
-from moe_lora.dist.cluster.failover import ResumableRequest
+from moe_lora.dist.cluster.resumable_request import ResumableRequest
 
 TIMING = RequestTiming(queue_s=0.5, adapter_load_s=0.0, prefill_s=0.25, first_decode_s=0.125)
 

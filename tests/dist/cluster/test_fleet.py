@@ -22,8 +22,8 @@ from moe_lora.core.errors import (
 )
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
-from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.resumable_request import MAX_RESENDS
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import LeastOutstanding, RequestListener, RoundRobin
