@@ -242,7 +242,7 @@ class FleetAdapters:
 
     @contextmanager
     def _resolving(self, name: str, most: int) -> Iterator[None]:
-        from .resolver import resolved
+        from .resolving import resolved
 
         registry = self.instance_registry
         if name not in registry.adapters and len(resolved(registry).keys() | self._found) >= most:

@@ -38,7 +38,7 @@ from moe_lora.dist.deltas.session import (
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 from moe_lora.timing.layer_stages import share_of_layer
 
-from .host_share import HostCompute, HostShare
+from ..deltas.host_deltas import HostCompute, HostShare
 from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.adapters.sources.names import find_folder, is_below
 from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, PeerUnreachableError
-from moe_lora.dist.cluster.resolver import MAX_LOADS, MissingNames, Resolver, finder
+from moe_lora.dist.cluster.resolving import MAX_LOADS, MissingNames, Resolver, find_folder, finder, is_below
 from tests.adapters.peft_folders import peft_folder
 from tests.loopback_hub import reached_hub
 

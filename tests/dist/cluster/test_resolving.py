@@ -17,8 +17,7 @@ from moe_lora.dist.cluster import resolving
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
-from moe_lora.dist.cluster.resolver import MissingNames, Resolver
-from moe_lora.dist.cluster.resolving import MARK, ResolvingClient
+from moe_lora.dist.cluster.resolving import MARK, MissingNames, Resolver, ResolvingClient
 from moe_lora.engine.client.messages import PauseScope
 from moe_lora.policies.routing.routing import RoundRobin
 

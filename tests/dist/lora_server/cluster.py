@@ -20,8 +20,8 @@ from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.partition import Layout
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
+from moe_lora.dist.deltas.host_deltas import HostCompute
 from moe_lora.dist.lora_server.attach import LeaseClient, LoraServerClient
-from moe_lora.dist.lora_server.host_share import HostCompute
 from moe_lora.dist.lora_server.server_rank import ServerRank
 from moe_lora.lora.row_routing import Lease
 from tests.patience import PATIENCE_S

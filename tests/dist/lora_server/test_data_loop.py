@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_lora.dist.deltas.host_deltas import HostCompute
 from moe_lora.dist.deltas.session import (
     HEADER_BYTES,
     ClientSession,
@@ -21,7 +22,6 @@ from moe_lora.dist.deltas.session import (
 )
 from moe_lora.dist.lora_server import data_loop as serving
 from moe_lora.dist.lora_server.data_loop import DataLoop, ServerSession, instance_number
-from moe_lora.dist.lora_server.host_share import HostCompute
 from moe_lora.dist.transport import make_transport
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.lora.row_routing import RoutedAdapter
@@ -270,7 +270,7 @@ def test_adapter_that_the_host_can_not_compute_is_refused_and_logged_once(hosted
     if when == "computed":
         host.compute = fail
     else:
-        monkeypatch.setattr("moe_lora.dist.lora_server.host_share.OnHost", fail)
+        monkeypatch.setattr("moe_lora.dist.deltas.host_deltas.OnHost", fail)
     client, other = stage.add("one"), stage.add("other")
     stage.run()
     for _ in range(3):
