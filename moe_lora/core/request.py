@@ -14,6 +14,8 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
+OnPublish = Literal["keep", "switch"]
+"""A running answer ends with its first version, or goes on with each new version of its adapter."""
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 NO_TOKEN = -1
@@ -83,7 +85,8 @@ class SamplingParams:
     likeliest.  prompt_logprobs n: the same of prompt tokens.  prompt_logprob_token_ids: log probabilities of
     the row's tokens at each prompt token's place, from token prompt_logprob_start + 1 on; -1: of no token.
     hidden_state: the last prompt token's state after the final norm.  routed_experts: chosen experts of all
-    tokens but the last.  max_tokens None: up to the model's length limit.
+    tokens but the last.  on_publish: at a new version of the adapter during the answer.  max_tokens None: up
+    to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
@@ -112,6 +115,7 @@ class SamplingParams:
     prompt_logprob_start: int = 0
     hidden_state: bool = False
     routed_experts: bool = False
+    on_publish: OnPublish = "keep"
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -129,6 +133,7 @@ class SamplingParams:
             self._check(name, value is None or isinstance(value, int), "a whole number")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", 0 <= self.min_tokens <= limit, "between 0 and max_tokens")
+        self._check("on_publish", self.on_publish in ("keep", "switch"), "keep or switch")
         self._check("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         self._check("top_k", self.top_k >= 0, ">= 0 (0 considers all tokens)")
         self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
@@ -535,3 +540,11 @@ def token_work(request: GenerateRequest, max_model_len: int) -> int:
     room = max(0, max_model_len - num_prompt)
     limit = request.sampling.max_tokens
     return num_prompt + (room if limit is None else min(limit, room))
+
+
+def add_run(runs: list[tuple[int, int]], version: int, num_tokens: int) -> None:
+    """Add an answer's tokens to its runs of (version, number of tokens)."""
+    if runs and runs[-1][0] == version:
+        num_tokens += runs.pop()[1]
+    if num_tokens:
+        runs.append((version, num_tokens))

@@ -42,7 +42,7 @@ from .arena_size import (
 from .core import EngineCore
 
 if TYPE_CHECKING:
-    from moe_lora.engine.moving.kv_transfer import KvTransfer
+    from moe_lora.engine.moving.moves import RequestMoves
 
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class _Build:
             )
             sampler = Sampler(info, config.seed, ahead=is_ahead, jumps=rank.device.type == "cpu")
             core = EngineCore(info, scheduler, runner, manager, transfers, sampler)
-            core.attach_moves(partial(_kv_transfer, config, rank))
+            core.attach_moves(partial(_moves, config, rank))
             core.rank = rank
             if runner.merged is not None:
                 from moe_lora.engine.merging.merging import make_merging
@@ -226,13 +226,13 @@ def _host_free(config: EngineConfig) -> int:
     return free_bytes(torch.device("cpu")) // (config.num_instances * config.num_ranks)
 
 
-def _kv_transfer(config: EngineConfig, rank: Rank) -> KvTransfer:
-    """Both ends of KV moves.  Several ranks, and recurrent layers, move requests by their tokens."""
-    from moe_lora.engine.moving.kv_transfer import KvTransfer
+def _moves(config: EngineConfig, rank: Rank, *parts: Any) -> RequestMoves:
+    """Several ranks, and recurrent layers, move requests by their tokens."""
+    from moe_lora.engine.moving.moves import make_moves
 
     moves_kv = config.num_ranks == 1 and rank.shape.delta is None
     transport = partial(instance_transport, config, f"{config.instance}-kv") if moves_kv else None
-    return KvTransfer(rank.arena, rank.layout, transport)
+    return make_moves(rank, transport, *parts)
 
 
 def model_info(config: EngineConfig, rank: Rank, num_kv_blocks: int) -> ModelInfo:

@@ -40,7 +40,6 @@ from .sequence import Sequence, check_request
 
 if TYPE_CHECKING:
     from moe_lora.engine.merging.merging import Merging
-    from moe_lora.engine.moving.kv_transfer import KvTransfer
     from moe_lora.engine.moving.moves import RequestMoves
     from moe_lora.engine.ranks.rank import Rank
 
@@ -89,7 +88,7 @@ class EngineCore:
         self._under_way: StepUnderWay | None = None
         self._notes: StepNotes | None = None
         self._sequences: dict[str, Sequence] = {}
-        self._make_kv: Callable[[], KvTransfer] | None = None
+        self._make_moves: Callable[..., RequestMoves] | None = None
         self._moves: RequestMoves | None = None
         self.rank: Rank
         """Of this process, for a sleep; set by `build_engine`."""
@@ -112,10 +111,8 @@ class EngineCore:
     def moves(self) -> RequestMoves:
         """Created for the first moving request, or at the first call about moves."""
         if self._moves is None:
-            from moe_lora.engine.moving.moves import RequestMoves
-
-            assert self._make_kv is not None, "attach_moves comes first"
-            self._moves = RequestMoves(self._sequences, self._scheduler, self._clock, self._make_kv())
+            assert self._make_moves is not None, "attach_moves comes first"
+            self._moves = self._make_moves(self._sequences, self._scheduler, self._clock)
         return self._moves
 
     @property
@@ -157,9 +154,9 @@ class EngineCore:
         """Let `merging` choose the merged adapter before each step."""
         self._merging = merging
 
-    def attach_moves(self, make_kv: Callable[[], KvTransfer]) -> None:
-        """Let requests move between instances.  make_kv: called for the first request that moves."""
-        self._make_kv = make_kv
+    def attach_moves(self, make_moves: Callable[..., RequestMoves]) -> None:
+        """Let requests move between instances.  make_moves: called for the first request that moves."""
+        self._make_moves = make_moves
 
     def attach_notes(self, notes: StepNotes) -> None:
         """Note adapters before loads and steps from now on, for diagnosis after this process's death."""
@@ -438,9 +435,18 @@ class EngineCore:
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
-        """Serve an adapter from now on (see `AdapterManager.add`)."""
+        """Serve an adapter from now on (see `AdapterManager.add`), also in running requests that switch."""
         self._hear_failures()
         adapter = self._adapters.add(packed, path, replace=replace, version=version)
+        switching = [
+            one
+            for one in self._sequences.values()
+            if one.request.adapter == adapter.name and one.request.sampling.on_publish == "switch"
+        ]
+        if switching:
+            from .switching import switch
+
+            switch(switching, adapter, self._scheduler, self._adapters)
         self._transfers.send()
         logger.info(
             "adapter %s version %d: rank %d, %d bytes",

@@ -29,6 +29,7 @@ from moe_lora.core.request import (
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
+    add_run,
 )
 from moe_lora.engine.client.client import LoopClient
 from moe_lora.engine.client.messages import Stop
@@ -68,6 +69,7 @@ class Completion:
     prompt_logprobs: of each prompt token; None for the first.  hidden_state: [H] fp32, of the prompt's last
     token, after the final norm.  prompt_id_logprobs: [rows, ids] fp32, of `prompt_logprob_token_ids`.
     routed_experts: [tokens of prompt and answer - 1, layers with experts, experts of a token] int16.
+    adapter_versions: (version, number of tokens) of the answer, in order; one without `on_publish="switch"`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -81,6 +83,7 @@ class Completion:
     hidden_state: torch.Tensor | None = None
     prompt_id_logprobs: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    adapter_versions: tuple[tuple[int, int], ...] = ()
 
 
 class Answer:
@@ -95,6 +98,7 @@ class Answer:
         self._cached = 0
         self._prompt: PromptReport | None = None
         self._experts = bytearray()
+        self._versions: list[tuple[int, int]] = []
         self.finish_reason: FinishReason | None = None
         self.problem: str | None = None
 
@@ -118,6 +122,8 @@ class Answer:
                 delta = TextDelta(delta.text, len(output.token_ids))
         self._tokens += output.token_ids[: delta.num_tokens]
         self._logprobs += (output.logprobs or ())[: delta.num_tokens]
+        if output.adapter_version is not None:
+            add_run(self._versions, output.adapter_version, len(output.token_ids[: delta.num_tokens]))
         text = delta.text
         self.finish_reason = output.finish_reason if delta.stop is None else "stop"
         if self.finish_reason is not None and delta.stop is None and self._stream is not None:
@@ -148,6 +154,7 @@ class Answer:
             hidden_state=None if prompt.hidden is None else _tensor(prompt.hidden),
             prompt_id_logprobs=scores,
             routed_experts=self._routed_experts(prompt),
+            adapter_versions=tuple(self._versions),
         )
 
     def _routed_experts(self, prompt: PromptReport) -> torch.Tensor | None:

@@ -218,6 +218,15 @@ class Scheduler(Generic[Sequence]):
         while self.running:
             self._preempt(self.running[-1])
 
+    def restart(self, sequence: Sequence) -> None:
+        """Put back a running or loading sequence.  The adapter of a waiting sequence may change then."""
+        self._told = []
+        if sequence in self.running:
+            self._preempt(sequence)
+        elif sequence in self.loading:
+            self.loading.remove(sequence)
+            self._put_back(sequence)
+
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
         """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence
         waits with all holds.

@@ -113,7 +113,7 @@ def test_first_request_that_comes_held_is_announced_and_changes_no_tokens(core):
 
 
 def test_first_move_that_can_not_begin_leaves_no_request(core):
-    def no_memory():
+    def no_memory(*parts):
         raise MemoryError("no window for KV")
 
     core.attach_moves(no_memory)

@@ -45,11 +45,11 @@ class Stream:
         gated: bool = False,
         **fields: Any,
     ) -> None:
-        grammar = fields.pop("grammar", None)
+        sampling = {name: fields.pop(name) for name in ("grammar", "on_publish") if name in fields}
         self.request = GenerateRequest(
             request_id=name,
             prompt_token_ids=(1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55),
-            sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, grammar=grammar),
+            sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **sampling),
             adapter=adapter,
             tenant=tenant,
             **fields,

@@ -120,7 +120,7 @@ class ResumableRequest:
     _timing: RequestTiming | None = None
 
     def continued(self, adapter_content: str | None = None) -> GenerateRequest:
-        """The request for another instance, with the answer so far.
+        """The request for another instance, with the answer so far; of any version if the answer switches.
 
         adapter_content: hash of the answer's version; None: unknown.
         """
@@ -129,13 +129,15 @@ class ResumableRequest:
         request_id = f"{self.request.request_id}~{self.epoch}"
         if not self.delivered:
             return replace(self.request, request_id=request_id)
-        return replace(
-            self.request,
-            request_id=request_id,
-            adapter_version=self.adapter_version,
-            adapter_content=adapter_content,
-            generated=tuple(self.delivered),
-        )
+        rest = replace(self.request, request_id=request_id, generated=tuple(self.delivered))
+        if self.switches:
+            return rest
+        return replace(rest, adapter_version=self.adapter_version, adapter_content=adapter_content)
+
+    @property
+    def switches(self) -> bool:
+        """True if the rest may be of another version."""
+        return self.request.sampling.on_publish == "switch"
 
     def lose(self, now_s: float) -> None:
         """The instance ended.  Without a delivered token, the time there counts as queueing."""

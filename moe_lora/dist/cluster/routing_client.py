@@ -265,7 +265,8 @@ class FleetClient:
         version = self._instance_registry.version(adapter)
         # During a load of a new version, only engines with the answer's version can continue the answer.
         replaced = version is not None and begun is not None and version > begun
-        if adapter is not None and (version is None or (resumable.delivered and replaced)):
+        must_end = resumable.delivered and replaced and not resumable.switches
+        if adapter is not None and (version is None or must_end):
             raise EngineDeadError(
                 f"{where}, and adapter {adapter!r} was {'unloaded' if version is None else 'replaced'} "
                 "meanwhile, so that the answer can't go on with the version it began with"

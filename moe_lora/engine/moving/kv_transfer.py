@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_lora.cache.orders import Namespace
 from moe_lora.cache.pages import BlockTable
 from moe_lora.core.errors import MoveError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
@@ -43,11 +44,12 @@ class Incoming:
 @dataclass(eq=False)
 class Outgoing:
     """KV put into a peer's window: num_tokens in these pages of that table; pages from first_page on were
-    put last.
+    put last.  adapter: uid of the version that computed the KV.
     """
 
     descriptor: bytes
     window: RemoteWindow
+    adapter: Namespace
     table: BlockTable | None = None
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -153,7 +155,7 @@ class KvTransfer:
             self._transport.detach(outgoing.window)
             outgoing = None
         if outgoing is None:
-            outgoing = Outgoing(descriptor, self._transport.attach(descriptor))
+            outgoing = Outgoing(descriptor, self._transport.attach(descriptor), sequence.adapter_uid)
         try:
             self._put(outgoing, sequence)
         except BaseException:  # a lost window must not fail later moves
@@ -162,6 +164,8 @@ class KvTransfer:
         return outgoing
 
     def _put(self, outgoing: Outgoing, sequence: Sequence) -> None:
+        if outgoing.adapter != sequence.adapter_uid:
+            raise MoveError("a new version of the adapter was published during the move")
         size, page_bytes = self.block_size, self._layout.page_bytes
         table, num_tokens = sequence.table, sequence.num_computed
         if not sequence.held:

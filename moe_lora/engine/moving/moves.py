@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.request import TokenOutput
@@ -13,6 +14,10 @@ from moe_lora.engine.sequence import Sequence
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .kv_transfer import KvTransfer, Outgoing
+
+if TYPE_CHECKING:
+    from moe_lora.dist.transport.contract import Transport
+    from moe_lora.engine.ranks.rank import Rank
 
 
 class RequestMoves:
@@ -145,6 +150,17 @@ class RequestMoves:
         if sequence is None:
             raise _not_here(request_id)
         return sequence
+
+
+def make_moves(
+    rank: Rank,
+    open_transport: Callable[[], Transport] | None,
+    sequences: Mapping[str, Sequence],
+    scheduler: Scheduler[Sequence],
+    clock: Clock,
+) -> RequestMoves:
+    """Moves of an engine with this first rank.  open_transport: see `KvTransfer`."""
+    return RequestMoves(sequences, scheduler, clock, KvTransfer(rank.arena, rank.layout, open_transport))
 
 
 def _not_here(request_id: str) -> ValueError:

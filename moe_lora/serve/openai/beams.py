@@ -41,6 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         _OFF,
     ),
     "repetition_penalty": (None, 1),
+    "on_publish": (None, "keep"),
 }
 """Fields without a meaning in a search, and their unused values."""
 

@@ -59,9 +59,9 @@ class BatchFormat(ChatFormat):
         self.text = forms[0].text
         self._forms = forms
 
-    def show_experts(self, experts_of: Callable[[int], object]) -> None:
+    def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
         for form in self._forms:
-            form.show_experts(experts_of)
+            form.show_at_end(name, value_of)
 
     def beside(self, index: int) -> dict[str, Any]:
         return {}

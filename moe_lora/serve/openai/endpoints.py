@@ -60,8 +60,8 @@ class ChoiceFormat:
     collect: Callable[[Generation], Coroutine[Any, Any, list[Delta]]] | None = None
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
-    experts_of: Callable[[int], object] | None = None
-    """The encoded experts of a finished choice; None: not in the answer."""
+    at_end: Mapping[str, Callable[[int], object]] = {}
+    """Further fields of a choice's end, from its index."""
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""
@@ -115,8 +115,8 @@ class ChoiceFormat:
         }
         if delta.finish_reason is not None:
             choice["stop_reason"], choice["matched_stop"] = delta.stop_reason, delta.matched_stop
-            if self.experts_of is not None:
-                choice["routed_experts"] = self.experts_of(delta.index)
+            for name, value_of in self.at_end.items():
+                choice[name] = value_of(delta.index)
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
         if logprobs and logprobs[0].processed is not None:
@@ -127,9 +127,9 @@ class ChoiceFormat:
             choice["adapter_version"] = delta.adapter_version
         return choice
 
-    def show_experts(self, experts_of: Callable[[int], object]) -> None:
-        """Show the experts at the end of each choice."""
-        self.experts_of = experts_of
+    def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
+        """Show the field at the end of each choice.  value_of: from its index."""
+        self.at_end = {**self.at_end, name: value_of}
 
     def token_text(self, token_id: int) -> str:
         """The token alone as text; "token_id:7" without a tokenizer."""
@@ -362,9 +362,9 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         from moe_lora.serve.composing import composed
 
         adapter, caller, source = await composed(frontend, model, body.lora, caller)
-    is_rare = body.max_tokens == 0 or body.use_beam_search or prepared.sampling.routed_experts
-    has_metrics = frontend.config.per_request_metrics
-    generation = (_rare_generation(prepared, form, frontend) if is_rare or has_metrics else Generation)(
+    is_rare = body.max_tokens == 0 or body.use_beam_search or frontend.config.per_request_metrics
+    is_rare = is_rare or prepared.sampling.routed_experts or prepared.sampling.on_publish == "switch"
+    generation = (_rare_generation(prepared, form, frontend) if is_rare else Generation)(
         frontend=frontend,
         client=client_of(request.scope),
         caller=caller,
@@ -448,7 +448,7 @@ async def answer_chat(frontend: Frontend, body: ChatRequest, request: Request) -
 
 
 def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend) -> Callable[..., Generation]:
-    """An answer by beam search, without tokens, with metrics of the request, or with experts."""
+    """A beam search, an answer without tokens, metrics of the request, versions of tokens, experts."""
     body, make = prepared.body, Generation
     if body.use_beam_search:
         from .beams import BeamGeneration
@@ -459,11 +459,16 @@ def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend)
         from .prompt_side import PromptOnly as make
     elif frontend.config.per_request_metrics:
         from .request_metrics import MeasuredGeneration as make
+    found: Callable[..., Generation] = make
+    if prepared.sampling.on_publish == "switch":
+        from .adapter_versions import with_versions
+
+        found = partial(with_versions, make, form)
     if not prepared.sampling.routed_experts:
-        return make
+        return found
     from .routed_experts import with_experts
 
-    return partial(with_experts, make, form)
+    return partial(with_experts, found, form)
 
 
 def chat_format(body: ChatRequest, frontend: Frontend, parsers: AnswerParsers | None) -> ChatFormat:

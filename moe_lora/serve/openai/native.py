@@ -49,7 +49,7 @@ _SAMPLING = frozenset(
     | {"frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema", "regex", "ebnf"}
 )
 """Fields of sampling_params with the same name in a completion."""
-_OUTER = frozenset({"priority", "require_reasoning", "return_routed_experts", "stream"})
+_OUTER = frozenset({"on_publish", "priority", "require_reasoning", "return_routed_experts", "stream"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
     "logprob_start_len": (None, -1),
@@ -162,8 +162,8 @@ class NativeFormat(CompletionFormat):
             "completion_tokens": usage["completion_tokens"],
             "weight_version": "default" if version is None else str(version),
         }
-        if reason is not None and self.experts_of is not None:
-            about["routed_experts"] = self.experts_of(delta.index)
+        if reason is not None:
+            about |= {name: value_of(delta.index) for name, value_of in self.at_end.items()}
         if self._counts is not None:
             about["reasoning_tokens"] = self._counts[delta.index].add(delta.token_ids)
         if delta.logprobs is not None:

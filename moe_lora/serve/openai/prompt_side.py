@@ -281,8 +281,8 @@ class PromptChat(ChatFormat):
         self._prepared = prepared
         self._echoed: set[int] = set()
 
-    def show_experts(self, experts_of: Callable[[int], object]) -> None:
-        self._form.show_experts(experts_of)
+    def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
+        self._form.show_at_end(name, value_of)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._form.opening(index)

@@ -119,7 +119,7 @@ MAX_BAD_WORDS = 1024
 SAMPLING_FIELDS = {
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "prompt_logprobs"),
-    "processed_logprobs",
+    *("processed_logprobs", "on_publish"),
 }
 PROMPT_FIELDS = frozenset({"echo", "prompt_logprobs", "truncate_prompt_tokens"})
 
@@ -224,6 +224,7 @@ class SamplingFields(StructuredFields):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
+    on_publish: Literal["keep", "switch"] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .preparing import Prepared, Preparer
 
-_INTERNAL = ("bad_word_ids", "grammar", "hidden_state", "routed_experts", "thinking")
+_INTERNAL = ("bad_word_ids", "grammar", "hidden_state", "on_publish", "routed_experts", "thinking")
 _NO_RENDERING = ("background", "enable_response_messages")
 _ECHOED = "echo is not supported for a rendered prompt; leave echo out"
 
@@ -114,6 +114,8 @@ class Endpoints:
             common["lora"] = [one.model_dump() for one in body.lora]
         if body.return_routed_experts is not None:
             common["return_routed_experts"] = body.return_routed_experts
+        if body.on_publish is not None:
+            common["on_publish"] = body.on_publish
         shown = [
             {
                 "request_id": f"{body.id_prefix}{name}" + (f"-{number}" if num_prompts > 1 else ""),

@@ -94,5 +94,5 @@ def with_experts(make: Callable[..., Generation], form: ChoiceFormat, **given: A
     generation = make(**given)
     source = generation.source = ExpertSource(generation, is_bare=form.has_bare_experts)
     generation.deltas = source.deltas  # type: ignore[method-assign]
-    form.show_experts(source.encoded.__getitem__)
+    form.show_at_end("routed_experts", source.encoded.__getitem__)
     return generation

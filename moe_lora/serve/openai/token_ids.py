@@ -238,10 +238,10 @@ class TokensFormat(ChatFormat):
         elif self._mode == "tokens" and not prepared.sampling.stop:
             self.text = None
 
-    def show_experts(self, experts_of: Callable[[int], object]) -> None:
-        super().show_experts(experts_of)
+    def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
+        super().show_at_end(name, value_of)
         if self._message is not None:
-            self._message.show_experts(experts_of)
+            self._message.show_at_end(name, value_of)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,8 +38,8 @@ def fleet_of(*engines: CountingEngine, router=None) -> FleetClient:
     return fleet_client(InstanceRegistry(engines, adapters), router or LeastOutstanding())
 
 
-def ask(name: str = "r", adapter: str | None = None, max_tokens: int = 8) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+def ask(name: str = "r", adapter: str | None = None, max_tokens: int = 8, **fields: Any) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
     return GenerateRequest(request_id=name, prompt_token_ids=(0, 1), sampling=sampling, adapter=adapter)
 
 

@@ -20,8 +20,8 @@ class SeparateChat(ChatFormat):
         self._form, self._streams = form, streams
         self._held: dict[int, str] = {}
 
-    def show_experts(self, experts_of: Callable[[int], object]) -> None:
-        self._form.show_experts(experts_of)
+    def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
+        self._form.show_at_end(name, value_of)
 
     def token_text(self, token_id: int) -> str:
         return self._form.token_text(token_id)
