@@ -174,7 +174,8 @@ class EngineLoop(threading.Thread):
         def enter() -> None:
             if self._compiling.pop(request.request_id, None):
                 grammars.compile(grammar, compiled)
-                self._handle(command, arrival_s)
+                if not self._engine.delay_asleep(command, arrival_s):
+                    self._handle(command, arrival_s)
 
         compiled.add_done_callback(lambda _: self.inbox.put(enter))
         return True

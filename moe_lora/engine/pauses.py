@@ -118,8 +118,12 @@ class Pauses:
         modes: tuple[PauseMode, ...] = ("abort", "keep") if request.generated else get_args(PauseMode)
         if _is_moved(request) or not self._covers(request, *modes):
             return False
-        self._delayed[request.request_id] = command, arrival_s
+        self.add(command, arrival_s)
         return True
+
+    def add(self, command: Generate, arrival_s: float) -> None:
+        """Delay a request, covered or not, to the next end of a pause or of a sleep."""
+        self._delayed[command.request.request_id] = command, arrival_s
 
     def forget(self, request_id: str) -> bool:
         """Drop a delayed request; False for an unknown id."""

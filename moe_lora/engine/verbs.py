@@ -19,6 +19,7 @@ from moe_lora.core.request import AdapterFacts, AdapterInfo, EngineStats, ModelI
 from moe_lora.dist.net.codec import Interface, Method, verb, verbs_of
 
 from .client.messages import (
+    Generate,
     HeldRequest,
     KvSent,
     KvWindow,
@@ -168,6 +169,14 @@ class EngineVerbs:
     def clear_cache(self) -> None:
         """Make all cached prefixes unfindable."""
         self._core.adapters.clear_history(lambda name: True)
+
+    def delay_asleep(self, command: Generate, arrival_s: float) -> bool:
+        """Delay a request from before a sleep to its end; False in an engine that is awake."""
+        if not self.sleep_orders():
+            return False
+        self.pauses = self.pauses or self._make_pauses()
+        self.pauses.add(command, arrival_s)
+        return True
 
     @verb
     def load_adapter(

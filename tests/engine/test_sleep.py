@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.core.host import resident_bytes
 from moe_lora.engine.client.messages import PauseScope
+from moe_lora.engine.step.grammar_masks import Grammars
+from moe_lora.engine.text.grammars import json_grammar
 from moe_lora.models.loader import held_weights
 from tests.models.generated_code import captured_graphs
 from tests.patience import PATIENCE_S
+from tests.serve.live_server import wait_until
 
 from .test_pauses import DEMO, REVERSE, UPPER, Stream, call, is_still, pause
 
@@ -223,6 +228,33 @@ def test_requests_that_a_pause_delays_go_on_after_the_sleep(mode, expires):
         call(llm, "wake_up", ("weights",))
         assert late.rest() == "length"
         assert late.versions == {2}
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+def test_requests_that_wait_for_a_grammar_go_on_after_the_sleep(mode, monkeypatch):
+    compiled, compile_now = threading.Event(), Grammars._compile
+
+    def compile_later(self: Grammars, grammar: str) -> LLMatcher:
+        compiled.wait(PATIENCE_S)
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_later)
+    grammar = json_grammar({"type": "array", "items": {"type": "integer"}})
+    with engine() as llm:
+        asked = Stream(llm, "asked", "policy", tokens=4, grammar=grammar)
+        sleep(llm, 1, mode)
+        compiled.set()
+        if mode == "abort":
+            assert asked.rest() == "abort"
+            return
+        wait_until(lambda: call(llm, "stats").num_waiting == 1, "the request is delayed")
+        assert is_still(llm, asked)
+        assert refuses(llm)
+        call(llm, "wake_up", ALL)
+        assert asked.rest() == "length"
+        again = Stream(llm, "again", "policy", tokens=4, grammar=grammar)
+        again.rest()
+        assert asked.tokens == again.tokens
 
 
 def test_requests_that_a_pause_delays_go_on_after_a_sleep_that_is_refused():
