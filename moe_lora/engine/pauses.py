@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import COMPOSED, GenerateRequest
 
-from .client.messages import Abort, Generate, PauseMode, PauseScope
+from .client.messages import Abort, CurrentPause, Generate, PauseMode, PauseScope
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Pause:
     scope: PauseScope
     mode: PauseMode
     timer: threading.Timer
+    end_s: float
 
 
 class Pauses:
@@ -66,6 +68,11 @@ class Pauses:
         return [pause.scope for pause in self._pauses.values()]
 
     @property
+    def current(self) -> list[CurrentPause]:
+        now_s = time.monotonic()
+        return [CurrentPause(one.scope, one.mode, one.end_s - now_s) for one in self._pauses.values()]
+
+    @property
     def num_delayed(self) -> int:
         return len(self._delayed)
 
@@ -84,7 +91,7 @@ class Pauses:
             self._pauses.pop(scope.owner).timer.cancel()
         timer = threading.Timer(timeout_s, lambda: self._put(lambda: self._expire(pause)))
         timer.daemon = True
-        pause = self._pauses[scope.owner] = Pause(scope, mode, timer)
+        pause = self._pauses[scope.owner] = Pause(scope, mode, timer, time.monotonic() + timeout_s)
         timer.start()
         if mode == "abort":
             self.abort(scope)

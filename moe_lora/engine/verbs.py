@@ -19,6 +19,7 @@ from moe_lora.core.request import AdapterFacts, AdapterInfo, EngineStats, ModelI
 from moe_lora.dist.net.codec import Interface, Method, verb, verbs_of
 
 from .client.messages import (
+    CurrentPause,
     Generate,
     HeldRequest,
     KvSent,
@@ -132,6 +133,11 @@ class EngineVerbs:
     def paused_scopes(self) -> list[PauseScope]:
         """Scopes of the current pauses."""
         return [] if self.pauses is None else self.pauses.scopes
+
+    @verb
+    def current_pauses(self) -> list[CurrentPause]:
+        """For a restarted controller."""
+        return [] if self.pauses is None else self.pauses.current
 
     @of_instances
     def abort_requests(self, scope: PauseScope) -> None:

@@ -141,9 +141,9 @@ class CatchUp:
         registry = self._instance_registry
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
-        asleep = await client.call("sleep_orders")
-        if asleep and (self._recovering or not registry.live):
-            registry.standing_orders().recover(asleep[0])
+        asleep, paused = [await client.call(verb) for verb in ("sleep_orders", "current_pauses")]
+        if (asleep or paused) and (self._recovering or not registry.live):
+            registry.standing_orders().recover(asleep, paused)
         if self._recovering:
             registry.recover(Served.of(have))
             await registry.at_rest()

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from anyio import move_on_after
 
 from moe_lora.core.errors import BusyError, EngineDeadError
-from moe_lora.engine.client.messages import PauseOrder, SleepOrder
+from moe_lora.engine.client.messages import CurrentPause, PauseOrder, SleepOrder
 
 from .instances import DIAL_IN_S
 
@@ -39,6 +39,7 @@ class StandingOrders:
         self.pauses: dict[str, PauseOrder] = {}
         self.sleep: SleepOrder | None = None
         self.elsewhere = False
+        self._knows_pauses = False
         self._changes = False
 
     @asynccontextmanager
@@ -49,10 +50,12 @@ class StandingOrders:
         Raises BusyError for a sleep or wake-up beside another.
         """
         if verb == "pause_requests":
+            self._knows_pauses = True
             scope, mode, timeout_s, *_ = args
             self.pauses[scope.owner] = PauseOrder(scope, mode, time.monotonic() + timeout_s)
             yield
         elif verb == "resume_requests":
+            self._knows_pauses = True
             [owner] = args
             self.pauses = {name: one for name, one in self.pauses.items() if owner not in (None, name)}
             yield
@@ -84,10 +87,17 @@ class StandingOrders:
         now_s = time.monotonic()
         return bool(self.sleep and self.sleep.parts) or any(one.end_s > now_s for one in self.pauses.values())
 
-    def recover(self, order: SleepOrder) -> None:
-        """Adopt the sleep of an instance, unless an order is known here."""
-        if self.sleep is None:
-            self.sleep = order
+    def recover(self, asleep: Sequence[SleepOrder], paused: Iterable[CurrentPause]) -> None:
+        """Adopt the sleep and the pauses of an instance, unless such an order came here.
+
+        A pause by an instance without the last resume lasts to its end, or to a further resume.
+        """
+        if asleep and self.sleep is None:
+            self.sleep = asleep[0]
+        if not self._knows_pauses:
+            for one in paused:
+                order = PauseOrder(one.scope, one.mode, time.monotonic() + one.left_s)
+                self.pauses.setdefault(one.scope.owner, order)
 
     async def until_given(self, name: str, incarnation: str) -> None:
         """Return once another process's controller has given its orders to an instance's process.

@@ -142,6 +142,15 @@ class PauseScope:
 
 
 @dataclass(frozen=True)
+class CurrentPause:
+    """A pause of an engine.  left_s: until its end."""
+
+    scope: PauseScope
+    mode: PauseMode
+    left_s: float
+
+
+@dataclass(frozen=True)
 class PauseOrder:
     """A pause of all instances.  end_s: of `time.monotonic`."""
 

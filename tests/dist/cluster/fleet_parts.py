@@ -17,7 +17,7 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.messages import Alias, DrainOrder, PauseScope, SleepOrder
+from moe_lora.engine.client.messages import Alias, CurrentPause, DrainOrder, PauseScope, SleepOrder
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import Router
 
@@ -161,6 +161,9 @@ class CountingEngine:
         return len(names)
 
     async def _paused_scopes(self) -> list[PauseScope]:
+        return []
+
+    async def _current_pauses(self) -> list[CurrentPause]:
         return []
 
     async def _sleep_orders(self) -> list[SleepOrder]:

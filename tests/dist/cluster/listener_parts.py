@@ -24,6 +24,7 @@ from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.client.messages import (
     Abort,
     Call,
+    CurrentPause,
     Generate,
     Heartbeat,
     Inbox,
@@ -122,6 +123,9 @@ class ScriptedLoop(threading.Thread):
         return EngineStats(num_steps=self.num_steps)
 
     def paused_scopes(self) -> list[PauseScope]:
+        return []
+
+    def current_pauses(self) -> list[CurrentPause]:
         return []
 
     def sleep_orders(self) -> list[SleepOrder]:

@@ -16,7 +16,7 @@ from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.messages import PauseOrder, PauseScope, SleepOrder, SleepPart
+from moe_lora.engine.client.messages import CurrentPause, PauseOrder, PauseScope, SleepOrder, SleepPart
 from tests.patience import PATIENCE_S
 
 from .listener_parts import caught_up
@@ -85,6 +85,8 @@ class PausedClient(CallableEngine):
     async def call(self, method: str, *args: Any, **words: Any) -> Any:
         if method == "paused_scopes":
             return [PauseScope(owner) for owner in self.paused]
+        if method == "current_pauses":
+            return [CurrentPause(PauseScope(owner), "keep", PATIENCE_S) for owner in self.paused]
         if method == "pause_requests":
             self.calls.append((args[0].owner, args[1], words["waits"]))
             self.paused.add(args[0].owner)
@@ -139,6 +141,26 @@ def test_a_resume_while_an_instance_joins_ends_its_pauses(at_live):
                 client.paused.clear()
 
     assert joined(resume) == set()
+
+
+@pytest.mark.parametrize("resumed", [(), ("a",), (None,)])
+def test_a_controller_without_orders_adopts_the_first_instances_pauses(resumed):
+    """resumed: owners of resumes here before the instances join; None: of all pauses."""
+
+    async def run() -> list[set[str]]:
+        registry = InstanceRegistry([])
+        for owner in resumed:
+            async with registry.standing_orders().recording("resume_requests", (owner,)):
+                pass
+        clients = [PausedClient(lambda client: None) for _ in range(3)]
+        clients[0].paused, clients[1].paused = {"a", "b"}, {"a", "b"}
+        for name, client in zip("xyz", clients, strict=True):
+            await join(registry, name, client)
+        return [client.paused for client in clients]
+
+    first, *_, last = asyncio.run(run())
+    assert first == {"a", "b"}
+    assert last == (set() if resumed else {"a", "b"})
 
 
 class SleepyClient(CallableEngine):
