@@ -195,7 +195,7 @@ class Grammars:
     def only_tokens(self, running: Iterable[Sequence], take: Take) -> list[TokenOutput]:
         """Take tokens without an alternative, before the step that computes them together with the next.
 
-        Requests with reports of each token's step are left out.
+        Requests with reports of tokens' steps are left out.
         """
         gains = []
         for sequence in [one for one in running if isinstance(one, GrammarSequence)]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of logits by a request's tokens and fields, and drawn tokens' log probabilities after all edits.
+"""Edits of logits by a request's tokens and fields, and drawn tokens' log probabilities after the edits.
 
-All edits change few logits of a row: ids and values come from the host, and the same operations run on every
-device.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
+Ids and values come from the host.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
 
 Legend: S sequences that sample, V vocabulary, N edited logits, P rows with the report.
 """
@@ -46,7 +45,7 @@ def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
 
 
 class EditedSequence(Sequence):
-    """A sequence with edits: the next step needs all its tokens, so a launch ahead leaves it out."""
+    """A sequence with edits: the next step needs the last token, so a launch ahead leaves the sequence out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,7 +61,7 @@ class Drawn:
         self._host_tokens = HostCopy(tokens)
         self._report: LogprobReport | None = None
         self.processed: HostCopy | None = None
-        """[S] log probabilities of the tokens after edits, temperature and truncation."""
+        """Log probabilities [S] of the tokens after edits, temperature and truncation."""
         if logprobs_RV is not None:
             rows = [row for row, num in enumerate(num_top) if num is not None]
             chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, sent(rows, tokens))
@@ -192,7 +192,7 @@ def sample(
 ) -> Drawn:
     """The next token of each sequence, and log probabilities on request.
 
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax.  Other rows take the highest
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax.  Further rows take the highest
     probability / noise (the exponential race) after temperature, top-k, top-p and min-p; the noise is of
     seed and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits
     for no device.
