@@ -24,6 +24,7 @@ from .quantised_weight import QuantisedWeight
 if TYPE_CHECKING:
     from moe_lora.lora.outer import OuterDeltas
 
+
 Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -204,6 +205,17 @@ class NormedAdd(nn.Module):
         return self.add(x, self.norm(y))
 
 
+class ScaledNormedAdd(NormedAdd):
+    """`NormedAdd` times a scale of the layer."""
+
+    def __init__(self, spec: ModelSpec, add: Add) -> None:
+        super().__init__(spec, add)
+        self.scale = parameter(1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, y) * self.scale
+
+
 class DecoderLayer(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), scale 1 in most families.
 
@@ -221,8 +233,6 @@ class DecoderLayer(nn.Module):
         self.add_attention = NormedAdd(spec, add) if spec.output_norms else add
         self.add_mlp = NormedAdd(spec, add) if spec.output_norms else add
         if spec.dense_beside:
-            from .dense_beside import ScaledNormedAdd
-
             self.add_mlp = ScaledNormedAdd(spec, add)
 
     def forward(

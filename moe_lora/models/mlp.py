@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP of a decoder layer: dense, or experts behind a gate."""
+"""The MLP of a decoder layer: dense, experts behind a gate, or both.
+
+Legend: T token rows, K chosen experts, E experts, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import ops
 
-from .linear import ExpertLinear, Fp32Linear, Fp32Vector, LoraLinear, glu
+from .linear import ExpertLinear, Fp32Linear, Fp32Vector, LoraLinear, glu, parameter
 from .quantised_weight import QuantisedWeight
 
 NO_ZERO = 1e-20
@@ -191,6 +194,41 @@ class SparseMixerMlp(MoeMlp):
         return weights_TE.gather(-1, ids_TK.clamp(min=0).long()), ids_TK, order
 
 
+class DenseBesideMlp(MoeMlp):
+    """norm(dense(norm(x))) + norm(experts(norm(x))), with experts chosen by norm(x) / sqrt(H).
+
+    The weight of a chosen expert is multiplied by the expert's scale.  x: without a norm of the layer.
+    """
+
+    def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
+        from .causal_lm import Norm
+
+        super().__init__(spec, shard)
+        hidden = spec.shape.hidden_size
+        self.shared = DenseMlp(spec, shard, "shared_")
+        self.shared_norm, self.add_shared = Norm(hidden, spec), Norm(hidden, spec)
+        self.routed_norm, self.add_routed = Norm(hidden, spec), Norm(hidden, spec)
+        self.seen_norm, self.seen_factor = Norm(hidden, spec), hidden**-0.5
+        self.expert_scale = parameter(spec.shape.num_experts)
+
+    def choose(
+        self, logits_TE: torch.Tensor, live_T: torch.Tensor, channel: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `MoeMlp.choose`."""
+        weights_TK, ids_TK, order = super().choose(logits_TE, live_T, channel)
+        return weights_TK * self.expert_scale[ids_TK.clamp(min=0).long()].float(), ids_TK, order
+
+    def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
+        shared = self.shared.summand(self.shared_norm(x), channel)
+        seen = self.seen_norm(x) * self.seen_factor
+        routed = self.summand(self.routed_norm(x), channel, live_T, seen)
+        if self.is_summed:
+            both = torch.stack([shared, routed])
+            ops.sum_over_ranks(channel, both)
+            shared, routed = both.unbind()
+        return self.add_shared(shared) + self.add_routed(routed)
+
+
 def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
     """The MLP of a layer.  spec: sizes of the shard."""
     shape = spec.shape
@@ -199,8 +237,6 @@ def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
     if not shape.num_experts:
         return DenseMlp(spec, shard)
     if spec.dense_beside:
-        from .dense_beside import DenseBesideMlp
-
         return DenseBesideMlp(spec, shard)
     if spec.gate == "sparsemixer":
         return SparseMixerMlp(spec, shard)
