@@ -305,7 +305,7 @@ def make_cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pag
     }
     if not state_pages:
         return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
-    from .step.recurrent import StateCache
+    from .step.unequal_layers import StateCache
 
     logger.info(
         "the state of each request takes %d pages (%.3g MB); prefix caching is off: a prefix of a model with "

@@ -42,7 +42,7 @@ from .arena_size import (
 from .core import EngineCore
 
 if TYPE_CHECKING:
-    from moe_lora.engine.moving.moves import RequestMoves
+    from moe_lora.engine.moving import RequestMoves
 
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ def _host_free(config: EngineConfig) -> int:
 
 def _moves(config: EngineConfig, rank: Rank, *parts: Any) -> RequestMoves:
     """Several ranks, and recurrent layers, move requests by their tokens."""
-    from moe_lora.engine.moving.moves import make_moves
+    from moe_lora.engine.moving import make_moves
 
     moves_kv = config.num_ranks == 1 and rank.shape.delta is None
     transport = partial(instance_transport, config, f"{config.instance}-kv") if moves_kv else None

@@ -40,7 +40,7 @@ from .sequence import Sequence, check_request
 
 if TYPE_CHECKING:
     from moe_lora.engine.merging.merging import Merging
-    from moe_lora.engine.moving.moves import RequestMoves
+    from moe_lora.engine.moving import RequestMoves
     from moe_lora.engine.ranks.rank import Rank
 
 

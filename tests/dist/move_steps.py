@@ -24,8 +24,7 @@ from moe_lora.dist.cluster.resumable_request import Attempt, ResumableRequest
 from moe_lora.dist.launch.cluster_file import on_sockets
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.moving.kv_transfer import KvTransfer
-from moe_lora.engine.moving.moves import RequestMoves
+from moe_lora.engine.moving import KvTransfer, RequestMoves
 
 from .cluster_jobs import free_port, until
 

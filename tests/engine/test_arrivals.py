@@ -127,7 +127,7 @@ def test_parts_that_are_off_are_not_imported():
 import sys
 from tests.engine.test_arrivals import CONFIG, add_tenant, build_engine, hold_and_resume, streams
 core = build_engine(CONFIG)
-moves = {"moe_lora.engine.moving.moves", "moe_lora.engine.moving.kv_transfer"}
+moves = {"moe_lora.engine.moving"}
 tenants = {"moe_lora.policies.admission.fairness", "moe_lora.policies.caching.arena_shares"}
 off = ("merging", "lora_server", "leases", "host_workers", "pool_store", "dist.deltas")
 streams(core)

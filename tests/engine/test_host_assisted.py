@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lora import LLM, GenerationError, SamplingParams
+from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import ConfigError, StorageError
@@ -29,7 +30,6 @@ from moe_lora.engine.adapters.adapter_store import MAX_LOADS, AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
 from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NUM_LAYERS, later

@@ -15,7 +15,7 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError
 from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.ranks.rank import check_layers
-from moe_lora.engine.step.recurrent import RecurrentContext
+from moe_lora.engine.step.unequal_layers import RecurrentContext
 from moe_lora.families import shape_of
 from tests.families import RECURRENT_FAMILIES, make_adapter, make_checkpoint
 from tests.models.conftest import served  # noqa: F401  (the fixture)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.verbs import ADAPTER_VERBS, ENGINE_INTERFACE, ENGINE_VERBS, Steps
 
 DEMO = Path(__file__).parents[2] / "demo"

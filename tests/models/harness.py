@@ -13,8 +13,7 @@ import torch
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.step.execution_context import ExecutionContext
-from moe_lora.engine.step.recurrent import RecurrentContext
-from moe_lora.engine.step.sized_heads import SizedContext
+from moe_lora.engine.step.unequal_layers import RecurrentContext, SizedContext
 from moe_lora.kernels.operands import SlotTable, StepTables, kv_layout
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing

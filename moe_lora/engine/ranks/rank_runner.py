@@ -96,12 +96,12 @@ def _step_parts(
 ) -> tuple[type[ModelRunner], ExecutionContext]:
     """The kind of runner, and the context of steps."""
     if rank.shape.global_heads is not None:
-        from moe_lora.engine.step.sized_heads import SizedContext
+        from moe_lora.engine.step.unequal_layers import SizedContext
 
         return ModelRunner, SizedContext(rank.arena, rank.layout, backend, rank.shape, exchanges)
     if rank.shape.delta is None:
         return ModelRunner, ExecutionContext(rank.arena, rank.layout, backend, exchanges)
-    from moe_lora.engine.step.recurrent import RecurrentContext, RecurrentRunner
+    from moe_lora.engine.step.unequal_layers import RecurrentContext, RecurrentRunner
 
     return RecurrentRunner, RecurrentContext(rank.arena, rank.layout, backend, rank.shape, exchanges)
 

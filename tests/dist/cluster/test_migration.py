@@ -23,6 +23,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError, MoveError, PeerGoneError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
@@ -33,8 +34,7 @@ from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Move
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.llm import InProcessClient
-from moe_lora.engine.moving.kv_transfer import KvTransfer, Outgoing
+from moe_lora.engine.moving import KvTransfer, Outgoing
 from moe_lora.policies.routing.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
 from tests.stopped_processes import stop

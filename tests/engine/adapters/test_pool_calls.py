@@ -13,13 +13,13 @@ from queue import SimpleQueue
 import pytest
 
 from demo.tasks import prompt_for
+from moe_lora.api import LLM, InProcessClient
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.core.errors import AdapterError, AdapterFailedError, AdapterNotFoundError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.launch.cluster_file import check_pool
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import PoolEntry
-from moe_lora.engine.llm import LLM, InProcessClient
 
 DEMO = Path(__file__).parents[3] / "demo"
 SETTINGS = {"dtype": "float32", "eager": True, "num_threads": 1}

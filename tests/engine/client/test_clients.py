@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness.processes import instance_processes
+from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import (
     AdapterError,
@@ -25,7 +26,6 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.llm import InProcessClient
 from tests.dist.cluster_jobs import children, until
 
 DEMO = Path(__file__).parents[3] / "demo"

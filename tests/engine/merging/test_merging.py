@@ -11,12 +11,12 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig, PoolConfig
 from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
-from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.merging import merging
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging.merging import Batching

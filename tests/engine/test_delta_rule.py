@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from moe_lora.core.attention_shapes import DeltaShape
 from moe_lora.core.errors import ConfigError
-from moe_lora.kernels.delta_rule import NORM_EPS, delta_rule
+from moe_lora.engine.step.unequal_layers import NORM_EPS, delta_rule
 
 SHAPES = [
     DeltaShape(layers=(0,), num_k_heads=j, num_v_heads=n, k_dim=k, v_dim=v, conv_width=w, is_interleaved=True)
