@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from moe_lora.workload.traces.records import Trace
 
 SEED = 1
-"""Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
+"""Of arrivals and adapters; the choice of a plan has `checked.SEEDS`."""
 _SHOWN_EVERY = 50
 """Requests."""
 _COLUMNS = (
@@ -49,7 +49,7 @@ _COLUMNS = (
 
 
 def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, Any], list[str], str]:
-    """Replays and verdicts as JSON, as lines, and in a line what was missed; "" if nothing."""
+    """Replays and verdicts as JSON, as lines, and the missed targets in a line, "" if none."""
     place, rate_per_s = place_of(plan), planned_rate(inputs, plan)
     load = planned_load(inputs, rate_per_s, trace, seed=SEED)
     try:
@@ -131,7 +131,7 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
 
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
-    """A line a target, and one for each kind of arrivals that missed it."""
+    """A line a target, and a line for each kind of arrivals with a miss."""
     lines = []
     for target in TARGETS:
         kinds = [verdict for verdict in judged if verdict.target == target.goal]
