@@ -5,8 +5,8 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+from moe_lora.cli.settings import KINDS
 from moe_lora.config.settings import settings_of
-from moe_lora.config.tables import KINDS
 
 
 def run(*words):

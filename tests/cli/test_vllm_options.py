@@ -15,12 +15,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from bench.pages.setting_tables import vllm_table, with_tables
 from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
 from moe_lora.cli.serve_settings import cluster_to_serve
 from moe_lora.cli.vllm_words import NOTES
 from moe_lora.config.optional_parts import DLoraConfig
-from moe_lora.config.tables import vllm_table, with_tables
 from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
 from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
@@ -122,7 +122,7 @@ def test_the_help_shows_the_table_and_the_usual_help_does_not():
 
 def test_the_page_has_the_tables():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "vllm_options.md").read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run: python -m moe_lora.config.tables docs/*/*.md"
+    assert with_tables(page) == page, "run: python -m bench.pages.setting_tables docs/*/*.md"
     assert all(vllm_table(heading) in page for heading in VLLM_OPTIONS)
 
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.house import interface
+from bench.pages.setting_tables import option_table, section_table, with_tables
 from moe_lora import LLM
 from moe_lora.cli.main import main
 from moe_lora.cli.options import section_options, sections_of
@@ -23,7 +24,6 @@ from moe_lora.config.cluster import SECTIONS, ClusterConfig, cluster_of, cluster
 from moe_lora.config.front_end import FrontEndPlace
 from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
 from moe_lora.config.settings import meanings, read_section, setting, settings_of
-from moe_lora.config.tables import option_table, section_table, with_tables
 from moe_lora.core.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -149,7 +149,7 @@ def test_every_setting_says_what_it_means(kind: type) -> None:
 def test_tables_of_the_docs_are_those_of_the_classes(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert "<!-- end -->" in text
-    assert with_tables(text) == text, "run: python -m moe_lora.config.tables docs/*/*.md"
+    assert with_tables(text) == text, "run: python -m bench.pages.setting_tables docs/*/*.md"
 
 
 def test_every_section_of_the_file_has_a_table() -> None:
