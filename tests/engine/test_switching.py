@@ -16,10 +16,13 @@ import torch
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig
 from moe_lora.core.request import BACKGROUND, GenerateRequest, TokenOutput
+from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.text.grammars import json_grammar
+from moe_lora.families import shape_of
+from tests.dist.lora_server.cluster import Cluster
 from tests.oracle import reference_experts, reference_logits
 
 from .publishing import check_greedy, published_at, runs_of
@@ -87,13 +90,24 @@ WAYS = {
     "two_ranks_by_experts": {"expert_parallel": 2},
     "two_ranks_by_tensors": {"tensor_parallel": 2},
     "merged": {"batching": "dlora"},
+    "host_arena": {"max_loras": 2, "host_arena_mb": 2},
+    "host_workers": {"host_workers": 1, "max_loras": 2},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_greedy_by_the_version_that_they_name(way):
     """Beside a request that keeps its version, with two publications during the answers."""
-    with engine(**WAYS[way]) as core:
+    check_two_publications(way, **WAYS[way])
+
+
+def test_beside_a_lora_server_tokens_are_greedy_by_their_version():
+    with Cluster(shape_of(read_config(MODEL))) as cluster:
+        check_two_publications("lora_server", lora_server=cluster.config)
+
+
+def check_two_publications(way: str, **settings: Any) -> None:
+    with engine(**settings) as core:
         places = {7: REVERSE, 15: ROT13} if way != "one_at_a_time" else {7: REVERSE}
         with published_at(core, "policy", places):
             found = drive(core, ask("a"), ask("kept", "keep"), ask("b", prompt_token_ids=PROMPT[:9]))
