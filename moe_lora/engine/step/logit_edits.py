@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of logits by a request's tokens and fields, and drawn tokens' log probabilities after the edits.
 
-Ids and values come from the host.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
+Ids and values come from the host.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias,
+penalties.
 
 Legend: S sequences that sample, V vocabulary, N edited logits, P rows with the report.
 """
@@ -45,7 +46,7 @@ def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
 
 
 class EditedSequence(Sequence):
-    """A sequence with edits: the next step needs the last token, so a launch ahead leaves the sequence out."""
+    """A sequence with edits: its next step needs the last token, so a launch ahead leaves it out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
