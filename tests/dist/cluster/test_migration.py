@@ -583,7 +583,7 @@ def test_windows_are_let_go_beside_a_thread_that_puts(engines):
     """It takes its request's window out while the engine's thread looks for those whose request has ended."""
     layout = engines[0].core.moves._kv._layout
     kv = KvTransfer(torch.zeros(layout.page_bytes, dtype=torch.uint8), layout, None)
-    kv._outgoing = {name: Outgoing(b"", None) for name in ("runs", "puts")}
+    kv._outgoing = {name: Outgoing(b"", None, None) for name in ("runs", "puts")}
 
     class Running:
         def __contains__(self, request_id: object) -> bool:
