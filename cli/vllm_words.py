@@ -14,10 +14,10 @@ import click
 
 from moe_lora.config.cluster import SECTIONS
 from moe_lora.config.settings import former_settings, settings_of
-from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
-from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
 from .options import VariadicCommand, expand
+from .vllm_option import ANY, MODEL, VllmOption
+from .vllm_options import VLLM_OPTIONS, by_name
 
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")

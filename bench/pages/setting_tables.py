@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.cli.settings import KINDS, default_text, rows
+from moe_lora.cli.vllm_options import VLLM_OPTIONS
 from moe_lora.config.front_end import LimitsConfig
 from moe_lora.config.settings import Setting, meanings, settings_of
-from moe_lora.config.vllm_options import VLLM_OPTIONS
 
 _OF_PAGES = {**KINDS, "limits": LimitsConfig}
 _TABLE = re.compile(r"(<!-- (settings|options|vllm): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)

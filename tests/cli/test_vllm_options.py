@@ -19,10 +19,10 @@ from bench.pages.setting_tables import vllm_table, with_tables
 from moe_lora.cli.main import main
 from moe_lora.cli.serve import serve
 from moe_lora.cli.serve_settings import cluster_to_serve
+from moe_lora.cli.vllm_option import ANY, MODEL, VllmOption
+from moe_lora.cli.vllm_options import VLLM_OPTIONS, by_name
 from moe_lora.cli.vllm_words import NOTES
 from moe_lora.config.optional_parts import DLoraConfig
-from moe_lora.config.vllm_option import ANY, MODEL, VllmOption
-from moe_lora.config.vllm_options import VLLM_OPTIONS, by_name
 
 from .test_serve import adapter, model_dir, run, served
 

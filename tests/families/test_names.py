@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.config.vllm_options import _REASONING_PARSERS, _TOOL_PARSERS
+from moe_lora.cli.vllm_options import _REASONING_PARSERS, _TOOL_PARSERS
 from moe_lora.families import _NAMES, FAMILIES
 from moe_lora.serve.openai.parsers import TOOL_FORMATS
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
@@ -23,7 +23,7 @@ SHIPPED = [
     *(path for path in (ROOT / "moe_lora").rglob("*.py") if "families" not in path.parts[len(ROOT.parts) :]),
     *(ROOT / "cli").rglob("*.py"),
 ]
-OF_FORMATS = ("config/vllm_options.py", "config/front_end.py", "serve/openai/parsers/")
+OF_FORMATS = ("cli/vllm_options.py", "config/front_end.py", "serve/openai/parsers/")
 """Files that name vLLM's formats of answers: some formats have names of families."""
 FORMATS = {*TOOL_FORMATS, *REASONING_FORMATS, *_TOOL_PARSERS, *_REASONING_PARSERS}
 BESIDE = [path for part in ("bench", "demo", "examples") for path in (ROOT / part).rglob("*.py")]

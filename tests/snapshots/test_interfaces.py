@@ -23,10 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 import moe_lora
 from moe_lora import LLM, AsyncLLM, Completion, EngineConfig, SamplingParams
 from moe_lora.cli.main import main
+from moe_lora.cli.vllm_options import VLLM_OPTIONS
 from moe_lora.config import FrontEndConfig, FrontEndPlace, LoraServerConfig, cluster
 from moe_lora.config.cluster import read_cluster
 from moe_lora.config.settings import Settings, settings_of
-from moe_lora.config.vllm_options import VLLM_OPTIONS
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.records import ServerState

@@ -3,7 +3,19 @@
 
 from __future__ import annotations
 
-from .vllm_option import ANY, MODEL, VllmOption, alias, flag, off, only, refused, same, setting, unused
+from .vllm_option import (
+    ANY,
+    MODEL,
+    VllmOption,
+    alias,
+    flag,
+    off,
+    only,
+    refused,
+    same,
+    setting,
+    unused,
+)
 
 _TENSORS = "save the model as safetensors files and give their folder"
 _CONFIG = "config.json of MODEL_DIR decides; change the file there"
