@@ -183,7 +183,7 @@ class EngineCore:
         self.tend()
         gains = self._end_failed() if self._failed else []
         if self.sampler.only_tokens is not None:
-            gains += self.sampler.only_tokens(self._scheduler.running, self._take)
+            gains += self.sampler.only_tokens(self._scheduler.running, self._take_only)
         plan = self._schedule()
         if self._failed:  # a blocking load
             gains += self._end_failed()
@@ -215,7 +215,10 @@ class EngineCore:
 
     def _account(self, plan: SequenceOf[Scheduled[Sequence]]) -> None:
         self._counters["num_steps"] += 1
-        num_tokens = sum(item.num_tokens + (item.num_tokens > 1 and item.samples) for item in plan)
+        num_tokens = 0
+        for item in plan:
+            is_prompt = item.sequence.num_computed < len(item.sequence.request.prompt_token_ids)
+            num_tokens += item.num_tokens + item.samples if is_prompt and item.num_tokens > 1 else 1
         self._counters["step_tokens"] += num_tokens
         self._step_counts[bisect_left(STEP_BUCKETS, num_tokens)] += 1
         for sequence in (item.sequence for item in plan):
@@ -501,6 +504,12 @@ class EngineCore:
             **self._counters,
             **({} if self._merging is None else self._merging.figures()),
         )
+
+    def _take_only(self, sequence: Sequence, token: int) -> TokenOutput:
+        """Take a token without an alternative."""
+        self._counters["step_tokens"] += 1
+        self._scheduler.charge(sequence)
+        return self._take(sequence, token, None)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()

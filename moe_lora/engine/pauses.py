@@ -147,7 +147,7 @@ class Pauses:
         """
         for sequence in list(self._sequences.values()):
             covered = self._covers(sequence.request, "keep")
-            if covered and not sequence.held:
+            if covered and not sequence.is_held_by_order:
                 sequence.held = True
                 self._held.add(sequence)
             elif not covered and sequence in self._held:

@@ -72,6 +72,11 @@ class Sequence:
         self.table = BlockTable(self.adapter_uid)
 
     @property
+    def is_held_by_order(self) -> bool:
+        """True in a pause that keeps requests, or a move."""
+        return self.held
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 

@@ -191,6 +191,12 @@ class Scheduler(Generic[Sequence]):
                 num_shared = min(sequence.num_computed, sequence.base_tokens or sequence.num_computed)
                 self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 
+    def charge(self, sequence: Sequence) -> None:
+        """A token of the sequence came without a draw of a step."""
+        self._num_sampled += 1
+        if self.tenants is not None:
+            self.tenants.counter.decode(sequence.tenant, sequence.share)
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate pages for a loading sequence's awaited KV; False, without pages, if there are too few."""
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())

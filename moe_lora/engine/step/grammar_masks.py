@@ -21,7 +21,7 @@ from moe_lora.engine.text.text import load_tokenizer
 
 from .logit_edits import EditedSequence, Mask, bits_of
 
-Take: TypeAlias = Callable[[Sequence, int, None], TokenOutput]
+Take: TypeAlias = Callable[[Sequence, int], TokenOutput]
 
 NUM_COMPILED = 64
 """Compiled grammars that are kept."""
@@ -31,7 +31,9 @@ NUM_THREADS = 2
 SLOW_S = 0.005
 """The step does not wait for a mask that takes more of a processor."""
 SOON_S = 0.0005
-"""A step waits so long for masks of rows with perhaps one possible token, which then need no step."""
+"""A step waits so long for a mask of perhaps one possible token, which then needs no step."""
+ALL_SOON_S = 0.002
+"""And so long for all tokens without an alternative."""
 BITS = 32
 
 
@@ -99,6 +101,10 @@ class GrammarSequence(EditedSequence):
     def held(self, held: bool) -> None:
         self._is_held = held
 
+    @property
+    def is_held_by_order(self) -> bool:
+        return self._is_held
+
     def extend(self, tokens: Seq[int]) -> None:
         super().extend(tokens)
         self._submit(tokens, self._next)
@@ -115,29 +121,34 @@ class GrammarSequence(EditedSequence):
             self._next.result(max(0.0, self._asked_s + SOON_S - time.monotonic()))
         except Exception:  # late, or failed: the step's draw handles both
             return None
-        words = self._mask(vocab_size, eos_token_ids).words
+        words, _, problem = self._mask(vocab_size, eos_token_ids)
         (places,) = words.nonzero()
-        if len(places) != 1 or (bits := int(words[places[0]])) & (bits - 1):
+        if problem is not None or len(places) != 1 or (bits := int(words[places[0]])) & (bits - 1):
             return None
         return BITS * int(places[0]) + bits.bit_length() - 1
 
     def _submit(self, tokens: Seq[int], before: Future[Mask] | None) -> None:
+        spent_s = 0.0
+
         def advance() -> Mask:
+            nonlocal spent_s
             if before is not None:
-                before.exception()  # began earlier: no wait for a thread
+                before.exception()  # began earlier, in the same threads
             began_s = time.thread_time()
             try:
                 return self._follower.advance(tokens)
             finally:
-                self._is_slow = time.thread_time() - began_s > SLOW_S
+                spent_s = time.thread_time() - began_s
 
         was_slow, self._asked_s = self._is_slow, time.monotonic()
 
         def note(done: Future[Mask]) -> None:
-            if was_slow:
+            # The mask before may be found slow meanwhile.
+            is_awaited, self._is_slow = was_slow or self._is_slow, spent_s > SLOW_S
+            if is_awaited:
                 self._wake()
 
-        self._next = self._threads[was_slow].submit(advance)
+        self._next = self._threads[was_slow or before is not None].submit(advance)
         self._next.add_done_callback(note)
 
     def _mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask:
@@ -197,13 +208,17 @@ class Grammars:
 
         Requests with reports of tokens' steps are left out.
         """
-        gains = []
+        gains: list[TokenOutput] = []
+        end_s = time.monotonic() + ALL_SOON_S
         for sequence in [one for one in running if isinstance(one, GrammarSequence)]:
             has_report = sequence.record is not None or sequence.request.sampling.logprobs is not None
             if sequence.held or has_report or sequence.tokens[-1] < 0 or sequence.num_uncomputed != 1:
                 continue
-            while (token := sequence.only_token(self._info.vocab_size, self._info.eos_token_ids)) is not None:
-                gains.append(take(sequence, token, None))
+            while time.monotonic() < end_s:
+                token = sequence.only_token(self._info.vocab_size, self._info.eos_token_ids)
+                if token is None or token >= self._info.vocab_size:
+                    break
+                gains.append(take(sequence, token))
                 if gains[-1].finish_reason is not None:
                     break
         return gains

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .grammar_masks import Grammars
 
 OnlyTokens: TypeAlias = Callable[
-    [Iterable[Sequence], Callable[[Sequence, int, None], TokenOutput]], list[TokenOutput]
+    [Iterable[Sequence], Callable[[Sequence, int], TokenOutput]], list[TokenOutput]
 ]
 LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], None]
 

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ from moe_lora import LLM
 from moe_lora.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Rejected, Stop
+from moe_lora.engine.client.messages import (
+    Call,
+    Event,
+    Generate,
+    Inbox,
+    Outputs,
+    PauseScope,
+    Rejected,
+    Reply,
+    Stop,
+)
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 from moe_lora.engine.step import grammar_masks
@@ -101,26 +112,76 @@ def test_the_loop_wakes_after_a_slow_mask(monkeypatch):
     assert len(tokens) == 4
 
 
+@pytest.fixture
+def patient(monkeypatch) -> None:
+    """All masks come soon."""
+    for name in ("SOON_S", "ALL_SOON_S"):
+        monkeypatch.setattr(grammar_masks, name, PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("pattern", ["[ab](xyz|xyw)[0-9]", "yes|no", "[a-d]{9}", "(ab){40}"])
-def test_tokens_without_an_alternative_need_no_step(core, monkeypatch, pattern):
+def test_tokens_without_an_alternative_need_no_step(core, pattern):
     """A report of each token's step, here log probabilities, asks for all steps."""
-    monkeypatch.setattr(grammar_masks, "SOON_S", PATIENCE_S)
     found = []
     for fields in ({"logprobs": 0}, {}):
         answers: dict[str, list[int]] = {}
-        before = core.stats().num_steps
+        before, counted = core.stats().num_steps, core.stats().step_tokens
         core.add_request(ask("within", grammar=regex_grammar(pattern), max_tokens=20, **fields))
         core.add_request(ask("upper", temperature=0.0, max_tokens=3))
         step(core, answers)
-        found.append((answers, core.stats().num_steps - before))
-    [(expected, all_steps), (answers, steps)] = found
-    assert answers == expected
+        found.append((answers, core.stats().step_tokens - counted, core.stats().num_steps - before))
+    [(expected, all_counted, all_steps), (reached, counted, steps)] = found
+    assert reached == expected
+    assert abs(counted - all_counted) <= 1  # the first mask comes before the prompt's last token or after
     assert steps < all_steps
     if pattern == "(ab){40}":  # the prompt's step, and those of the other request
         assert steps <= 4 + core.sampler.ahead
     assert core.stats().num_running == 0
 
 
+@pytest.mark.usefixtures("patient")
+def test_tokens_without_a_step_count_for_their_tenant(core):
+    fields = {"grammar": regex_grammar("(ab){40}"), "max_tokens": 20}
+    for tenant, report in (("first", {"logprobs": 0}), ("second", {})):
+        core.add_request(replace(ask(tenant, **fields, **report), tenant=tenant))
+    step(core, {})
+    counters = core._scheduler.tenants.counter.counters
+    assert counters["first"] == counters["second"] > 20
+
+
+def test_a_step_waits_for_few_tokens_without_an_alternative(core, patient, monkeypatch):
+    monkeypatch.setattr(grammar_masks, "ALL_SOON_S", 0.0)
+    core.add_request(ask("within", grammar=regex_grammar("(ab){40}"), max_tokens=20))
+    step(core, {})
+    assert core.stats().num_steps >= 20
+
+
+def test_a_pause_holds_a_request_whose_slow_mask_is_computed(monkeypatch):
+    monkeypatch.setattr(grammar_masks, "Follower", Gate)
+    Gate.opened.clear()
+    inbox, paused = Inbox(), threading.Event()
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Reply):
+            paused.set()
+        elif isinstance(event, Outputs) and event.outputs[-1].finish_reason is not None:
+            inbox.put(Call(1, "pause_requests", (PauseScope(owner="trainer"), "keep", PATIENCE_S)))
+
+    core, grammar = build_engine(CONFIG), regex_grammar("[a-d]{9}")
+    core.sampler.grammars.compile(grammar).result(PATIENCE_S)  # else the request starts later
+    loop = EngineLoop(core, emit, inbox)
+    inbox.put(Generate(ask("within", grammar=grammar)))
+    inbox.put(Generate(ask("plain", max_tokens=2)))
+    loop.start()
+    assert paused.wait(PATIENCE_S)
+    assert loop._engine.pauses.held == {"within"}
+    Gate.opened.set()
+    inbox.put(Stop())
+    loop.join(PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_tokens_without_an_alternative_equal_those_of_steps_beside_adapters_and_preemption():
     """Chunks of several tokens follow a jump; the arena is too small for all."""
     sampling = [
@@ -132,6 +193,7 @@ def test_tokens_without_an_alternative_equal_those_of_steps_beside_adapters_and_
     with LLM(str(DEMO / "model"), adapters={"upper": str(DEMO / "adapters" / "upper")}, **small) as llm:
         adapters = [None, None, "upper", "upper"] * 3
         found = [one.token_ids for one in llm.generate(["hello"] * 12, adapters, sampling)]
+        assert llm.stats().num_preemptions
     assert found[::2] == found[1::2]
     assert all(len(one) == 40 for one in found)
 
@@ -224,10 +286,11 @@ def test_a_failing_compiler_rejects_its_request_alone(monkeypatch):
     assert events[-1].outputs[-1].request_id == "plain"
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("ranks", [{"tensor_parallel": 2}, {"expert_parallel": 2}], ids=str)
 def test_edits_and_grammars_of_several_ranks_are_those_of_one(ranks):
     edits = [
-        {"grammar": regex_grammar("([a-d][0-9]){5}")},
+        {"grammar": regex_grammar("([a-d]xyz[0-9]){5}")},
         {"grammar": regex_grammar("[^a-x]+"), "bad_word_ids": ((60,),)},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {40: 5.0}},
         {"allowed_token_ids": (50, 51, 52)},
