@@ -244,15 +244,10 @@ class ModelShape:
                 "profile-steps instead"
             )
 
-    def num_layers_with(self, site: Site) -> int:
-        """Number of layers with the site."""
-        return self._layers_by_site.get(site.name, 0)
-
     @cached_property
-    def _layers_by_site(self) -> dict[str, int]:
-        """Number of layers with each site."""
-        layers = range(self.num_layers)
-        return {name: sum(self.has_site(layer, name) for layer in layers) for name in self._site_names}
+    def layers_with(self) -> dict[str, int]:
+        """Number of layers with each site, by its name."""
+        return {one: sum(self.has_site(i, one) for i in range(self.num_layers)) for one in self._site_names}
 
     @cached_property
     def _site_names(self) -> frozenset[str]:
@@ -349,7 +344,7 @@ class ModelShape:
                 of_layer = _aligned(lora_rank * self.mla.kv_rank * self.dtype_bytes)
                 of_head = sum(features) - self.mla.kv_rank
                 of_layer += site.num_experts * _aligned(lora_rank * of_head * self.dtype_bytes)
-            num_bytes += of_layer * self.num_layers_with(site)
+            num_bytes += of_layer * self.layers_with[site.name]
         return num_bytes
 
     def kv_bytes_per_token(self) -> int:

@@ -199,7 +199,7 @@ def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
     parts = [0, 0]
     for site in map(shape.site, shape.default_targets):
         features = sum(site.in_features + out for out in site.out_features)
-        num_copies = max(1, site.num_experts) * shape.num_layers_with(site)
+        num_copies = max(1, site.num_experts) * shape.layers_with[site.name]
         parts[site.is_routed] += features * num_copies * itemsize
     return parts[0], parts[1]
 
@@ -212,7 +212,7 @@ def expected_step_times(
     weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
     for site in shape.sites:
         num_bytes = site.in_features * site.total_out_features * max(1, site.num_experts) * itemsize
-        weights[site.is_routed] += num_bytes * shape.num_layers_with(site)
+        weights[site.is_routed] += num_bytes * shape.layers_with[site.name]
     seconds = {
         "step": weights[0] / bytes_per_s,
         "experts": weights[1] / expert_parallel / bytes_per_s,
