@@ -33,7 +33,7 @@ demo: venv
 # In three parts at a time: what mostly awaits other processes leaves half a core to others.
 # Inductor generates code in the test's process: workers would import torch anew.
 AWAITING := tests/dist tests/serve tests/config/test_cluster.py
-MODELS := tests/engine tests/models $(wildcard tests/kernels/test_*.py)
+MODELS := tests/engine tests/models tests/kernels
 test: venv
 	@echo "Running all tests that need no GPU. Last time here: $$(cat $(TEST_TIME) 2>/dev/null || echo not known yet)."
 	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); export OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1; \

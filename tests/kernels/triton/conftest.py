@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,8 +46,11 @@ def patch_once_a_launch() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if interpreted():
+        return
     for item in items:
-        if "device" in getattr(item, "fixturenames", ()) and not interpreted():
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)
 
 
