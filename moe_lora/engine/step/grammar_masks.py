@@ -31,9 +31,9 @@ NUM_THREADS = 2
 SLOW_S = 0.005
 """The step does not wait for a mask that takes more of a processor."""
 SOON_S = 0.0005
-"""A step waits so long for a mask of perhaps one possible token, which then needs no step."""
+"""A step's wait for a mask with perhaps a single token, which then needs no step."""
 ALL_SOON_S = 0.002
-"""And so long for all tokens without an alternative."""
+"""The limit for a step's tokens without an alternative."""
 BITS = 32
 
 
@@ -133,7 +133,7 @@ class GrammarSequence(EditedSequence):
         def advance() -> Mask:
             nonlocal spent_s
             if before is not None:
-                before.exception()  # began earlier, in the same threads
+                before.exception()  # began earlier, in these threads
             began_s = time.thread_time()
             try:
                 return self._follower.advance(tokens)
