@@ -30,21 +30,21 @@ demo: venv
 	@echo "The demo takes about three minutes."
 	@$(BIN)/python -m demo.run --trace "$(TRACE)" $(DEMO_ARGS)
 
-# In three parts at a time: what mostly awaits other processes leaves half a core to others.
+# In four parts at a time: what mostly awaits other processes leaves cores to others.
 # Inductor generates code in the test's process: workers would import torch anew.
-AWAITING := tests/dist tests/serve tests/config/test_cluster.py
+CLUSTERS := tests/dist tests/config/test_cluster.py
+SERVERS := tests/serve
 MODELS := tests/engine tests/models tests/kernels
 test: venv
 	@echo "Running all tests that need no GPU. Last time here: $$(cat $(TEST_TIME) 2>/dev/null || echo not known yet)."
 	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); export OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1; \
-	    $(BIN)/python -m pytest -p no:cacheprovider $(AWAITING) > $(TEST_LOG).awaiting 2>&1 & awaiting=$$!; \
-	    $(BIN)/python -m pytest -p no:cacheprovider $(MODELS) > $(TEST_LOG).models 2>&1 & models=$$!; \
-	    trap 'kill $$awaiting $$models; cat $(TEST_LOG).*; exit 1' INT TERM; \
-	    $(BIN)/python -m pytest $(addprefix --ignore=,$(AWAITING) $(MODELS)); rest=$$?; \
-	    wait $$models; of_models=$$?; echo "$(MODELS):"; cat $(TEST_LOG).models; \
-	    wait $$awaiting; of_awaiting=$$?; echo "$(AWAITING):"; cat $(TEST_LOG).awaiting; \
-	    [ $$rest = 0 ] && [ $$of_models = 0 ] && [ $$of_awaiting = 0 ] && \
-	    echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
+	    beside() { $(BIN)/python -m pytest -p no:cacheprovider $$2 > $(TEST_LOG).$$1 2>&1 & pids="$$pids $$!"; }; \
+	    trap 'kill $$pids; cat $(TEST_LOG).*; exit 1' INT TERM; \
+	    beside clusters "$(CLUSTERS)"; beside servers "$(SERVERS)"; beside models "$(MODELS)"; \
+	    $(BIN)/python -m pytest $(addprefix --ignore=,$(CLUSTERS) $(SERVERS) $(MODELS)); failed=$$?; \
+	    for pid in $$pids; do wait $$pid || failed=1; done; \
+	    for part in clusters servers models; do echo "$$part:"; cat $(TEST_LOG).$$part; done; \
+	    [ $$failed = 0 ] && echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
 
 # Further cells of grids, and what takes minutes: not in `make test`.
 test-slow: venv

@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.models import loader
 from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
 from tests.families import ALL_FAMILIES, FURTHER_MOE, LATER_MOE, make_checkpoint
@@ -222,3 +224,13 @@ def test_weights_lie_side_by_side(llama):
     for (place, nbytes), (following, _) in itertools.pairwise(places):
         assert place % 64 == 0
         assert place + nbytes <= following < place + nbytes + 64
+
+
+def test_tied_weights_lie_in_one_place():
+    with torch.device("meta"):
+        one, tied = nn.Linear(7, 5, bias=False), nn.Linear(7, 5, bias=False)
+    tied.weight = one.weight
+    model = nn.ModuleList([one, tied, nn.ModuleList([one])])
+    model._apply(loader._side_by_side([*model.parameters()]))
+    assert one.weight.device.type == "cpu"
+    assert one.weight.data_ptr() == tied.weight.data_ptr()
