@@ -27,6 +27,7 @@ TABLES = {
     "plans": "plans:plans",
     "plans-qwen": "plans:qwen",
     "quantised-amx": "quantised:with_amx",
+    "quantised-isa": "quantised:by_isa",
     "restarts": "serving:restarts",
     "server-overlap": "server:overlap",
     "server-rates": "server:rates",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps of quantised bases on a processor with AMX: docs/results/quantised.md."""
+"""Quantised bases on a processor with AMX, whole steps and layers alone: docs/results/quantised.md."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ def with_amx() -> str:
     formats = dict.fromkeys(form for form, _, _ in found if form != "none")
     rows += [(f"`{form}`", *(_pair(found, form, cell, 1, ".2f") for cell in cells)) for form in formats]
     return table(("requests", *cells), rows)
+
+
+def by_isa() -> str:
+    """Layers' speed over bf16 by rows, with AMX / AVX-512 and dots of bf16: the lower of both layers."""
+    found: dict[tuple[str, str, str], float] = {}
+    for one in records("quantised_isa.jsonl"):
+        config, over = one["config"], one["result"]["over_bf16"]["median"]
+        cell = config["format"], str(config["rows"]), config["isa"]
+        found[cell] = min(found.get(cell, over), over)
+    cells = list(dict.fromkeys(rows for _, rows, _ in found))
+    formats = dict.fromkeys(form for form, _, _ in found if form != "bf16")
+    pairs = {
+        (form, rows): " / ".join(f"{found[form, rows, isa]:.2f}" for isa in ("amx_bf16", "avx512_bf16"))
+        for form in formats
+        for rows in cells
+    }
+    rows = [(f"`{form}`", *(pairs[form, cell] for cell in cells)) for form in formats]
+    return table(("rows", *cells), rows)
 
 
 def _pair(
