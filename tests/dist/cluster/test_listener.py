@@ -440,7 +440,7 @@ def test_directed_front_end_routes_to_an_instance_after_the_orders_of_its_contro
     registry = directed.instance_registry
     registry.standing_orders().elsewhere = True
     first, second = join("first", adapters=START), join("second", adapters=START)
-    until(lambda: [one.name for one in registry.instances if one.starting] == ["first", "second"])
+    until(lambda: {one.name for one in registry.instances if one.starting} == {"first", "second"})
     assert directed.names() == []
     served = Served.of({"start": ServedVersion("places/start", 1)})
     holdings = {"first": Holding(first.incarnation), "second": Holding("an earlier process")}
