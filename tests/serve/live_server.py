@@ -8,9 +8,10 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import httpx
 import uvicorn
@@ -98,3 +99,17 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}"
         time.sleep(0.01)
+
+
+def completion_events(url: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Events of a streamed completion; none is an error."""
+    given = {**body, "stream": True}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=given, timeout=PATIENCE_S, trust_env=False
+    ) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                yield event

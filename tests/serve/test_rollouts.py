@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -23,10 +22,9 @@ from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.main import main
 from moe_lora.serve.api_keys import add_key
 from tests.dist.cluster_jobs import until
-from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, DemoServer, demo_server
-from .live_server import wait_until
+from .live_server import completion_events, wait_until
 from .test_access import rights
 from .test_controls import SEVERAL, Http
 
@@ -79,18 +77,11 @@ def adapter_of(http: Http, **fields: Any) -> str:
 
 def streamed(url: str) -> str:
     """The adapter that one stream names in each event."""
-    body = {"model": "support", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True}
+    body = {"model": "support", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
     text, models = "", set()
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
-    ) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                assert "error" not in event, event
-                models.add(event["model"])
-                text += event["choices"][0]["text"]
+    for event in completion_events(url, body):
+        models.add(event["model"])
+        text += event["choices"][0]["text"]
     [model] = models
     assert text == TEXTS[model], "an answer is of one version"
     return model

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from msgspec import structs
 from safetensors.torch import save
@@ -22,7 +21,7 @@ from tests.patience import PATIENCE_S
 
 from .conftest import scripted, serving
 from .demo_server import DEMO, demo_server
-from .live_server import Served, wait_until
+from .live_server import Served, completion_events, wait_until
 from .scripted_engine import ScriptedEngine
 from .test_controls import OPTIONS, SEVERAL, Http
 from .test_received import headers, tensors
@@ -173,20 +172,12 @@ def streamed(url: str, ids: list[int], model: str = "policy") -> tuple[tuple[int
     """(version, tokens) of one stream, in order."""
     body = {"model": model, "prompt": ids, "max_tokens": 160, "temperature": 0, "ignore_eos": True, **SWITCH}
     found: list[tuple[int, tuple[int, ...]]] = []
-    body |= {"stream": True, "return_token_ids": True}
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
-    ) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                assert "error" not in event, event
-                [choice] = event["choices"]
-                version, tokens = choice["adapter_version"], tuple(choice["token_ids"])
-                before = found.pop()[1] if found and found[-1][0] == version else ()
-                found.append((version, before + tokens))
-                runs = choice.get("adapter_versions", [])
+    for event in completion_events(url, {**body, "return_token_ids": True}):
+        [choice] = event["choices"]
+        version, tokens = choice["adapter_version"], tuple(choice["token_ids"])
+        before = found.pop()[1] if found and found[-1][0] == version else ()
+        found.append((version, before + tokens))
+        runs = choice.get("adapter_versions", [])
     assert [(one["version"], one["num_tokens"]) for one in runs] == [(v, len(t)) for v, t in found]
     assert sum(len(tokens) for _, tokens in found) == 160
     return tuple(found)

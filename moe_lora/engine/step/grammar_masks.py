@@ -20,8 +20,7 @@ from moe_lora.engine.text.grammars import MAX_PROBLEM_CHARS, grammar_tokenizer, 
 from moe_lora.engine.text.text import load_tokenizer
 
 from .logit_edits import EditedSequence, Mask, bits_of
-
-Take: TypeAlias = Callable[[Sequence, int], TokenOutput]
+from .sampler import Take
 
 NUM_COMPILED = 64
 """Compiled grammars that are kept."""

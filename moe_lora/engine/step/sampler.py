@@ -26,9 +26,8 @@ from moe_lora.engine.sequence import Sequence
 if TYPE_CHECKING:
     from .grammar_masks import Grammars
 
-OnlyTokens: TypeAlias = Callable[
-    [Iterable[Sequence], Callable[[Sequence, int], TokenOutput]], list[TokenOutput]
-]
+Take: TypeAlias = Callable[[Sequence, int], TokenOutput]
+OnlyTokens: TypeAlias = Callable[[Iterable[Sequence], Take], list[TokenOutput]]
 LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], None]
 
 
