@@ -101,6 +101,7 @@ class ControllerLink:
         self.figures = Figures()
         self.window = ReportedWindow() if watched else None
         self.num_joins = 0
+        self._is_leaving = False
 
     @property
     def link(self) -> ControllerLink:
@@ -128,7 +129,8 @@ class ControllerLink:
             ) from error
 
     async def leave(self) -> None:
-        """Pauses end with the last front end."""
+        """Pauses end with the last front end; a later connection says so too."""
+        self._is_leaving = True
         if self._peer is not None:
             self._peer.send(Leaving())
 
@@ -170,6 +172,8 @@ class ControllerLink:
     async def _serve(self, peer: Peer) -> None:
         self._peer = peer
         self.num_joins += 1
+        if self._is_leaving:
+            peer.send(Leaving())
         try:
             async for message in peer.messages():
                 self.receive(message)

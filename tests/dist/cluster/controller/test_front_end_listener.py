@@ -98,11 +98,11 @@ def test_pauses_end_once_a_lost_front_end_leaves_only_leaving_ones(address):
     async def run() -> None:
         async with listening(address) as (controller, _):
             leaving, staying = [FrontEndSide(name, address, []) for name in ("leaving", "staying")]
+            await leaving.link.leave()  # before its connection
             await until(lambda: len(inside(controller)) == 2)
             registry = controller.instance_registry
             orders = registry.standing_orders()
             orders.pauses[""] = PauseOrder(PauseScope(), "keep", time.monotonic() + PATIENCE_S)
-            await leaving.link.leave()
             await until(lambda: [one.is_leaving for one in controller.listener.sessions].count(True) == 1)
             assert orders.pauses
             await staying.stop()
