@@ -13,6 +13,7 @@ out fast or slow by chance counts once.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -68,7 +69,10 @@ def contestants(checkout: Checkout, part: str) -> Iterator[dict[str, Contestant]
         yield {"make demo": repeated(make)}
         return
     command = [checkout.python, str(DRIVER), part]
-    with subprocess.Popen(command, cwd=checkout.tree, text=True, stdin=PIPE, stdout=PIPE) as process:
+    environ = {**os.environ, "PYTHONPATH": str(checkout.tree.resolve())}
+    with subprocess.Popen(
+        command, cwd=checkout.tree, env=environ, text=True, stdin=PIPE, stdout=PIPE
+    ) as process:
 
         def answer() -> Any:
             assert process.stdout is not None
