@@ -69,7 +69,10 @@ def named(name: str) -> Any:
         layout = LAYOUTS["folders with costs in policies"]
     if find_spec("moe_lora.timing") and find_spec("moe_lora.policies.caching.caching_policies"):
         layout = layout | POLICIES_APART
-    module, _, attribute = (layout | ALIKE)[name].partition(":")
+    layout = ALIKE | layout
+    if not find_spec("bench.harness.processes"):
+        layout["lora_server_processes"] = "moe_lora.assemble:lora_server_processes"
+    module, _, attribute = layout[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
