@@ -5,7 +5,6 @@ Ctrl-C ends quietly.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import signal
 import sys
@@ -73,6 +72,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            import difflib
+
             near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             if near:
                 ctx.fail(f"No such command {cmd_name!r}; did you mean {near[0]}?")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import select
 import signal
@@ -42,6 +41,8 @@ def run_child(serve: Callable[[int], None]) -> None:
     """Main of `processes.start_child`: serve the socket of this number, until the keeper hangs up."""
     ignore_ctrl_c()
     quick_teardown()
+    import logging
+
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     with suppress(EOFError, ConnectionError, PeerGoneError):
         serve(int(sys.argv[-1]))
