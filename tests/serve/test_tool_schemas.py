@@ -17,8 +17,8 @@ from moe_lora.engine.text.grammars import check_grammar, grammar_tokenizer, limi
 from moe_lora.engine.text.text import Tokenizer
 from moe_lora.serve.openai.parsers.answers import ParsedChoice
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
-from moe_lora.serve.openai.parsers.forced import forced_functions
 from moe_lora.serve.openai.parsers.schemas import grammar_of_calls
+from moe_lora.serve.openai.structured import forced_functions
 from tests.engine.step.test_grammar_masks import random_schema
 from tests.small_tokenizers import byte_level
 

@@ -12,7 +12,7 @@ import pytest
 
 from moe_lora.core.request import ThinkingLimit
 from moe_lora.engine.text.text import Tokenizer
-from moe_lora.serve.openai.parsers.forced import ForcedCalls
+from moe_lora.serve.openai.parsers.json_calls import ForcedCalls
 from tests.small_tokenizers import byte_level
 
 from .conftest import app_of

@@ -92,7 +92,6 @@ def _with_marks(
     if asked.kind != STRICT:
         return asked._replace(marks=(marks, []))
     from .parsers.answers import hidden_ids
-    from .parsers.forced import functions_of
 
     chat = body.as_chat
     assert chat is not None
@@ -218,8 +217,6 @@ def _asked(body: SamplingFields) -> list[BodyGrammar]:
         found += _of_outputs(body.structured_outputs)
     chat = body.as_chat
     if chat is not None and chat.tools:
-        from .parsers.forced import forced_functions
-
         parallel = chat.parallel_tool_calls is not False
         found.append(
             ("tool_choice", "calls", forced_functions(chat.tools, chat.tool_choice, parallel=parallel))
@@ -323,3 +320,19 @@ def _until(closing: str, tokenizer: Tokenizer) -> tuple[str, str]:
     if mark.startswith("<["):
         return f"thought {mark}", f"thought: {text}"
     return "thought", f"thought[stop={mark}]: {text}"
+
+
+def forced_functions(
+    tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, *, parallel: bool
+) -> tuple[list[dict[str, Any]], bool] | None:
+    """Functions for the answer, and True if several calls may follow.  None: no forced call."""
+    if choice in (None, "none", "auto"):
+        return None
+    wanted = choice["function"]["name"] if isinstance(choice, dict) else None
+    functions = [one for one in functions_of(tools) if wanted in (None, one["name"])]
+    return functions, parallel and wanted is None
+
+
+def functions_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of each function that a grammar reads."""
+    return [{name: tool["function"].get(name) for name in ("name", "parameters", "strict")} for tool in tools]

@@ -30,5 +30,5 @@ FORCED = "forced"
 
 def parser_class(name: str) -> type[Parser]:
     """Imports the format's module."""
-    module, attribute = ("forced", "ForcedCalls") if name == FORCED else TOOL_FORMATS[name]
+    module, attribute = ("json_calls", "ForcedCalls") if name == FORCED else TOOL_FORMATS[name]
     return cast("type[Parser]", getattr(import_module(f".{module}", __name__), attribute))

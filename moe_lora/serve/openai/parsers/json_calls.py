@@ -171,3 +171,13 @@ def _calls_in(text: str) -> list[tuple[str, str]]:
         else:
             return []
     return calls
+
+
+class ForcedCalls(ListedCalls):
+    """Calls that the request forces: a grammar makes the answer a list of {"name": …, "arguments": {…}}."""
+
+    HEADER = re.compile(rf"(?:\s*\[)?{OBJECT}", re.DOTALL)
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._source, self._state = [], self._header
