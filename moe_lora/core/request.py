@@ -339,7 +339,7 @@ class ModelInfo:
 
     block_size: tokens of a KV page.  num_kv_blocks: most KV pages of its device.  devices: of its ranks, by
     torch's names.  tool_format: of the family's calls, "" = unknown.  sampling_defaults: fields of
-    `SamplingParams` for requests without values.
+    `SamplingParams` for requests without values.  expert_bytes: of a token's chosen experts.
     """
 
     name: str
@@ -355,6 +355,7 @@ class ModelInfo:
     devices: tuple[str, ...] = ()
     tool_format: str = ""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    expert_bytes: int = 0
 
 
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -347,6 +347,11 @@ class ModelShape:
             num_bytes += of_layer * self.layers_with[site.name]
         return num_bytes
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of a token's chosen experts over all layers, as int16; 0: a dense model."""
+        return 2 * (self.num_layers - len(self.dense_layers)) * self.num_experts_per_token
+
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers with KV; of latent attention, of the latents."""
         num_parts, layers = 2 if self.mla is None else 1, self.num_kv_layers

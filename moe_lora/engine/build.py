@@ -254,4 +254,5 @@ def model_info(config: EngineConfig, rank: Rank, num_kv_blocks: int) -> ModelInf
         devices=rank.device_names,
         eos_token_ids=tuple(i for i in ends if i < shape.vocab_size),
         sampling_defaults=read_sampling_defaults(model_dir) if reads else {},
+        expert_bytes=shape.expert_bytes,
     )

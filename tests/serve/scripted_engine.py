@@ -69,6 +69,7 @@ class ScriptedEngine:
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     num_tokens: int = 0
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    expert_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in self.answers:
@@ -89,6 +90,7 @@ class ScriptedEngine:
             block_size=16,
             num_kv_blocks=40,
             sampling_defaults=self.sampling_defaults,
+            expert_bytes=self.expert_bytes,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:

@@ -124,7 +124,7 @@ def test_a_prompt_alone_has_the_experts_before_its_last_token(demo):  # noqa: F8
 class OneChoice:
     """A generation of one choice, with the experts of 40,000 tokens in 4 layers."""
 
-    engine_id = "one"
+    engine_id, num_choices, prompts = "one", 1, ((5,),)
     rows = np.arange(40000 * 4 * 2, dtype="<i4").astype("<i2")
 
     def __init__(self) -> None:
@@ -165,6 +165,36 @@ def test_other_requests_go_on_while_experts_are_encoded(monkeypatch):
 
     assert np.array_equal(from_npy(asyncio.run(run())), OneChoice.rows.reshape(40000, 4, 2))
     assert turns > 10
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "n": 3, "max_tokens": 2}),
+        ("/v1/completions", {"prompt": ["hello", "hello", "abc="], "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 2, "max_tokens": 8}),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 2}),
+        ("/v1/chat/completions/batch", {"messages": [CHAT, CHAT], "max_tokens": 8}),
+        ("/inference/v1/generate", {"token_ids": [5] * 9, "sampling_params": {"n": 2, "max_tokens": 8}}),
+        ("/generate", {"input_ids": [5] * 9, "sampling_params": {"n": 2, "max_new_tokens": 8}}),
+    ],
+)
+def test_several_choices_have_a_limit_of_experts_before_they_start(tokenizer, path, body, monkeypatch):
+    """A character is a token with 4 bytes of experts; one choice may have the context's."""
+    monkeypatch.setattr("moe_lora.serve.openai.routed_experts.MAX_BYTES", 20 * 4)
+    engine = scripted(tokenizer, expert_bytes=4)
+    with serving(engine, tokenizer) as served:
+        answer = served.post(path, {**body, "return_routed_experts": True})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "return_routed_experts"
+        assert "and a request has at most 80; lower max_tokens or n" in error["message"]
+        assert engine.requests == []
+        assert served.post(path, {**body, "return_routed_experts": False}).status_code == 200
+        alone = {"prompt": "hello hello hello hello", "max_tokens": 2, "return_routed_experts": True}
+        assert served.post("/v1/completions", alone).status_code == 200
+        fits = {"prompt": "hello", "n": 2, "max_tokens": 4, "return_routed_experts": True}
+        assert served.post("/v1/completions", fits).status_code == 200
 
 
 def test_beams_have_no_experts(demo):  # noqa: F811

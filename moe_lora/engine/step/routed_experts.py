@@ -36,7 +36,7 @@ def check_experts(num_prompt: int, shape: ModelShape) -> None:
     """Raises ValueError for a dense model, and for a prompt above MAX_EXPERT_BYTES."""
     if not shape.num_experts:
         raise ValueError("routed_experts needs a model with experts, and this model is dense; leave it out")
-    token_bytes = 2 * (shape.num_layers - len(shape.dense_layers)) * shape.num_experts_per_token
+    token_bytes = shape.expert_bytes
     if num_prompt * token_bytes > MAX_EXPERT_BYTES:
         what = f"routed_experts of a prompt of {num_prompt} tokens has {num_prompt * token_bytes} bytes, and "
         what += f"one message carries {MAX_EXPERT_BYTES}; send at most {MAX_EXPERT_BYTES // token_bytes} "

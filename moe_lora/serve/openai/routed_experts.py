@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.lib.format import write_array_header_1_0
 
+from moe_lora.core.request import MAX_EXPERT_BYTES
+from moe_lora.serve.http_errors import bad_request
+
 from .prompt_side import in_slices
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 PART_BYTES = 3 << 14
 """Experts encoded at once, in a fraction of a millisecond."""
+MAX_BYTES = 4 * MAX_EXPERT_BYTES
+"""Experts of a request's choices, held by the front end until the answer ends."""
 
 
 class ExpertSource:
@@ -53,9 +58,26 @@ class ExpertSource:
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """The generation's deltas.  The last of a choice comes after the encoding, in slices."""
+        """The generation's deltas.  The last of a choice comes after the encoding, in slices.
+
+        Raises ApiError if several choices may have more experts than MAX_BYTES.
+        """
+        if self._generation.num_choices * len(self._generation.prompts) > 1:
+            await self._check_choices()
         async with self._deltas() as deltas, aclosing(self._with_experts(deltas)) as found:
             yield found
+
+    async def _check_choices(self) -> None:
+        """An answer without max_tokens counts the rest of the context."""
+        made, info = self._generation, await self._generation.frontend.client.model_info()
+        limit = made.sampling.max_tokens
+        lengths = [info.max_model_len if limit is None else len(one) + limit for one in made.prompts]
+        num_bytes = made.num_choices * sum(lengths) * info.expert_bytes
+        if num_bytes > MAX_BYTES:
+            what = f"routed experts of the choices may take {num_bytes} bytes, and a request has at most "
+            what += f"{MAX_BYTES}; lower max_tokens or n, send several requests, or leave the experts out"
+            refusal = bad_request(what, "return_routed_experts")
+            raise made.frontend.limits.refusal("request_tokens", refusal)
 
     async def _with_experts(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         async for delta in deltas:
