@@ -20,6 +20,7 @@ TABLES = {
     "gpu-kernels": "gpu:kernels",
     "gpu-prefill": "gpu:prefill",
     "gpu-serving": "gpu:serving",
+    "http-fields": "http_fields:served",
     "performance-mixing": "performance:mixing",
     "performance-points": "performance:points",
     "performance-quality": "performance:quality",

@@ -23,7 +23,7 @@ from pydantic import (
 from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
-from .fields import FieldError, check_unknown, drop_neutral, drop_unused
+from .fields import IGNORED, NEUTRAL, FieldError, check_unknown, drop_neutral, drop_unused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,8 +99,17 @@ def refuse_unknown(body: PeerModel) -> None:
         raise bad_request(str(error), error.param)
 
 
+def _show_foreign(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Fields of peers in the OpenAPI document: refused fields with neutral values, ignored fields."""
+    own = kind.model_fields.keys()
+    schema["x-refused"] = {name: list(allowed) for name, allowed in NEUTRAL.items() if name not in own}
+    schema["x-ignored"] = sorted(IGNORED - own)
+
+
 class ApiRequest(PeerModel):
     """A body of the OpenAI interface."""
+
+    model_config = ConfigDict(json_schema_extra=_show_foreign)
 
     @model_validator(mode="before")
     @classmethod
