@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -120,8 +121,11 @@ def summary(events: list[dict]) -> tuple[str, list[int], list[float], str | None
     )
 
 
+WITHIN = "([a-z][0-9])+"
+
+
 def bodies(num: int) -> list[dict]:
-    """Streams over several adapters, long enough to be killed in the middle."""
+    """Streams over several adapters, long enough to be killed in the middle; every third has a grammar."""
     return [
         {
             "model": MODELS[i % len(MODELS)],
@@ -132,6 +136,7 @@ def bodies(num: int) -> list[dict]:
             "logprobs": 0,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
+            "guided_regex": WITHIN if i % 3 == 1 else None,
         }
         for i in range(num)
     ]
@@ -144,6 +149,7 @@ def test_killed_instance_costs_no_request_and_comes_back(pair):
         body |= {"temperature": 1.0, "seed": number}
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
     assert {summed[3:] for summed in undisturbed} == {("length", 200)}
+    assert all(re.fullmatch(f"{WITHIN}[a-z]?", text) for text, *_ in undisturbed[1::3])
     victim, survivor = pair.engine_pids()
     resent_before = instance_values(pair, "requests_resent_total")
     restarts = instance_values(pair, "restarts_total")

@@ -35,6 +35,7 @@ from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Move
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.moving import KvTransfer, Outgoing
+from moe_lora.engine.text.grammars import regex_grammar
 from moe_lora.policies.routing.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
 from tests.stopped_processes import stop
@@ -170,7 +171,8 @@ CUTS = ({7}, {1, 40}, {1, 5, 6, 20, 33})
 SAMPLINGS = (
     {},
     {"temperature": 1.0, "seed": 3, "top_p": 0.9},
-    {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "bad_word_ids": ((40,), (50, 51))},
+    {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "bad_word_ids": ((40,), (50, 51))}
+    | {"grammar": regex_grammar("([a-z]|[0-9]{2})+")},
 )
 
 
