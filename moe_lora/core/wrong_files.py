@@ -239,6 +239,7 @@ _MAX_PATH_CHARS = 4096
 """Linux PATH_MAX; resolving links takes quadratic time."""
 _MAX_KEY_CHARS = 500
 """Longest tensor name, shown whole in errors."""
+_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,19})')
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -382,6 +383,20 @@ def _header_length(file: BinaryIO) -> int:
     if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
         raise ValueError(f"its header is cut short: {length} bytes are announced, the file has {num_bytes}")
     return length
+
+
+def announced_bytes(head: bytes | bytearray) -> int | None:
+    """Bytes of a safetensors file by its header; None for a beginning without the whole header.
+
+    Finds the end of the last tensor: `header_entries` checks the rest.  Raises ValueError for another file.
+    """
+    length = int.from_bytes(head[:8], "little")
+    if len(head) >= 8 and not 0 < length <= _MAX_HEADER_BYTES:
+        kind = content_of(bytes(head[:HEAD_BYTES]))
+        raise ValueError(str(kind or f"its header has {length} bytes, at most {_MAX_HEADER_BYTES} are read"))
+    if len(head) < 8 + length or len(head) < 8:
+        return None
+    return 8 + length + max((int(found[1]) for found in _END.finditer(head, 8, 8 + length)), default=0)
 
 
 def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:

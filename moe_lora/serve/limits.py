@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -115,14 +115,6 @@ class Quota:
         self._of_client[client] -= amount
         if not self._of_client[client]:
             del self._of_client[client]
-
-
-class BodyCounts(Protocol):
-    """Counts bytes of bodies, as `Limits` does.  take_body raises ApiError beyond the limit."""
-
-    bodies: Quota
-
-    def take_body(self, client: str, num_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -266,16 +258,12 @@ def _retry_s(wait_s: float) -> int:
 
 
 @asynccontextmanager
-async def body_of(
-    request: Request, limits: Limits, most_bytes: int, own: BodyCounts | None = None
-) -> AsyncIterator[bytearray]:
+async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIterator[bytearray]:
     """The whole JSON body; bytes beyond `UNCOUNTED_BYTES` count for its client until the context ends.
 
-    own: counts the bytes in place of the limits.  Raises ApiError: 413 for more than `most_bytes`, before
-    the read if the length is given; 429 and 503 if its client or all clients exceed their bytes in progress;
-    400 for another media type.
+    Raises ApiError: 413 for more than `most_bytes`, before the read if the length is given; 429 and 503 if
+    its client or all clients exceed their bytes in progress; 400 for another media type.
     """
-    counts = limits if own is None else own
     is_json = JSON_MEDIA.fullmatch(request.headers.get("content-type", ""))
     client, taken, body = client_of(request.scope), 0, bytearray()
 
@@ -285,7 +273,7 @@ async def body_of(
             raise limits.body_too_large(most_bytes)
         counted = num_bytes - UNCOUNTED_BYTES
         if counted > taken:
-            counts.take_body(client, counted - taken)
+            limits.take_body(client, counted - taken)
             taken = counted
 
     try:
@@ -300,7 +288,7 @@ async def body_of(
     except ClientDisconnect:
         raise bad_request("the connection ended before the body did") from None
     finally:
-        counts.bodies.give_back(client, taken)
+        limits.bodies.give_back(client, taken)
 
 
 def bounded_route(limits: Limits, most_bytes: int = SMALL_BODY_BYTES) -> type[APIRoute]:

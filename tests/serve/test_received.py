@@ -12,6 +12,7 @@ import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from safetensors.torch import load_file, save
 from starlette.requests import Request
 from starlette.types import Message
 
-from moe_lora.core.request import AdapterInfo
 from moe_lora.serve.admin import received
 from moe_lora.serve.http_errors import ApiError
 from tests.dist.cluster_jobs import until
@@ -185,44 +185,54 @@ def test_tensors_in_base64_are_served(http):
         (in_base64(b"\0" * ((MOST_MB << 20) + (1 << 16))), f"received_mb={MOST_MB}"),
         (in_base64(b"", load_format="flattened_bucket"), "load_format"),
         (in_base64(b"", lora_name="demo"), "the base model's name"),
+        ({**in_base64(b""), "config_dict": {"serialized_tensors": "QQ=="}}, "twice"),
+        (in_base64(b"", lora_name="a" * 5_000_000), "bytes beside its file"),
     ],
 )
 def test_a_wrong_body_in_base64_is_named(http, body, problem):
     answer = http("POST", "/load_lora_adapter_from_tensors", json=body)
-    assert answer.status_code == (413 if "received_mb" in problem else 400)
+    assert answer.status_code == (413 if "received_mb" in problem or "beside" in problem else 400)
     assert problem in answer.json()["error"]["message"]
 
 
-def upload(name: str, num_bytes: int) -> Request:
-    content = json.dumps(in_base64(b"x" * num_bytes, lora_name=name)).encode()
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    messages = [{"type": "http.request", "body": content}]
+def upload(pieces: list[bytes], arrived: asyncio.Queue[None], ends: asyncio.Event, **scope: Any) -> Request:
+    """A body in two pieces; the second waits for `ends`."""
+    left = [*pieces]
 
     async def receive() -> Message:
-        return messages.pop()
+        if len(left) < len(pieces):
+            arrived.put_nowait(None)
+            await ends.wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
-    return Request({"type": "http", "method": "POST", "headers": head, "client": ("10.0.0.1", 1)}, receive)
+    return Request({"type": "http", "method": "PUT", "client": ("10.0.0.1", 1), **scope}, receive)
 
 
-def test_a_body_in_base64_counts_until_its_folder_does(engine, tokenizer, monkeypatch, tmp_path):
-    """Each of two bodies has more than a half of the limit; the first waits between body and folder."""
+def halves(encoded: bool) -> tuple[list[bytes], dict[str, Any]]:
+    """A body with more than a half of 1 MB of tensors, the first piece just with their header; its scope."""
+    file = save({"a": torch.zeros(150_000)})
+    if not encoded:
+        head = (b"x-adapter-config", HEADERS["X-Adapter-Config"].encode())
+        return [file[:1000], file[1000:]], {"headers": [head], "path_params": {"name": "first"}}
+    content = json.dumps(in_base64(file, lora_name="first")).encode()
+    start = content.index(b'"serialized_tensors"') + 2000
+    return [content[:start], content[start:]], {"headers": [(b"content-type", b"application/json")]}
+
+
+@pytest.mark.parametrize("encoded", [False, True], ids=["put", "base64"])
+def test_a_file_counts_from_its_header_on(engine, tokenizer, monkeypatch, tmp_path, encoded):
+    """The second of two bodies is refused while the first has sent its header alone."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     endpoints = received.Endpoints(frontend_of(engine, tokenizer, received_mb=1), None)
-    list_adapters = engine.list_adapters
+    call = endpoints.load if encoded else endpoints.put
+    pieces, scope = halves(encoded)
 
     async def run() -> None:
         arrived: asyncio.Queue[None] = asyncio.Queue()
         ends = asyncio.Event()
-
-        async def waiting() -> list[AdapterInfo]:
-            arrived.put_nowait(None)
-            await ends.wait()
-            return await list_adapters()
-
-        monkeypatch.setattr(engine, "list_adapters", waiting)
-        first = asyncio.create_task(endpoints.load(upload("first", 600_000)))
+        first = asyncio.create_task(call(upload(pieces, arrived, ends, **scope)))
         await arrived.get()
-        second = asyncio.create_task(endpoints.load(upload("second", 600_000)))
+        second = asyncio.create_task(call(upload(pieces, arrived, ends, **scope)))
         arrives = asyncio.create_task(arrived.get())
         done, _ = await asyncio.wait({second, arrives}, return_when=asyncio.FIRST_COMPLETED)
         assert done == {second}
@@ -231,7 +241,6 @@ def test_a_body_in_base64_counts_until_its_folder_does(engine, tokenizer, monkey
             await second
         ends.set()
         assert (await first).status_code == 200
-        assert endpoints.bodies.in_all == 0
 
     asyncio.run(run())
     assert [*engine.adapters] == ["shout", "first"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 import shutil
-import sys
 import tempfile
 from base64 import b64decode
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +19,13 @@ from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.files import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
+from moe_lora.core.wrong_files import announced_bytes
 from moe_lora.dist.net.thread import in_daemon_thread
-from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
-from moe_lora.serve.limits import Quota, body_of
+from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request
+from moe_lora.serve.limits import JSON_MEDIA, SMALL_BODY_BYTES
 
 from .adapter_routes import DONE, AdapterLoads, LoadAdapterRequest, adapter_card, check_new_name
 from .controls import Query, parse_json
@@ -43,6 +44,10 @@ _WAY_OUT = (
     "PUT the bytes of safetensors.torch.save to /v1/adapters/NAME, with adapter_config.json as "
     f"{CONFIG_HEADER}"
 )
+_FILE = re.compile(rb'"(serialized_(?:named_)?tensors)"\s*:\s*(?:\[\s*)?"')
+_CUT = b"file"
+"""Stands for the file in the rest of SGLang's body."""
+MOST_BESIDE_BYTES = MAX_CONFIG_BYTES + SMALL_BODY_BYTES
 
 
 _OneText = Annotated[list[str], Field(min_length=1, max_length=1)]
@@ -71,6 +76,60 @@ class TensorsBody(Query):
         return name, found if isinstance(found, str) else found[0]
 
 
+class EncodedBody:
+    """SGLang's body.  Its file is decoded while it arrives; the rest is read as JSON.  Raises ApiError."""
+
+    def __init__(self, request: Request, frontend: Frontend) -> None:
+        if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
+            raise bad_request(NOT_JSON)
+        self._stream, self._limits = request.stream(), frontend.limits
+        self._rest = bytearray()
+
+    async def file(self) -> AsyncIterator[bytes]:
+        """The file's bytes; reads the whole body."""
+        field, coded, is_past = "", b"", False
+        async for piece in self._stream:
+            if not field:
+                self._add(piece)
+                found = _FILE.search(self._rest)
+                if found is None:
+                    continue
+                field, start = found[1].decode(), found.end()
+                piece = bytes(self._rest[start:])
+                self._rest[start:] = _CUT
+            if is_past:
+                self._add(piece)
+                continue
+            content, quote, rest = piece.partition(b'"')
+            coded += content
+            num = len(coded) if quote else len(coded) // 4 * 4
+            yield _decoded(coded[:num], field)
+            coded, is_past = coded[num:], bool(quote)
+            self._add(quote + rest)
+
+    async def words(self) -> tuple[str, str]:
+        """Name and config, after the file."""
+        body = await parse_json(self._rest, TensorsBody)
+        field, file = body.file
+        if file != _CUT.decode():
+            raise bad_request(f"{field} stands twice in the body; send it once", field)
+        return body.lora_name, json.dumps(body.config_dict)
+
+    def _add(self, piece: bytes) -> None:
+        if len(self._rest) + len(piece) > MOST_BESIDE_BYTES:
+            what = f"the body has more than {MOST_BESIDE_BYTES} bytes beside its file; send less"
+            raise self._limits.refusal("body_size", ApiError(413, what, closes=True))
+        self._rest += piece
+
+
+def _decoded(coded: bytes, field: str) -> bytes:
+    """Raises ApiError."""
+    try:
+        return b64decode(coded, validate=True)
+    except ValueError:
+        raise ApiError(400, f"{field} is not base64", field, closes=True) from None
+
+
 class Endpoints:
     """Methods answer one path each.
 
@@ -84,61 +143,42 @@ class Endpoints:
         self._num_bytes: dict[Path, int] = {}
         """By folder."""
         self._receiving: set[Path] = set()
-        self.bodies = Quota(sys.maxsize, sys.maxsize)
-        """Bytes of bodies in base64, until their folders count; `take_body` bounds them."""
 
     async def put(self, request: Request) -> Response:
         """Serve the body's tensors as the next version of the name; running requests keep theirs."""
         name = request.path_params["name"]
         check_new_name(name, self._frontend)
         config = _config(request.headers.get(CONFIG_HEADER))
-        said = request.headers.get("content-length", "")
-        info = await self._serve(name, config, request.stream(), int(said) if said.isdecimal() else 0)
+        async with self._received(request.stream(), _stated_bytes(request)) as folder:
+            info = await self._serve(folder, name, config)
         return JsonResponse(adapter_card(info))
 
     async def load(self, request: Request) -> Response:
         """As `put`, for SGLang's body with a safetensors file in base64; a pickle is refused."""
-        async with AsyncExitStack() as counted:
-            counts = body_of(request, self._frontend.limits, sys.maxsize, self)
-            content = await counted.enter_async_context(counts)
-            name, config, file = await self._decoded(content)
-            content.clear()
-
-            async def pieces() -> AsyncIterator[bytes]:
-                await counted.aclose()  # The folder counts the file from here on.
-                yield file
-
-            await self._serve(name, config, pieces(), 0)
+        body = EncodedBody(request, self._frontend)
+        async with self._received(body.file(), _stated_bytes(request) * 3 // 4) as folder:
+            name, config = await body.words()
+            check_new_name(name, self._frontend)
+            await self._serve(folder, name, config)
         return JsonResponse(DONE)
 
-    async def _decoded(self, content: bytearray) -> tuple[str, str, bytes]:
-        """The name, config and file in SGLang's body.  Raises ApiError."""
-        body = await parse_json(content, TensorsBody)
-        check_new_name(body.lora_name, self._frontend)
-        field, given = body.file
-        try:
-            file = await in_daemon_thread(b64decode, given, None, True)
-        except ValueError:
-            raise bad_request(f"{field} is not base64", field) from None
-        return body.lora_name, json.dumps(body.config_dict), file
+    async def _serve(self, folder: Path, name: str, config: str) -> AdapterInfo:
+        (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
+        body = LoadAdapterRequest(lora_name=name, lora_path=str(folder))
+        return await self._loads.load(body, in_place=True)
 
-    def take_body(self, client: str, num_bytes: int) -> None:
-        """Count bytes of a body in base64.  Raises ApiError beyond the room."""
-        self._check_room(num_bytes * 3 // 4)
-        self.bodies.take(client, num_bytes)
+    @asynccontextmanager
+    async def _received(self, pieces: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[Path]:
+        """A folder with the file of these pieces; it goes unless it is served at the exit.
 
-    async def _serve(
-        self, name: str, config: str, pieces: AsyncIterator[bytes], num_bytes: int
-    ) -> AdapterInfo:
-        """Serve a file of tensors.  num_bytes: of the file, if known."""
+        num_bytes: most bytes of the file; 0: unknown.
+        """
         await self._remove_unserved()
         self._check_room(num_bytes)
         folder = self._new_folder()
         try:
-            (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
-            await self._receive(pieces, folder)
-            body = LoadAdapterRequest(lora_name=name, lora_path=str(folder))
-            return await self._loads.load(body, in_place=True)
+            await self._receive(pieces, folder, num_bytes)
+            yield folder
         except OSError as error:
             raise _unwritable(error) from error
         finally:
@@ -158,28 +198,47 @@ class Endpoints:
         self._receiving.add(folder)
         return folder
 
-    async def _receive(self, pieces: AsyncIterator[bytes], folder: Path) -> None:
+    async def _receive(self, pieces: AsyncIterator[bytes], folder: Path, num_bytes: int) -> None:
+        """Write the file, from its whole header on.  num_bytes: as in `_received`."""
+        unwritten, num_received, whole = bytearray(), 0, None
         try:
             with (folder / WEIGHTS_FILE).open("wb") as out:
-                unwritten = bytearray()
                 async for piece in pieces:
-                    if not self._num_bytes[folder] and piece.startswith(_PICKLES):
-                        what = "the body is a pickle, and a pickle can run code when it is opened"
-                        raise ApiError(400, f"{what}; {_WAY_OUT}", closes=True)
-                    self._check_room(len(piece))
-                    self._num_bytes[folder] += len(piece)
                     unwritten += piece
-                    if len(unwritten) >= _CHUNK_BYTES:
+                    num_received += len(piece)
+                    if whole is None:
+                        whole = await self._announced(unwritten, folder, num_bytes)
+                    if whole is not None and num_received > whole:
+                        raise _unreadable(f"its header names {whole} bytes, and it has more")
+                    if whole is not None and len(unwritten) >= _CHUNK_BYTES:
                         await in_daemon_thread(out.write, bytes(unwritten))
                         unwritten.clear()
                 await in_daemon_thread(out.write, bytes(unwritten))
         except ClientDisconnect:
             raise bad_request("the connection ended before the body did") from None
 
+    async def _announced(self, head: bytearray, folder: Path, num_bytes: int) -> int | None:
+        """The file's bytes by its header, counted for the room; None before the header's end.
+
+        Raises ApiError for a pickle, another file, too many bytes, and more than num_bytes (0: unknown).
+        """
+        if head.startswith(_PICKLES):
+            what = "the body is a pickle, and a pickle can run code when it is opened"
+            raise ApiError(400, f"{what}; {_WAY_OUT}", closes=True)
+        try:
+            whole = await in_daemon_thread(announced_bytes, head)
+        except ValueError as error:
+            raise _unreadable(str(error)) from None
+        counted = len(head) if whole is None else whole
+        self._check_room(counted - self._num_bytes[folder])
+        self._num_bytes[folder] = counted
+        if num_bytes and counted > num_bytes:
+            raise _unreadable(f"its header names {counted} bytes, and the body has at most {num_bytes}")
+        return whole
+
     def _check_room(self, num_bytes: int) -> None:
         most = self._frontend.config.received_mb
-        in_all = sum(self._num_bytes.values()) + self.bodies.in_all * 3 // 4
-        if in_all + num_bytes > most << 20:
+        if sum(self._num_bytes.values()) + num_bytes > most << 20:
             what = f"the adapters received here would have more than front_end.received_mb={most}"
             raise ApiError(413, f"{what}; unload some, or raise received_mb", closes=True)
 
@@ -193,6 +252,16 @@ class Endpoints:
             if str(folder) not in served:
                 await in_daemon_thread(shutil.rmtree, folder, True)
                 self._num_bytes.pop(folder, None)
+
+
+def _stated_bytes(request: Request) -> int:
+    """The body's Content-Length; 0 without the header."""
+    said = request.headers.get("content-length", "")
+    return int(said) if said.isdecimal() else 0
+
+
+def _unreadable(problem: str) -> ApiError:
+    return ApiError(400, f"the body is not a readable safetensors file ({problem}); {_WAY_OUT}", closes=True)
 
 
 def _config(text: str | None) -> str:
