@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,18 +152,21 @@ class AdapterLoads:
         return await self._load(body, files, in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
-        """As `load` in place, without a load if the name has the files' content.  Raises ApiError."""
-        files = await in_daemon_thread(_Files.read, await self._checked(body), self._root)
-        loaded = self._loaded.get(body.lora_name)
-        if (
-            loaded is not None
-            and loaded[0] == await self._version(body.lora_name)
-            and await in_daemon_thread(loaded[1].holds, files, self._root)
-        ):
-            if body.pinned:
-                await self._pin(body)
-        else:
-            await self._load(body, files, in_place=True)
+        """As `load` in place, without a load if the name has the files' content.  Raises ApiError.
+
+        Content is read after the checks of a load, or for files of the sizes of a checked load.
+        """
+        folder = await self._checked(body)
+        files = _Files(folder, await in_daemon_thread(_stamps, folder))
+        version, loaded = self._loaded.get(body.lora_name, (None, None))
+        is_served = loaded is not None and version == await self._version(body.lora_name)
+        if is_served and loaded is not None and loaded.sizes == files.sizes:
+            files = await in_daemon_thread(files.read, self._root)
+            if await in_daemon_thread(loaded.holds, files, self._root):
+                if body.pinned:
+                    await self._pin(body)
+                return
+        await self._load(body, files, in_place=True, reads=True)
 
     async def unload(self, body: UnloadAdapterRequest) -> None:
         """Raises ApiError."""
@@ -185,12 +188,12 @@ class AdapterLoads:
             folder = await in_daemon_thread(find_files, body.lora_path, body.lora_name, self._frontend)
         else:
             folder = await self._registered(body.lora_name)
-        if body.is_3d_lora_weight is not None:
-            words = body.lora_name, folder, self._root, body.is_3d_lora_weight
-            await in_daemon_thread(_compare_layout, *words)
         return folder
 
-    async def _load(self, body: LoadAdapterRequest, files: _Files, *, in_place: bool) -> AdapterInfo:
+    async def _load(
+        self, body: LoadAdapterRequest, files: _Files, *, in_place: bool, reads: bool = False
+    ) -> AdapterInfo:
+        """reads: the content, for the comparison with the next."""
         name = body.lora_name
         try:
             replace = in_place or self._frontend.client.is_refused(name)
@@ -210,17 +213,22 @@ class AdapterLoads:
             raise bad_request(f"adapter {name!r} can't be read: {error.strerror or error}") from error
         except Exception as error:
             raise to_api_error(error) from error
-        if await in_daemon_thread(self._look_again, name, files):
-            self._loaded[name] = info.version, files
+        found = await in_daemon_thread(self._look_again, body, files, reads)
+        if found is not None:
+            self._loaded[name] = info.version, found
         if body.pinned:
             await self._pin(body, unload=not in_place)
         return info
 
-    def _look_again(self, name: str, files: _Files) -> bool:
-        """Log text files beside the adapter; True if its files are unchanged since before the load."""
+    def _look_again(self, body: LoadAdapterRequest, files: _Files, reads: bool) -> _Files | None:
+        """Log text files beside the adapter, and a wrong layout; None for files changed since the load."""
         with suppress(OSError):
-            log_text_of(self._frontend.cluster, name, files.folder)
-        return files.stamps == _stamps(files.folder)
+            log_text_of(self._frontend.cluster, body.lora_name, files.folder)
+        if body.is_3d_lora_weight is not None:
+            _compare_layout(body.lora_name, files.folder, self._root, body.is_3d_lora_weight)
+        if reads and files.digest is None:
+            files = files.read(self._root)
+        return files if files.stamps == _stamps(files.folder) else None
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         try:
@@ -259,10 +267,12 @@ class _Files:
     stamps: Stamps
     digest: str | None = None
 
-    @staticmethod
-    def read(folder: str, root: str | None) -> _Files:
-        stamps = _stamps(folder)
-        return _Files(folder, stamps, _digest(folder, root))
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, _, size, *_ in self.stamps]
+
+    def read(self, root: str | None) -> _Files:
+        return replace(self, digest=_digest(self.folder, root))
 
     def holds(self, other: _Files, root: str | None) -> bool:
         """True if these files had the bytes of `other`, a read state."""
