@@ -225,6 +225,7 @@ def test_the_native_endpoint_answers_ids_with_values_and_version(http):
         ("POST", "/generate", {"sampling_params": {}}, "give either text or input_ids"),
         ("POST", "/generate", {"text": "a", "input_ids": [1]}, "give either text or input_ids"),
         ("POST", "/abort_request", {"rid": "a", "abort_all": True}, "either rid or abort_all"),
+        ("POST", "/abort_request", {"rid": ""}, "either rid or abort_all"),
         ("POST", "/generate", {"text": "a", "max_tokens": 3}, "max_tokens"),
         ("POST", "/generate", {"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"),
         ("POST", "/generate", {"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
@@ -303,7 +304,7 @@ def test_a_key_pauses_its_own_adapters_and_an_administrator_all(tmp_path):
             assert trainer.complete("demo")["text"]
             other.ok("POST", "/resume")
             assert not any(answer.done() for answer in answers)
-            other.ok("POST", "/abort_request", json={"abort_all": True})
+            other.ok("POST", "/abort_request", json={"rid": "", "abort_all": True})
             trainer.ok("POST", "/resume")
             assert all(answer.result(PATIENCE_S)["text"] for answer in answers)
         for path in ("/reset_prefix_cache", "/flush_cache", "/pause?clear_cache=true"):

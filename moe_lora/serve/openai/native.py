@@ -231,7 +231,7 @@ class NativeStream(EventStream):
 
 
 class AbortBody(BaseModel):
-    """A body of /abort_request."""
+    """A body of /abort_request.  rid: "" is none, as SGLang's clients send beside abort_all."""
 
     model_config = ConfigDict(extra="forbid")
     rid: str | Annotated[list[str], Field(max_length=MAX_ABORTED)] | None = None
@@ -239,7 +239,7 @@ class AbortBody(BaseModel):
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if (self.rid is None) == (not self.abort_all):
+        if (self.rid in (None, "")) == (not self.abort_all):
             raise ValueError("give either rid or abort_all=true")
         return self
 
