@@ -111,6 +111,26 @@ def test_abort_ends_requests_that_wait_with_the_reason_abort(http):
     assert http.complete("upper")["finish_reason"] in ("stop", "length")
 
 
+def test_an_id_ends_its_requests_at_any_front_end(http):
+    """Each call may come to another front end than its requests."""
+    http.ok("POST", "/pause?mode=keep")
+    ids = {"input_ids": [1, 40, 41], "sampling_params": {"max_new_tokens": 4}, "lora_path": "upper"}
+    tokens = {"token_ids": [1, 40, 41], "sampling_params": {"max_tokens": 4}, "model": "upper"}
+    asked = [("/generate", {**ids, "rid": f"rid-{number}"}) for number in range(8)]
+    asked += [("/inference/v1/generate", {**tokens, "request_id": f"id-{number}"}) for number in range(8)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = [pool.submit(http.ok, "POST", path, json=body) for path, body in asked]
+        wait_until(lambda: http.num_waiting() == len(asked), "all requests wait")
+        http.ok("POST", "/abort_request", json={"rid": [f"rid-{number}" for number in range(6)]})
+        named = [f"generate-tokens-id-{number}" for number in range(6)]
+        http.ok("POST", "/abort_requests", json={"request_ids": named})
+        ended, others = [*answers[:6], *answers[8:14]], [*answers[6:8], *answers[14:]]
+        assert all("'abort'" in str(answer.result(PATIENCE_S)) for answer in ended)
+        assert not any(answer.done() for answer in others)
+        http.ok("POST", "/resume")
+        assert not any("'abort'" in str(answer.result(PATIENCE_S)) for answer in others)
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/abort_request"])
 def test_a_control_refuses_a_form_of_another_site(http, path):
     """A browser sends a form of any page; JSON of another site needs the server's permission."""

@@ -124,12 +124,13 @@ class PauseScope:
     """Requests that a pause covers.
 
     owner: a later pause of the owner replaces the pause.  tenant: None: all requests.  adapters: names or
-    shell patterns of the tenant's adapters.
+    shell patterns of the tenant's adapters.  ids: beginnings of the requests' ids; (): any id.
     """
 
     owner: str = ""
     tenant: str | None = None
     adapters: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
 
     def names(self, adapter: str | None) -> bool:
         """True for a covered adapter; the base model only without a tenant."""
@@ -138,7 +139,8 @@ class PauseScope:
         return adapter is not None and name_matches(adapter, self.adapters)
 
     def covers(self, request: GenerateRequest) -> bool:
-        return self.tenant in (None, request.tenant) and self.names(request.adapter)
+        is_named = not self.ids or request.request_id.startswith(self.ids)
+        return is_named and self.tenant in (None, request.tenant) and self.names(request.adapter)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .parsers.choice import closing_ids, reasoning_parsers
 from .protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
-from .token_ids import Running, abort_running, running_id
+from .token_ids import Running, abort_running, add_running
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,7 +135,7 @@ class NativeFormat(CompletionFormat):
     async def respond(
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
-        self._running[running_id(generation.caller, head["id"])] = generation
+        add_running(self._running, generation, head["id"])
         if self._streams:
             return NativeStream(generation, self, head, StreamOptions(), headers)
         whole = await unless_disconnected(request.receive, generation.whole())
@@ -257,12 +257,12 @@ class Endpoints:
             return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
 
     async def abort(self, request: Request) -> Response:
-        """End requests by id at this front end, or all requests of the caller's scope."""
+        """End the caller's requests by id, or all requests of the caller's scope."""
         body, caller = await read_json(request, AbortBody, self._frontend), caller_of(request.scope)
         if body.abort_all:
             await self._frontend.client.call("abort_requests", scope_of(caller))
         rids = [body.rid] if isinstance(body.rid, str) else body.rid or ()
-        await abort_running(self._running, caller, rids)
+        await abort_running(self._frontend, self._running, caller, filter(None, rids))
         return Response()
 
     async def _answer(self, body: NativeRequest, request: Request) -> Response:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from moe_lora.config import AUTO
 from moe_lora.core.request import MAX_LOGPROB_IDS, NO_TOKEN, SamplingParams, TokenLogprobs
+from moe_lora.engine.client.messages import PauseScope
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_validation
 
@@ -200,16 +202,34 @@ Running: TypeAlias = "WeakValueDictionary[RunningId, Generation]"
 """Generations of one front end."""
 
 
+def add_running(running: Running, generation: Generation, request_id: str) -> None:
+    """Have calls at any front end abort the generation by this id: its choices' ids begin with `_mark`."""
+    found = running_id(generation.caller, request_id)
+    generation.engine_id = _mark(found) + generation.engine_id
+    running[found] = generation
+
+
 def running_id(caller: Caller, request_id: str) -> RunningId:
     return None if caller.key is None else caller.key.id, request_id
 
 
-async def abort_running(running: Running, caller: Caller, request_ids: Iterable[str]) -> None:
-    """End the caller's generations of these ids.  Unknown ids may have ended before."""
-    for request_id in request_ids:
-        generation = running.get(running_id(caller, request_id))
-        if generation is not None:
+def _mark(found: RunningId) -> str:
+    return blake2b(repr(found).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() + "-"
+
+
+async def abort_running(
+    frontend: Frontend, running: Running, caller: Caller, request_ids: Iterable[str]
+) -> None:
+    """End the caller's generations of these ids, those of other front ends at the instances.
+
+    Unknown ids may have ended before.
+    """
+    found = [running_id(caller, request_id) for request_id in request_ids]
+    for one in found:
+        if (generation := running.get(one)) is not None:
             await generation.abort()
+    if marks := tuple(_mark(one) for one in found if one not in running):
+        await frontend.client.call("abort_requests", PauseScope(ids=marks))
 
 
 class TokensFormat(ChatFormat):
@@ -279,7 +299,7 @@ class TokensFormat(ChatFormat):
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         head = {"request_id": head["id"], "output_mode": self._mode, "model": head["model"]}
-        self._running[running_id(generation.caller, head["request_id"])] = generation
+        add_running(self._running, generation, head["request_id"])
         if self._body.stream:
             is_forced = generation.frontend.config.force_include_usage
             options = ALL_USAGE if is_forced else self._body.stream_options or StreamOptions()
@@ -338,8 +358,8 @@ class Endpoints:
         return await answer(self._frontend, request, form)
 
     async def abort(self, request: Request) -> Response:
-        """End running requests of this front end and key.  Unknown ids may have ended before."""
+        """End the key's running requests.  Unknown ids may have ended before."""
         found = await read_body(request, AbortRequest, self._frontend, self._preparer)
         caller = caller_of(request.scope)
-        await abort_running(self._running, caller, found.body.request_ids)
+        await abort_running(self._frontend, self._running, caller, found.body.request_ids)
         return Response()
