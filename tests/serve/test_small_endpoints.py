@@ -61,6 +61,11 @@ def test_the_tokenizer_describes_itself(demo):  # noqa: F811
     assert found["chat_template"]
 
 
+def version_of(model: str) -> int | None:
+    """Of an adapter that nobody has replaced."""
+    return None if NAMES[model] is None else 1
+
+
 @pytest.mark.parametrize("model", NAMES)
 def test_embeddings_are_transformers_s_hidden_states(demo, model):  # noqa: F811
     texts = ["hello world=", "abc="]
@@ -79,7 +84,11 @@ def test_embeddings_are_transformers_s_hidden_states(demo, model):  # noqa: F811
         values = base64.b64decode(answer["data"][0]["embedding"])
         found = torch.tensor(struct.unpack(f"<{len(values) // 4}f", values))
         torch.testing.assert_close(found, unit[0], **CLOSE)
+        assert answer["data"][0].get("adapter_version") == version_of(model)
     pooled = ask(demo, "/pooling", model=model, input=texts)["data"]
+    assert [one.get("adapter_version") for one in pooled] == [version_of(model)] * 2
+    cohere = ask(demo, "/v2/embed", model=model, texts=texts)["meta"]
+    assert cohere.get("adapter_versions") == (version_of(model) and [1, 1])
     torch.testing.assert_close(torch.tensor([one["data"] for one in pooled]), expected, rtol=1e-3, atol=1e-3)
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from moe_lora.serve.http_errors import ApiError, JsonResponse, to_json
 
-from .embedding import EmbeddingFormat
+from .embedding import EmbeddingFormat, version_of
 from .embedding import Endpoints as EmbeddingEndpoints
 from .endpoints import CLIENT_GONE, unless_disconnected
 from .fields import FieldError, check_unknown
@@ -76,6 +76,8 @@ class CohereFormat(EmbeddingFormat):
             "embeddings": await in_slices(self._by_type(whole)),
             "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": num_tokens}},
         }
+        if versions := [one for delta in whole for one in version_of(delta).values()]:
+            answered["meta"]["adapter_versions"] = versions
         return JsonResponse(answered, headers=headers)
 
     def _by_type(self, whole: Sequence[Delta]) -> Iterator[bytes]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from fastapi import Request
 from starlette.responses import Response
@@ -51,35 +50,29 @@ class EmbeddingFormat(ChoiceFormat):
     ) -> Response:
         """The vectors of the prompts, encoded in slices."""
         is_json = self._body.encoding_format in (None, "float", "base64")
-        read: Callable[[Generation], Coroutine[Any, Any, Any]] = self._data if is_json else self._bytes
-        data = await unless_disconnected(request.receive, read(generation))
-        if data is None:
+        whole = await unless_disconnected(request.receive, generation.whole())
+        if whole is None:
             return Response(status_code=CLIENT_GONE)
         num_tokens = sum(map(len, generation.prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
         if is_json:
+            data = await in_slices(self._parts(whole))
             return JsonResponse({**head, "object": "list", "data": data, "usage": usage}, headers=headers)
+        parts = [self._encoded(self._values(delta)) for delta in whole]
         if self._body.encoding_format == "bytes":
-            head |= {"data": self._places(data), "usage": usage}
+            head |= {"data": self._places(parts, whole), "usage": usage}
             headers = {**headers, "metadata": json.dumps(head)}
-        return Response(b"".join(data), media_type="application/octet-stream", headers=headers)
+        return Response(b"".join(parts), media_type="application/octet-stream", headers=headers)
 
-    async def _data(self, generation: Generation) -> msgspec.Raw:
-        return await in_slices(self._parts(await generation.whole()))
-
-    async def _bytes(self, generation: Generation) -> list[bytes]:
-        return [self._encoded(self._values(delta)) for delta in await generation.whole()]
-
-    def _places(self, parts: Sequence[bytes]) -> list[dict[str, Any]]:
+    def _places(self, parts: Sequence[bytes], whole: Sequence[Delta]) -> list[dict[str, Any]]:
         """Each vector's place in an answer of bytes."""
         body, found, start = self._body, list[dict[str, Any]](), 0
         embed_type = body.embed_dtype or "float32"
-        for index, part in enumerate(parts):
+        for part, delta in zip(parts, whole, strict=True):
             end = start + len(part)
-            entry = {"index": index, "embed_dtype": embed_type, "endianness": body.endianness or "native"}
-            found.append(
-                {**entry, "start": start, "end": end, "shape": [len(part) // TYPE_BYTES[embed_type]]}
-            )
+            entry = {"embed_dtype": embed_type, "endianness": body.endianness or "native"}
+            place = {"start": start, "end": end, "shape": [len(part) // TYPE_BYTES[embed_type]]}
+            found.append({"index": delta.index, **entry, **place, **version_of(delta)})
             start = end
         return found
 
@@ -87,7 +80,7 @@ class EmbeddingFormat(ChoiceFormat):
         opening = b"["
         for delta in whole:
             entry = {"object": self.object_name, "index": delta.index, self.key: self._vector(delta)}
-            yield opening + to_json(entry)
+            yield opening + to_json({**entry, **version_of(delta)})
             opening = b","
         yield b"]"
 
@@ -108,6 +101,11 @@ class EmbeddingFormat(ChoiceFormat):
 
     def _encoded(self, values: np.ndarray[Any, Any]) -> bytes:
         return as_bytes(values, self._body.embed_dtype or "float32", self._body.endianness or "native")
+
+
+def version_of(delta: Delta) -> dict[str, int]:
+    """The field of an adapter's vector; none of the base model's."""
+    return {} if delta.adapter_version is None else {"adapter_version": delta.adapter_version}
 
 
 class PoolingFormat(EmbeddingFormat):
