@@ -23,6 +23,7 @@ from .tokenizer_files import (
     OLDER_FORMATS,
     TOKENIZER,
     check_text_files,
+    default_special_tokens,
     read_chat_templates,
     read_json,
     read_special_tokens,
@@ -138,7 +139,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
     """
     folder = Path(model_dir)
     config = read_json(folder / CONFIG)
-    special = read_special_tokens(folder, config)
+    templates, special = read_chat_templates(folder, config), read_special_tokens(folder, config)
     try:
         backend = _load_backend(folder)
     except Exception as error:
@@ -147,8 +148,8 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
         return None
     return Tokenizer(
         backend,
-        special_tokens=special,
-        chat_template=read_chat_templates(folder, config),
+        special_tokens={**default_special_tokens(folder, config, templates), **special},
+        chat_template=templates,
         folder=folder.resolve(),
     )
 

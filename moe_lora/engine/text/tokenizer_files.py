@@ -27,6 +27,7 @@ TEXT_FILES = (
     *(TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE, *OLDER_FORMATS),
 )
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_ERROR_CHARS = 300
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
@@ -94,19 +95,50 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text.  config: of tokenizer_config.json.
 
-    special_tokens_map.json comes before the config, except beside "added_tokens_decoder".  Further names
-    end in _token, or are the keys of extra_special_tokens.
+    Further names end in _token, or are the keys of extra_special_tokens, else of
+    model_specific_special_tokens.
     """
-    legacy = {} if "added_tokens_decoder" in config else read_json(folder / SPECIAL_TOKENS_MAP)
-    entries = {**config, **legacy}
-    extra = entries.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        entries.update(extra)
-    names = [*SPECIAL_TOKENS, *(name for name in entries if name.endswith("_token"))]
-    if isinstance(extra, dict):
-        names += extra
+    entries = _special_entries(folder, config)
+    more = [entries.get(key) for key in ("extra_special_tokens", "model_specific_special_tokens")]
+    extra = next((one for one in more if isinstance(one, dict)), {})
+    entries.update(extra)
+    names = [*SPECIAL_TOKENS, *(name for name in entries if name.endswith("_token")), *extra]
     texts = {name: _token_text(entries.get(name)) for name in names}
     return {name: text for name, text in texts.items() if text is not None}
+
+
+def _special_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """special_tokens_map.json comes before the config, except beside "added_tokens_decoder"."""
+    legacy = {} if "added_tokens_decoder" in config else read_json(folder / SPECIAL_TOKENS_MAP)
+    return {**config, **legacy}
+
+
+def default_special_tokens(
+    folder: Path, config: Mapping[str, Any], templates: Mapping[str, str]
+) -> dict[str, str]:
+    """Name -> text of special tokens that a template uses and no file names.
+
+    A class of transformers may have defaults, such as <s> of LlamaTokenizer.  The classes import torch.
+    """
+    entries = _special_entries(folder, config)
+    unnamed = [name for name in SPECIAL_TOKENS if name not in entries]
+    used = [name for name in unnamed if any(name in source for source in templates.values())]
+    if not used:
+        return {}
+    from transformers import AutoTokenizer
+
+    try:
+        found: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        ).special_tokens_map
+    except Exception as error:
+        logger.warning(
+            "%s names no %s, which the chat template uses, and transformers has no default for them (%s): "
+            "they are empty; name them in the file",
+            *(folder / CONFIG, " and no ".join(used), str(error)[:MAX_ERROR_CHARS]),
+        )
+        return {}
+    return {name: str(found[name]) for name in used if found.get(name)}
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -45,6 +45,17 @@ LAYOUTS = {
     "tokens of the model": ({"image_token": "<img>", "think_token": added("<t>")}, {}),
     "extra tokens by name": ({"extra_special_tokens": {"image_token": "<img>"}}, {}),
     "extra tokens by name in the map": ({}, {MAP: {"extra_special_tokens": {"image_token": "<img>"}}}),
+    "tokens of the model by name": ({"model_specific_special_tokens": {"image_token": "<img>"}}, {}),
+    "both by name": (
+        {
+            "model_specific_special_tokens": {"image_token": "<a>", "think_token": "<t>"},
+            "extra_special_tokens": {"image_token": "<b>"},
+        },
+        {},
+    ),
+    "defaults of a class": ({"tokenizer_class": "LlamaTokenizer", "eos_token": "</e>"}, {}),
+    "null beside defaults of a class": ({"tokenizer_class": "LlamaTokenizer", "bos_token": None}, {}),
+    "a class that does not exist": ({"tokenizer_class": "NoSuchTokenizer"}, {}),
     "extra tokens in a list": ({"extra_special_tokens": ["<img>"]}, {}),
     "flags are no tokens": ({"add_bos_token": True, "bos_token": "<s>"}, {}),
 }
