@@ -83,6 +83,9 @@ def weights_file(folder: Path, called: str | None = None) -> Path:
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
         return weights
+    if weights.exists():
+        what = "a folder" if weights.is_dir() else "a pipe or a device"
+        raise AdapterError(f"{called}{WEIGHTS_FILE}: {what}, not a file; copy the adapter's file there")
     if weights.is_symlink():
         raise AdapterError(
             f"{called}{WEIGHTS_FILE}: a link to a file that is not there; download the adapter again"

@@ -60,6 +60,17 @@ def test_a_config_that_is_no_json_is_named_for_what_it_is(kind, good, shape_of, 
     assert said in message
 
 
+@pytest.mark.parametrize(
+    ("put", "named"), [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")], ids=["folder", "pipe"]
+)
+def test_weights_that_are_no_file_are_named_for_what_they_are(put, named, good, shape_of, tmp_path):
+    folder = shutil.copytree(good, tmp_path / "a")
+    (folder / WEIGHTS).unlink()
+    put(folder / WEIGHTS)
+    message = refusal(folder, shape_of("llama"))
+    assert f"{WEIGHTS}: {named}, not a file" in message
+
+
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, 100, -1])
 def test_a_file_cut_short_is_no_other_kind(num_bytes, good, shape_of, tmp_path):
     folder = shutil.copytree(good, tmp_path / "a")
