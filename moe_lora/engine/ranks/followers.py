@@ -7,6 +7,7 @@ slots to fill.  A hang-up ends followers; each side detects the other's end at o
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.pool import ThreadPool
@@ -35,9 +37,13 @@ if TYPE_CHECKING:
 
     from .rank import Rank
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
 """Of ranks that only connect: none computes."""
+STOPPED_S = 30.0
+"""A follower that is stopped (SIGSTOP) for this time is killed, which ends the wait of the other ranks."""
+_LOOK_S = 0.5
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
 
@@ -176,16 +182,23 @@ class Followers:
         for error in filter(None, self.answers(within_s)):
             raise error
 
-    def answers(self, within_s: float | None = None) -> list[Exception | None]:
-        """Wait until all have answered; returns their errors.  Raises EngineDeadError as `settle`."""
+    def answers(
+        self, within_s: float | None = None, until: Connection | None = None
+    ) -> list[Exception | None]:
+        """Wait until all have answered, or `until` hangs up; returns their errors.
+
+        Raises EngineDeadError as `settle`.
+        """
         waiting: dict[Any, int] = dict(zip(self._connections, count(1), strict=False))
         errors: dict[int, Exception | None] = {}
         with self._reading:
             while waiting:
-                ready = wait_for(waiting, within_s)
+                ready = wait_for([*waiting, *([] if until is None else [until])], within_s)
                 if not ready:
                     assert within_s is not None
                     raise _silent(min(waiting.values()), within_s)
+                if until in ready:
+                    break
                 for connection in ready:
                     dist_rank = waiting[connection]
                     message = self._receive(dist_rank)
@@ -199,13 +212,18 @@ class Followers:
     def meet(self, join: Callable[[], T]) -> T:
         """Connect rank 0 with the followers, told to join and to answer; returns the result of `join`.
 
-        Raises EngineDeadError if a follower ends meanwhile or does not answer.
+        Raises the error of `join`, without a wait for the followers.  Raises EngineDeadError if a follower
+        ends meanwhile or does not answer.
         """
+        failed, joining = Pipe(duplex=False)
         pool = ThreadPool(1)  # a daemon's: this thread notices the end of a follower
-        joined = pool.apply_async(join)
+        joined = pool.apply_async(join, error_callback=lambda _: joining.close())
         pool.close()
-        self.settle(MEET_TIMEOUT_S)
-        return joined.get()
+        with failed, joining:
+            errors = self.answers(MEET_TIMEOUT_S, failed)
+            for error in filter(None, [] if joining.closed else errors):
+                raise error
+            return joined.get()
 
     def _receive(self, dist_rank: int) -> Done | OrderEnded | None:
         """A follower's next message; None: no message is there.  Raises EngineDeadError."""
@@ -260,6 +278,23 @@ class Followers:
                     on_loss(self._lost(dist_rank))
 
             child.ended.add_done_callback(tell)
+
+    def end_stopped(self) -> None:
+        """Kill a child that is stopped for STOPPED_S, from another thread until `close`.
+
+        Looks count, not seconds: a pause of this process too is no fault of a follower.
+        """
+
+        def look() -> None:
+            stopped = dict.fromkeys(self._children, 0)
+            while not self._ending.wait(_LOOK_S):
+                for dist_rank, child in enumerate(self._children, start=1):
+                    stopped[child] = stopped[child] + 1 if child.is_stopped else 0
+                    if stopped[child] * _LOOK_S >= STOPPED_S:
+                        logger.error("rank %d is stopped for %g s and is ended", dist_rank, STOPPED_S)
+                        child.process.kill()
+
+        threading.Thread(target=look, name="stopped-ranks", daemon=True).start()
 
     def _lost(self, dist_rank: int) -> EngineDeadError:
         how = "is gone"
@@ -322,6 +357,7 @@ def start_followers(config: EngineConfig) -> Followers:
     except BaseException:
         followers.close()
         raise
+    followers.end_stopped()
     return followers
 
 

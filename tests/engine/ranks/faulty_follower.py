@@ -40,6 +40,8 @@ def _break_steps() -> None:
 
     def maybe(self, batch):
         is_bad = BAD_TOKEN in batch.tokens.tolist()
+        if is_bad and _is_due("stopped_in_step"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         if is_bad and _is_due("before_step"):
             raise RuntimeError("a kernel of this follower refused its operands")
         logits = execute(self, batch)

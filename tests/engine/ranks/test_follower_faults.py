@@ -139,6 +139,13 @@ def test_follower_that_stands_still_while_the_ranks_meet_anew_ends_the_engine(fa
     core.close(at_once=True)
 
 
+def test_follower_that_is_stopped_in_a_step_ends_the_engine(faulty, monkeypatch):
+    monkeypatch.setattr(followers, "STOPPED_S", 0.2)
+    core = faulty({"stopped_in_step": 1}, **EP)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL"):
+        drive(core, *bad_among_others())
+
+
 def test_follower_that_is_killed_while_the_ranks_meet_first_ends_the_build(faulty):
     with pytest.raises(EngineDeadError, match=r"rank 3 .* was killed by SIGKILL"):
         faulty({"killed_in_join": 1}, expert_parallel=4)

@@ -100,3 +100,21 @@ def test_a_rank_that_can_not_be_started_leaves_no_other(monkeypatch, tmp_path):
         start_followers(EngineConfig(model_dir="none", expert_parallel=3, num_threads=3))
     until(lambda: not alive(found[0][0].pid), lambda: "the first rank is left")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_stopped_for_long_is_killed(started, monkeypatch):
+    told: queue.Queue[EngineDeadError] = queue.Queue()
+    monkeypatch.setattr(module, "STOPPED_S", 0.2)
+    started.followers.watch(told.put)
+    os.kill(started.pids[1], signal.SIGSTOP)
+    assert "rank 2 of this instance was killed by SIGKILL" in str(told.get(timeout=PATIENCE_S))
+
+
+def test_an_error_of_rank_0_ends_the_meeting_without_the_followers(started, monkeypatch):
+    monkeypatch.setattr(module, "MEET_TIMEOUT_S", PATIENCE_S)
+
+    def join() -> None:
+        raise OSError("no network interface")
+
+    with pytest.raises(OSError, match="no network interface"):
+        started.followers.meet(join)
