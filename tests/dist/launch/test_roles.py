@@ -5,27 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from anyio import move_on_after
 
-from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import read_cluster
+from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch import roles, server_role
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.dist.launch.server_role import serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Pulse
-from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 SERVER = "lora_server: {layout: EP2-PP1, address: '127.0.0.1:1', store_dir: store}\n"
@@ -116,73 +111,129 @@ def test_command_ends_with_one_line(write, options, code, reason):
     assert "Traceback" not in done.stderr
 
 
+HANGS = """
+import sys, time
+from types import SimpleNamespace
+from unittest import mock
+
+from moe_lora.config import EngineConfig
+from moe_lora.dist.launch import roles
+
+
 class Hangs:
-    """Links whose process was told to restart, and an engine loop that does not end."""
+    '''Links whose process was told to restart, and an engine loop that does not end.'''
 
     restarts, stop, emit, pulse = True, None, None, None
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_):
         self.start = lambda: None
 
-    async def run(self, *_: object) -> None:
+    async def run(self, *_):
         pass
 
-    def join(self) -> None:
-        time.sleep(600)
+    def join(self):
+        time.sleep(3600)
 
 
-def test_a_process_that_is_to_be_started_again_ends_whatever_its_engine_hangs_at(monkeypatch):
-    core = SimpleNamespace(info=SimpleNamespace(max_model_len=64), attach_notes=lambda notes: None)
-    monkeypatch.setattr("moe_lora.dist.cluster.instance_links.FrontEndLinks", Hangs)
-    monkeypatch.setattr("moe_lora.engine.loop.EngineLoop", Hangs)
-    monkeypatch.setattr("moe_lora.engine.build.build_engine", lambda *_: core)
-    monkeypatch.setattr(roles, "RESTART_S", 0.1)
-    pid = os.fork()
-    if not pid:
-        roles._serve_engine(EngineConfig(model_dir="base"), JobPlace(), {}, None, None, 600.0)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == roles.RESTART_CODE
+core = SimpleNamespace(info=SimpleNamespace(max_model_len=64), attach_notes=lambda notes: None)
+with (
+    mock.patch("moe_lora.dist.cluster.instance_links.FrontEndLinks", Hangs),
+    mock.patch("moe_lora.engine.loop.EngineLoop", Hangs),
+    mock.patch("moe_lora.engine.build.build_engine", lambda *_: core),
+    mock.patch.object(roles, "RESTART_S", 0.1),
+):
+    roles._serve_engine(EngineConfig(model_dir="base"), roles.JobPlace(), {}, None, None, 3600.0)
+"""
+STUCK = """
+import asyncio
+from moe_lora.dist.launch import roles
+from moe_lora.engine.client.messages import Pulse
+
+roles.LOOK_S, pulse = 0.01, Pulse()
+pulse.work()
+asyncio.run(roles.end_stuck(pulse, 0.1))
+"""
 
 
-def ends(scenario: Callable[[Pulse], None], limit_s: float, watched_s: float) -> int | None:
-    """The exit code of a process that ends if it is stuck; None: it went on for watched_s."""
-
-    async def watched() -> None:
-        threading.Thread(target=scenario, args=(pulse,), daemon=True).start()
-        with move_on_after(watched_s):
-            await roles.end_stuck(pulse, limit_s)
-
-    pid, pulse = os.fork(), Pulse()
-    if not pid:
-        asyncio.run(watched())
-        os._exit(99)
-    if scenario is stopped_for_a_while:
-        time.sleep(0.3)
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.0)
-        os.kill(pid, signal.SIGCONT)
-    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return None if found == 99 else found
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        (HANGS, roles.RESTART_CODE, "it was told to end, to be started again, and hangs"),
+        (STUCK, 1, "the engine does not get on"),
+    ],
+    ids=["told", "stuck"],
+)
+def test_a_process_whose_engine_hangs_ends_for_its_restart(program, code, said):
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == code, ended.stderr
+    assert said in ended.stderr
 
 
-def stuck(pulse: Pulse) -> None:
+class Ended(Exception):
+    """Stands for the end of the process."""
+
+
+class Looks:
+    """A clock that only looks advance, each as the scenario says; the engine ends or the scenario does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Pulse, VirtualClock], Iterator]):
+        self.clock = VirtualClock()
+        self.pulse = Pulse(self.clock)
+        self._scenario = scenario(self.pulse, self.clock)
+        monkeypatch.setattr(roles, "WallClock", lambda: self.clock)
+        monkeypatch.setattr(roles, "asyncio", SimpleNamespace(sleep=self._sleep))
+        monkeypatch.setattr(roles, "faulthandler", SimpleNamespace(dump_traceback=lambda: None))
+        monkeypatch.setattr(roles, "os", SimpleNamespace(_exit=self._exit))
+
+    async def _sleep(self, time_s: float) -> None:
+        self.clock.advance(time_s)
+        try:
+            next(self._scenario)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+
+    def _exit(self, code: int) -> None:
+        raise Ended
+
+    def end(self, limit_s: float) -> float | None:
+        """When the process ends; None: it outlives the scenario."""
+        try:
+            asyncio.run(roles.end_stuck(self.pulse, limit_s))
+        except Ended:
+            return self.clock.now_s()
+        except asyncio.CancelledError:
+            pass
+        return None
+
+
+def stuck(pulse: Pulse, clock: VirtualClock) -> Iterator[None]:
     pulse.work()
+    yield from [None] * 1000
 
 
-def stopped_for_a_while(pulse: Pulse) -> None:
-    pulse.work()
-    time.sleep(0.6)
-    pulse.rest()
-
-
-def many_steps(pulse: Pulse) -> None:
-    while True:
+def many_steps(pulse: Pulse, clock: VirtualClock) -> Iterator[None]:
+    for _ in range(1000):
         pulse.work()
-        time.sleep(0.1)
+        yield
 
 
-def test_an_engine_that_is_stuck_ends_its_process_and_one_that_gets_on_does_not(monkeypatch):
-    monkeypatch.setattr(roles, "LOOK_S", 0.05)
-    assert ends(stuck, 1.0, PATIENCE_S) == 1
-    assert ends(many_steps, 1.0, 3.0) is None
-    assert ends(stopped_for_a_while, 1.5, 3.0) is None
+def stopped_for_a_while(pulse: Pulse, clock: VirtualClock) -> Iterator[None]:
+    """The process stands still within one look, for longer than the limit."""
+    pulse.work()
+    yield
+    clock.advance(10 * LIMIT_S)
+    yield
+    pulse.rest()
+    yield from [None] * 1000
+
+
+LIMIT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ends"), [(stuck, True), (many_steps, False), (stopped_for_a_while, False)]
+)
+def test_an_engine_that_is_stuck_ends_its_process_and_one_that_gets_on_does_not(monkeypatch, scenario, ends):
+    ended_s = Looks(monkeypatch, scenario).end(LIMIT_S)
+    assert (ended_s is not None) == ends
+    assert ended_s is None or LIMIT_S <= ended_s <= 1.2 * LIMIT_S
