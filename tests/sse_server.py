@@ -77,7 +77,7 @@ async def stream(body: dict[str, Any], served: Served) -> AsyncIterator[str]:
         if prompt == "cut":
             return
         if prompt == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
     yield event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
     usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(text)}
     if body["model"] != "other":

@@ -28,6 +28,7 @@ from moe_lora.report.replay import (
     served_models,
 )
 from moe_lora.workload.replay_plan import PlannedRequest
+from tests.patience import PATIENCE_S
 from tests.sse_server import Served, running_server
 
 
@@ -129,11 +130,15 @@ def test_answers_are_checked(served: Served) -> None:
         ("error", "HTTP 503: overloaded"),
         ("broken", "error in the stream: engine died"),
         ("cut", "ended without a finish_reason"),
-        ("hang", "timeout: no end within 0.5 s"),
+        ("hang", "timeout: no end within "),
     ],
 )
 def test_failed_request_says_why_and_the_others_go_on(served: Served, prompt: str, said: str) -> None:
-    bad, good = send(served, [planned(prompt=prompt), planned(1, prompt="fine")], timeout_s=0.5).records
+    for timeout_s in (0.5, 5.0, 50.0, PATIENCE_S):  # more, if it was too short for the other one
+        plan = [planned(prompt=prompt), planned(1, prompt="fine")]
+        bad, good = send(served, plan, timeout_s=timeout_s).records
+        if good.error is None:
+            break
     assert bad.timing is None
     assert said in (bad.error or "")
     assert good.error is None
@@ -142,7 +147,7 @@ def test_failed_request_says_why_and_the_others_go_on(served: Served, prompt: st
 
 def test_arrivals_are_open_loop(served: Served) -> None:
     # The first gets no answer before the second is sent.
-    records = send(served, [planned(prompt="pair"), planned(1, 0.05)], timeout_s=10.0).records
+    records = send(served, [planned(prompt="pair"), planned(1, 0.05)], timeout_s=PATIENCE_S).records
     assert [record.error for record in records] == [None, None]
 
 
