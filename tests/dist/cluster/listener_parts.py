@@ -105,8 +105,8 @@ class ScriptedLoop(threading.Thread):
         request_id, max_tokens = request.request_id, request.sampling.max_tokens
         self.num_steps += 1
         if self.holds.is_set() or (max_tokens == HELD_TOKENS and not request.generated):
-            self.held.append(request_id)
             self._emit(Outputs([TokenOutput(request_id=request_id, token_ids=(self._number,))]))
+            self.held.append(request_id)
             return
         output = TokenOutput(request_id=request_id, token_ids=(self._number,), finish_reason="length")
         self._emit(Outputs([output]))
@@ -268,3 +268,8 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def tokens_out(front_end: FrontEnd, name: str) -> int:
+    """Tokens of requests that the front end still expects of the instance."""
+    return next(one.asked_tokens for one in front_end.instance_registry.instances if one.name == name)

@@ -25,7 +25,7 @@ from moe_lora.engine.client.step_notes import StepNotes
 from tests.patience import PATIENCE_S
 
 from .fleet_parts import INFO
-from .listener_parts import ADVICE, FrontEnd, Instance, until
+from .listener_parts import ADVICE, FrontEnd, Instance, tokens_out, until
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
     answers: list[tuple[int, ...]] = []
     asking = threading.Thread(target=lambda: answers.append(front_end.ask("a")))
     asking.start()
-    until(lambda: leaving.loop.held == ["a"])
+    until(lambda: tokens_out(front_end, "one") == 3)
     join("two", number=2, adapters=START)
     until(lambda: front_end.names() == ["one", "two"])
     leaving.dial.stop()
@@ -121,7 +121,7 @@ def test_what_a_late_waker_says_of_a_request_that_went_on_elsewhere_is_refused(m
     answers: list[tuple[int, ...]] = []
     asking = threading.Thread(target=lambda: answers.append(front_end.ask("a", 4)))
     asking.start()
-    until(lambda: late.loop.held == ["a"])
+    until(lambda: tokens_out(front_end, "one") == 3)
     made.append(other := Instance("two", front_end.socket, number=2))
     other.loop.holds.set()
     until_both(front_end)
@@ -148,7 +148,7 @@ def test_what_is_said_of_a_request_that_was_given_up_is_refused(front_end, join)
     answers: list[tuple[int, ...]] = []
     asking = threading.Thread(target=lambda: answers.append(front_end.ask("a", 4)))
     asking.start()
-    until(lambda: silent.loop.held == ["a"])
+    until(lambda: tokens_out(front_end, "one") == 3)
     other = join("two", number=2, adapters=START)
     other.loop.holds.set()
     until_both(front_end)
