@@ -225,9 +225,13 @@ def test_a_kept_request_ends_by_an_abort_or_by_a_second_sleep():
 @pytest.mark.parametrize("expires", [False, True])
 def test_requests_that_a_pause_delays_go_on_after_the_sleep(mode, expires):
     with engine() as llm:
-        call(llm, "pause_requests", PauseScope(), "keep", 1.0 if expires else 600.0)
+        first = Stream(llm, "first", tokens=1, gated=True)
+        first.get()
+        llm.client.start_call("pause_requests", PauseScope(), "keep", 1.0 if expires else 600.0)
         late = Stream(llm, "late", "policy", tokens=3)
-        sleep(llm, 1, mode)
+        asked = llm.client.start_call("sleep", ALL, False, mode, 600.0)
+        first.gate.set()  # the engine reads all of that in one turn, however early the pause expires
+        asked.result(timeout=PATIENCE_S)
         if not expires:
             call(llm, "resume_requests", None)
         while call(llm, "paused_scopes"):
@@ -287,8 +291,9 @@ def test_a_request_that_does_not_end_in_time_keeps_it_awake():
         running = Stream(llm, "running", "policy", gated=True)
         running.get()
         asked = llm.client.start_call("sleep", ALL, False, "wait", 0.2)
+        held = llm.client.start_call("hold_request", "running", 0)  # before the next step
         running.gate.set()
-        call(llm, "hold_request", "running", 0)
+        held.result(timeout=PATIENCE_S)
         with pytest.raises(TimeoutError, match="stays awake"):
             asked.result(timeout=PATIENCE_S)
         assert is_still(llm, running)

@@ -100,7 +100,10 @@ def test_abort_ends_the_stream(client):
         outputs += [output async for output in stream]
         return outputs[-1]
 
-    assert asyncio.run(abort()).finish_reason == "abort"
+    for _ in range(100):  # an answer may be over before its abort comes
+        if (last := asyncio.run(abort())).finish_reason != "length":
+            break
+    assert last.finish_reason == "abort"
 
 
 def test_adapters_come_and_go_while_requests_run(client):
