@@ -13,8 +13,10 @@ from unittest import mock
 import certifi
 import hypothesis
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from .forked_children import Forks, children_are_forked, children_start_anew
+from .patience import PATIENCE_S
 
 # A shell's background job ignores SIGINT, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -61,6 +63,14 @@ def authorities_read_once() -> Iterator[None]:
         return make(*args, cafile=cafile, **options)
 
     with mock.patch.object(ssl, "create_default_context", context):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> Iterator[None]:
+    """A client of httpx without a limit of its own would give up after five seconds."""
+    limits = dict.fromkeys(("connect", "read", "write", "pool"), PATIENCE_S)
+    with mock.patch.multiple(DEFAULT_TIMEOUT_CONFIG, **limits):
         yield
 
 

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 
 def stop(pid: int) -> None:
     """Stop a process, and return when each of its threads stands still.
@@ -15,7 +17,7 @@ def stop(pid: int) -> None:
     On a busy machine that takes a while: the signal is obeyed once the thread that takes it is given a core.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not all(_state(task) in "TXZ" for task in Path(f"/proc/{pid}/task").iterdir()):
         assert time.monotonic() < deadline_s, f"process {pid} does not stop"
         time.sleep(0.001)

@@ -17,7 +17,7 @@ def test_tiny_run_counts_every_token_of_both_trees(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
     options = ["--before", str(ROOT), "--keys", "--out", str(out)]
     options += ["--streams", "2", "--steps", "5", "--rounds", "2"]
-    subprocess.run([sys.executable, "-m", "bench.serve.bench_front_end", *options], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "bench.serve.bench_front_end", *options], check=True)
     [record] = [json.loads(line) for line in out.read_text().splitlines()]
     assert record["kind"] == "measured"
     assert record["result"]["now_over_before"]["num_pairs"] == 2

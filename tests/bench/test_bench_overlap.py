@@ -28,7 +28,7 @@ def test_shares_of_hand_made_exchanges():
 def test_tiny_run_measures_and_traces(tmp_path):
     out, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
     command = [sys.executable, "-m", "bench.lora_server.bench_overlap", "--tiny", "--num-requests", "2"]
-    subprocess.run([*command, "--out", str(out), "--trace", str(trace)], check=True, timeout=300)
+    subprocess.run([*command, "--out", str(out), "--trace", str(trace)], check=True)
     [record] = [json.loads(line) for line in out.read_text().splitlines()]
     assert record["kind"] == "measured"
     assert record["result"]["num_requests_to_server"] > 0

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from bench.cluster.bench_two_kills import Load, newest
+from tests.patience import PATIENCE_S
 
 
 def test_shares_gaps_and_waits_are_those_of_the_answers():
@@ -46,7 +47,7 @@ def test_requests_arrive_at_the_rate_and_the_process_is_killed(monkeypatch):
     load = Load("http://served", 20.0, 0.5)
     asyncio.run(load.run([(0.1, victim.pid)]))
     assert load.result()["latest_arrival_s"] >= 0
-    assert victim.wait(60) == -9
+    assert victim.wait(PATIENCE_S) == -9
     assert sorted(arrival_s for arrival_s, _, _ in load.answers) == pytest.approx([n / 20 for n in range(10)])
     assert all(end_s >= arrival_s and status == 200 for arrival_s, end_s, status in load.answers)
 

@@ -17,9 +17,7 @@ def test_small_run_measures_what_it_says(tmp_path):
         "--requests",
         "100",
     ]
-    subprocess.run(
-        [*command, "--policies", "fastlibra", "--out", str(out)], check=True, timeout=300, capture_output=True
-    )
+    subprocess.run([*command, "--policies", "fastlibra", "--out", str(out)], check=True, capture_output=True)
     [record] = [json.loads(line) for line in out.read_text().splitlines()]
     result = record["result"]
     assert record["config"]["policy"] == "fastlibra"

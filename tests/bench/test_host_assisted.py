@@ -67,7 +67,7 @@ def test_quick_run_writes_a_record_and_a_figure(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "figure.png"
     command = [sys.executable, "-m", "bench.host_assisted.bench_host_assisted", "--quick", "--part=sweep"]
     command += ["--part=pipelining", "--slack=4", f"--out={out}", f"--plot={plot}"]
-    subprocess.run(command, check=True, timeout=600)
+    subprocess.run(command, check=True)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["kind"] for record in records} == {"emulated"}
     for record in records:
@@ -84,7 +84,7 @@ def test_quick_run_writes_a_record_and_a_figure(tmp_path: Path) -> None:
 def test_parts_are_timed_against_their_alternatives(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "bench.host_assisted.bench_host_parts", "--quick", f"--out={out}"]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True)
     found = {one["config"]["part"]: one["result"]["found"] for one in map(json.loads, out.open())}
     assert [one["num_workers"] for one in found["ipc"]] == [1, 2]
     assert {tuple(one["seconds"]) for one in found["ipc"]} == {

@@ -80,7 +80,6 @@ def test_named_tests_have_a_case_of_the_run_for_each_family(marker: str, is_slow
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     cases = [line for line in done.stdout.splitlines() if "::" in line]
     missing = []

@@ -14,6 +14,7 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.errors import OUTPUT_CLOSED
 from tests.adapters.peft_folders import BASE, peft_folder
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PIPE_BYTES = 65_536
@@ -21,7 +22,7 @@ PIPE_BYTES = 65_536
 
 def ended(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("raised", ["KeyboardInterrupt", "ImportError('initialization failed')"])
@@ -93,7 +94,7 @@ def test_a_command_whose_reader_is_gone_ends_quietly(name):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", COMMAND, *PRINTING[name]]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writer)
     assert done.returncode == OUTPUT_CLOSED
     assert "Broken pipe" not in done.stderr
@@ -108,15 +109,15 @@ def test_show_of_many_versions_ends_quietly_at_head(tmp_path):
         for content in range(200):
             registry.add("a", peft_folder(source, content), base_hash=BASE)
     words = [sys.executable, "-c", COMMAND, "adapters", "show", "a", "--registry", str(folder)]
-    whole = subprocess.run(words, capture_output=True, timeout=120, cwd=ROOT, check=True).stdout
+    whole = subprocess.run(words, capture_output=True, cwd=ROOT, check=True).stdout
     assert len(whole) > PIPE_BYTES
     show = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert show.stdout is not None
     assert show.stderr is not None
-    first = subprocess.run(["head", "-1"], stdin=show.stdout, capture_output=True, timeout=120, check=True)
+    first = subprocess.run(["head", "-1"], stdin=show.stdout, capture_output=True, check=True)
     show.stdout.close()
     assert first.stdout == b"a version 1: ready\n"
-    assert (show.wait(120), show.stderr.read()) == (OUTPUT_CLOSED, b"")
+    assert (show.wait(PATIENCE_S), show.stderr.read()) == (OUTPUT_CLOSED, b"")
     show.stderr.close()
 
 
@@ -131,7 +132,7 @@ def test_what_print_leaves_for_the_end_is_dropped_quietly():
     command = [sys.executable, "-c", textwrap.dedent(code)]
     environment = os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, env=environment
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")

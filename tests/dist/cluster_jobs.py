@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo"
 ADAPTERS = [name for name in json.loads((DEMO / "adapters" / "index.json").read_text()) if name != "demo"][:8]
 MAX_TOKENS = 8
-START_S = 120.0
 _WORKER = ("-m", "moe_lora.dist.launch.run_role", "--config", "cluster.yaml")
 
 
@@ -86,7 +85,7 @@ class Job:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        until(lambda: not any(map(alive, everyone)), lambda: f"orphans of {self.log.name}", 10.0)
+        until(lambda: not any(map(alive, everyone)), lambda: f"orphans of {self.log.name}")
         return code
 
 
@@ -200,7 +199,7 @@ class Drive:
         """(status, token ids or error message) of each request, in order."""
         assert self._process.stdout is not None
         text = self._process.stdout.read()
-        assert self._process.wait(60) == 0
+        assert self._process.wait(PATIENCE_S) == 0
         return [(status, answer) for status, answer in json.loads(text)]
 
     def answers(self) -> list[list[int]]:
@@ -237,8 +236,8 @@ def free_port() -> int:
         return port
 
 
-def until(condition: Callable[[], object], what: Callable[[], str], limit_s: float = START_S) -> None:
-    deadline_s = time.monotonic() + limit_s
+def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, what()
         time.sleep(0.05)

@@ -26,7 +26,7 @@ def send(http: httpx.Client, body: dict[str, Any], pause_s: float) -> tuple[int,
 def main() -> None:
     work = json.load(sys.stdin)
     with (
-        httpx.Client(base_url=work["url"], timeout=120, trust_env=False) as http,
+        httpx.Client(base_url=work["url"], timeout=300, trust_env=False) as http,
         ThreadPoolExecutor(NUM_AT_ONCE) as pool,
     ):
         pause_s = work["pause_s"]

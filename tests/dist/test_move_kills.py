@@ -87,7 +87,7 @@ async def answers(url: str) -> list[list[int]]:
 
 
 def metrics(url: str) -> dict[tuple[str, str], float]:
-    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {(s.name.removeprefix("moe_lora:"), s.labels.get("instance", "")): s.value for s in samples}
 

@@ -20,6 +20,7 @@ from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.step import sampler
 from moe_lora.engine.step.runner import ModelRunner
+from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = ("upper", "reverse", "double")
@@ -57,7 +58,7 @@ def drive(core: EngineCore, *requests: GenerateRequest) -> dict[str, tuple[list[
         core.add_request(one)
     tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
     last: dict[str, TokenOutput] = {}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while core.has_work:
         assert time.monotonic() < deadline
         for output in core.step():

@@ -19,6 +19,7 @@ from moe_lora.engine.step.step_batch import CaptureSteps
 from moe_lora.kernels.triton.configs import interpreted
 from tests.families import ALL_TARGETS, make_adapter, make_checkpoint, shard_of
 from tests.models.harness import MAX_TOKENS, Harness
+from tests.patience import PATIENCE_S
 from tests.stand_in_device import StandIn, stand_in_device
 
 from .on_device import OnDevice
@@ -34,7 +35,7 @@ class InTurn:
 
     def __init__(self) -> None:
         self.runs = threading.Lock()
-        self._all = threading.Barrier(SIZE, timeout=60)
+        self._all = threading.Barrier(SIZE, timeout=PATIENCE_S)
         self._rows: list[torch.Tensor | None] = [None] * SIZE
         self.num_asked = [0] * SIZE
 
@@ -89,7 +90,7 @@ def test_steps_are_those_of_a_rank_that_holds_all_experts(tmp_path):
         device = rank(1)
         while True:
             turns.runs.release()
-            message = orders.get(timeout=60)
+            message = orders.get(timeout=PATIENCE_S)
             turns.runs.acquire()
             if message is None:
                 return device
@@ -110,7 +111,7 @@ def test_steps_are_those_of_a_rank_that_holds_all_experts(tmp_path):
     with stand_in_device(), ThreadPoolExecutor(SIZE) as pool:
         wanted = steps(OnDevice(Harness(base, adapters), PROMPTS, **GRAPHS))
         leading, following = pool.submit(of_thread, lead), pool.submit(of_thread, follow)
-        follower, (leader, found) = following.result(timeout=500), leading.result(timeout=60)
+        follower, (leader, found) = following.result(timeout=PATIENCE_S), leading.result(timeout=PATIENCE_S)
     for ours, whole in zip(found, wanted, strict=True):
         assert torch.equal(ours, whole)
     for device in (leader, follower):

@@ -36,6 +36,7 @@ from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NUM_LAYERS, 
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
+from tests.patience import PATIENCE_S
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -136,7 +137,7 @@ def ask_client(client: InProcessClient, model, sampling: SamplingParams = GREEDY
     tokens: dict[str, tuple[int, ...]] = {}
     unfinished = len(SLOTS)
     while unfinished:
-        output = outputs.get(timeout=100)
+        output = outputs.get(timeout=PATIENCE_S)
         assert isinstance(output, TokenOutput), output
         tokens[output.request_id] = tokens.get(output.request_id, ()) + output.token_ids
         unfinished -= output.finish_reason is not None
@@ -156,17 +157,19 @@ def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, hol
     with pool_engines(model, transport) as (peer, engine):
         for path in model.adapters:
             loads = engine if holder == "itself" else peer
-            entry = loads.start_call("pool_load", path.name, str(path), False, 1).result(60)
+            entry = loads.start_call("pool_load", path.name, str(path), False, 1).result(PATIENCE_S)
             if holder == "a peer":
-                engine.start_call("pool_know", entry.facts, "nowhere", False, 1, [entry.source]).result(60)
+                engine.start_call("pool_know", entry.facts, "nowhere", False, 1, [entry.source]).result(
+                    PATIENCE_S
+                )
         answered = ask_client(engine, model)
         assert answered == expected_of(model, answered)
-        cold = engine.start_call("stats").result(60)
+        cold = engine.start_call("stats").result(PATIENCE_S)
         store = engine.core._adapters.store.host.store
         assert not list(store.directory.iterdir()), "once on the device they lie in the pool only"
         answered = ask_client(engine, model)
         assert answered == expected_of(model, answered)
-        warm = engine.start_call("stats").result(60)
+        warm = engine.start_call("stats").result(PATIENCE_S)
     assert cold.lora_rows_host > 0
     assert cold.lora_rows_local > 0
     assert cold.host_fallback_rows == 0
@@ -196,7 +199,7 @@ def lora_server(
         load = rank.loop.server_store._load_layer
 
         def held(loading, layer, run):
-            assert not layer or loads is None or loads.wait(100)
+            assert not layer or loads is None or loads.wait(PATIENCE_S)
             return load(loading, layer, run)
 
         rank.loop.server_store._load_layer = held
@@ -256,13 +259,13 @@ def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(
     model = served("mixtral")
     with pool_engines(model, "shm") as (_, engine):
         for path in model.adapters:
-            engine.start_call("pool_load", path.name, str(path), False, 1).result(60)
+            engine.start_call("pool_load", path.name, str(path), False, 1).result(PATIENCE_S)
         folder = engine.core._adapters.store.host.store.directory
         folder.rmdir()
         folder.touch()
         answered = ask_client(engine, model)
         assert answered == expected_of(model, answered)
-        assert engine.start_call("stats").result(60).lora_rows_host == 0
+        assert engine.start_call("stats").result(PATIENCE_S).lora_rows_host == 0
         folder.unlink()
 
 
@@ -279,14 +282,14 @@ class HeldCopies:
 
         def held(copier, order, packed):
             for number, num_bytes in enumerate(bring(copier, order, packed)):
-                assert number < num_layers or self.go_on.wait(120)
+                assert number < num_layers or self.go_on.wait(PATIENCE_S)
                 yield num_bytes
 
         monkeypatch.setattr(RankCopier, "_bring", held)
 
     def until(self, llm: LLM, num_rows: int) -> None:
         """Go on once the host has computed so many rows x layers."""
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while llm.stats().lora_rows_host < num_rows and time.monotonic() < deadline:
             time.sleep(0.01)
         self.go_on.set()
@@ -355,7 +358,7 @@ def test_killed_workers_change_no_token_and_come_back(family, way, num_killed, s
         thread.join()
         if num_killed == 2:  # else the rows that are left may all have been the other one's
             assert llm.stats().host_fallback_rows > 0, "rows of workers that were gone are made up for"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while len(worker_pids() - before) < num_killed:
             assert time.monotonic() < deadline, "the workers did not come back"
             time.sleep(0.05)

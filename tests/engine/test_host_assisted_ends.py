@@ -30,6 +30,7 @@ from tests.engine.test_host_assisted import (
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
+from tests.patience import PATIENCE_S
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 RANKS = {"expert_parallel": 2, "host_workers": 1, "num_threads": 1}
@@ -40,7 +41,7 @@ def expected(model, adapter) -> tuple[int, ...]:
 
 
 def until(condition, what: str) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.005)
@@ -70,7 +71,7 @@ def test_cold_request_that_is_aborted_leaves_its_place_to_others(served, monkeyp
         [request_id] = llm.client._sinks
         llm.client.leave(request_id)
         llm.client.abort_now(request_id)
-        request.join(60)
+        request.join(PATIENCE_S)
         assert len(request.tokens) < NUM_TOKENS
         until(lambda: llm.stats().num_running == llm.stats().num_waiting == 0, "it still holds its place")
         copies.go_on.set()
@@ -91,7 +92,7 @@ def test_adapter_that_is_unloaded_or_replaced_while_cold_answers_what_was_begun(
         later = ColdRequest(llm, first.name)
         copies.go_on.set()
         for thread in (*requests, unload, later):
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert requests[0].tokens == expected(model, first)
         assert requests[1].tokens == later.tokens == expected(model, second)
         with pytest.raises(AdapterNotFoundError):

@@ -16,6 +16,7 @@ from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.dist.net.codec import Interface, verb, verbs_of
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.verbs import ADAPTER_VERBS, ENGINE_INTERFACE, ENGINE_VERBS, Steps
+from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
 
@@ -72,7 +73,7 @@ def test_a_verb_may_wait_for_another_thread_or_for_a_condition(client):
     assert asyncio.run(client.call("count", [])) == 0, "the loop goes on"
     assert not waiting.done()
     client.start_call("end")
-    assert waiting.result(60) == "over"
+    assert waiting.result(PATIENCE_S) == "over"
 
 
 def test_errors_of_a_verb_are_those_of_the_call(client):

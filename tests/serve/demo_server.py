@@ -18,7 +18,6 @@ from tests.patience import PATIENCE_S
 from .live_server import wait_until
 
 DEMO = Path(__file__).parents[2] / "demo"
-START_TIMEOUT_S = 120.0
 
 
 class DemoServer:
@@ -30,7 +29,7 @@ class DemoServer:
         self.url = self._wait_for_url()
 
     def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             found = re.search(r"Serving \S+ at (https?://\S+)", self.log.read_text())
             if found:

@@ -19,14 +19,14 @@ def body_of(model: str) -> dict:
 
 
 def ask(server: DemoServer, model: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=body_of(model), timeout=300, trust_env=False)
+    return httpx.post(f"{server.url}/v1/completions", json=body_of(model), trust_env=False)
 
 
 def stream(server: DemoServer, model: str) -> tuple[int, str]:
     """Status and text of a streamed answer.  After an error the text is its message."""
     body = body_of(model) | {"stream": True}
     where = f"{server.url}/v1/completions"
-    with httpx.stream("POST", where, json=body, timeout=300, trust_env=False) as answer:
+    with httpx.stream("POST", where, json=body, trust_env=False) as answer:
         if answer.status_code != 200:
             return answer.status_code, json.loads(answer.read())["error"]["message"]
         *events, last = [line.removeprefix("data: ") for line in answer.iter_lines() if line]

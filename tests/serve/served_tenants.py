@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.serve.limits import LEAST_QUEUED_TOKENS
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
@@ -59,7 +60,7 @@ class ServedTenants:
     _number: int = field(default=0)
 
     def __post_init__(self) -> None:
-        common = {"verify": self.context, "timeout": 60}
+        common = {"verify": self.context}
         self.url = self.server.url
         self.http = httpx.Client(base_url=self.url, trust_env=False, **common)
         transport = httpx.HTTPTransport(uds=str(self.admins), verify=self.context)
@@ -112,7 +113,7 @@ class ServedTenants:
             os.kill(engine, signal.SIGCONT)
 
     def wait_until_full(self, who: str) -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + PATIENCE_S
         while self.has_room(who):
             assert time.monotonic() < deadline_s, "the front end did not take all requests in"
             time.sleep(0.01)
@@ -158,8 +159,8 @@ def serving_tenants(folder: Path, cert: Path, key: Path) -> Iterator[ServedTenan
         "max_queued_tokens": MOST_QUEUED * LEAST_QUEUED_TOKENS,
         "max_queued_tokens_per_client": MOST_OF_ONE * LEAST_QUEUED_TOKENS,
         "max_connections_per_client": MOST_CONNECTIONS,
-        "heartbeat_timeout_s": 90,  # longer than it is stopped
-        "heartbeat_dead_s": 120,
+        "heartbeat_timeout_s": 2 * PATIENCE_S,  # longer than it is stopped
+        "heartbeat_dead_s": 3 * PATIENCE_S,
     }
     for name, value in settings.items():
         options += ["--set", f"front_end.{name}={value}"]

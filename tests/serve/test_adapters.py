@@ -12,6 +12,7 @@ import pytest
 
 from moe_lora.serve.admin import adapter_routes
 from moe_lora.serve.server import create_app
+from tests.patience import PATIENCE_S
 
 from .conftest import as_served, frontend_of
 from .live_server import ServerThread
@@ -69,13 +70,13 @@ def test_a_folder_that_hangs_holds_nobody_up(server, adapter_dir, monkeypatch):
 
     def hangs(path, name):
         looking.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(PATIENCE_S)
         return path
 
     monkeypatch.setattr(adapter_routes, "adapter_folder", hangs)
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(server.post, LOAD, {"lora_name": "new", "lora_path": adapter_dir})
-        assert looking.wait(60)
+        assert looking.wait(PATIENCE_S)
         assert names(server) == ["base", "shout"]
         goes_on.set()
         assert load.result().status_code == 200

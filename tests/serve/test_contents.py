@@ -53,7 +53,7 @@ def answers(server: DemoServer, model: str, count: int = 2) -> list[str]:
     body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
     found = []
     for _ in range(count):
-        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        response = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
         found.append(choice["text"] + str([round(one, 3) for one in choice["logprobs"]["token_logprobs"]]))
@@ -62,7 +62,7 @@ def answers(server: DemoServer, model: str, count: int = 2) -> list[str]:
 
 def load(server: DemoServer, name: str, path: Path, **more: object) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(path), **more}
-    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
+    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, trust_env=False)
 
 
 def residency(server: DemoServer, name: str) -> str:
@@ -103,7 +103,7 @@ def test_content_that_can_not_be_had_makes_its_adapter_unavailable_and_no_other(
         kept.unlink()
     restart(pair, number=2)
     body = {"model": "start", "prompt": "a", "max_tokens": 1}
-    response = httpx.post(f"{pair.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    response = httpx.post(f"{pair.url}/v1/completions", json=body, trust_env=False)
     assert response.status_code == 503
     assert "'start' is unavailable" in response.json()["error"]["message"]
     assert residency(pair, "start") == "unavailable"

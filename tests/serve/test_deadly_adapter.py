@@ -50,7 +50,7 @@ def pair(request, tmp_path, monkeypatch) -> Iterator[DemoServer]:
 
 
 def admin(server: DemoServer, path: str, body: dict) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=300, trust_env=False)
+    return httpx.post(f"{server.url}/v1/{path}", json=body, trust_env=False)
 
 
 def test_only_requests_of_the_deadly_adapter_fail(pair):

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from demo.tasks import prompt_for
 from moe_lora.cli.main import main
 from tests.dist.cluster_jobs import alive, until
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
@@ -37,7 +38,7 @@ def server(tmp_path) -> Iterator[DemoServer]:
 def until_whole(server: DemoServer) -> None:
     """Each instance has dialled in to the controller and both front ends."""
     said = r"instance instance-\d dialled in"
-    until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
+    until(lambda: len(re.findall(said, server.log.read_text())) >= 6, server.log.read_text)
 
 
 def pids(server: DemoServer) -> dict[str, int]:
@@ -49,7 +50,7 @@ def pids(server: DemoServer) -> dict[str, int]:
 def ask(server: DemoServer, model: str) -> tuple[int, str]:
     """Over a connection of its own, which either front end may take: status, and the text or what it says."""
     body = {"model": model, "prompt": prompt_for("abc"), "max_tokens": 4, "temperature": 0}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False)
     return answer.status_code, answer.json()["choices"][0]["text"] if answer.is_success else answer.text
 
 
@@ -61,7 +62,7 @@ def complete(server: DemoServer, model: str = "upper") -> str:
 
 def load(server: DemoServer, name: str) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(DEMO / "adapters" / "upper"), "load_inplace": True}
-    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
+    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, trust_env=False)
 
 
 def test_one_port_outlives_a_front_end_and_all_end_together(server):
@@ -78,7 +79,7 @@ def test_one_port_outlives_a_front_end_and_all_end_together(server):
         "user": "x" * 20_000,
     }
     for _ in range(8):
-        answer = httpx.post(f"{server.url}/v1/completions", json=large, timeout=60, trust_env=False)
+        answer = httpx.post(f"{server.url}/v1/completions", json=large, trust_env=False)
         assert answer.json()["choices"][0]["text"] == text
     os.kill(first["front-end-0"], signal.SIGKILL)
     until(lambda: pids(server)["front-end-0"] != first["front-end-0"], server.log.read_text)
@@ -98,7 +99,7 @@ def test_administrators_have_a_place_of_their_own_before_all_front_ends(tmp_path
         with administrator(place) as admin:
             assert admin.post("/v1/load_lora_adapter", json=body).status_code == 200
         os.kill(pids(server)["front-end-0"], signal.SIGKILL)
-        until(lambda: server.log.read_text().count("Serving demo at") == 3, server.log.read_text)
+        until(lambda: server.log.read_text().count("Serving demo at") >= 3, server.log.read_text)
         os.kill(pids(server)["front-end-1"], signal.SIGKILL)
         with administrator(place) as admin:  # the one that was started again
             assert admin.get("/metrics").status_code == 200
@@ -152,18 +153,18 @@ def test_all_front_ends_read_their_settings_again_when_their_parent_is_told_to(t
     file, text = tmp_path / "cluster.yaml", f"model_dir: {DEMO / 'model'}\nengine: {{eager: true}}\n"
     file.write_text(text)
     with demo_server(tmp_path / "log", "--config", str(file), "--front-ends", "2") as server:
-        until(lambda: server.log.read_text().count("Serving ") == 2, server.log.read_text)
+        until(lambda: server.log.read_text().count("Serving ") >= 2, server.log.read_text)
         everyone = pids(server)
         file.write_text(f"{text}front_end: {{max_choices: 2}}\n")
         server.process.send_signal(signal.SIGHUP)
         said = "settings were read again: max_choices=2"
-        until(lambda: server.log.read_text().count(said) == 4, server.log.read_text)
+        until(lambda: server.log.read_text().count(said) >= 4, server.log.read_text)
         file.write_text("no: settings\n")
         server.process.send_signal(signal.SIGHUP)
         until(lambda: "stay as they are" in server.log.read_text(), server.log.read_text)
         body = {"prompt": "a=", "max_tokens": 1, "n": 3}
         for _ in range(8):
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60)
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False)
             assert answer.status_code == 400
         assert pids(server) == everyone
 
@@ -243,18 +244,16 @@ def test_a_second_signal_ends_all_at_once(tmp_path):
         tmp_path / "log", *OPTIONS, "--front-ends", "2", "--set", "front_end.drain_s=1000"
     ) as server:
         until(
-            lambda: len(re.findall(r"instance-0 dialled in", server.log.read_text())) == 3,
+            lambda: len(re.findall(r"instance-0 dialled in", server.log.read_text())) >= 3,
             server.log.read_text,
         )
         everyone = pids(server)
         body = {"model": "upper", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False
-        ) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False) as answer:
             next(answer.iter_lines())
             stop(everyone["instance-0"])
             server.process.send_signal(signal.SIGTERM)
             until(lambda: "Ending:" in server.log.read_text(), server.log.read_text)
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(60) == 0
+            assert server.process.wait(PATIENCE_S) == 0
         assert not any(map(alive, everyone.values()))

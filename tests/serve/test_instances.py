@@ -41,7 +41,7 @@ def pair(tmp_path_factory) -> Iterator[DemoServer]:
         yield server
 
 
-def until(condition: Callable[[], object], limit_s: float = 120.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -101,7 +101,7 @@ def stream_all(
 
     async def run() -> list[list[dict]]:
         limits = httpx.Limits(max_connections=64)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, limits=limits) as http:
             return await asyncio.gather(*(stream(http, b, counted(i)) for i, b in enumerate(bodies)))
 
     events = asyncio.run(run())
@@ -183,7 +183,7 @@ def moves(server: DemoServer) -> float:
 def migrate(server: DemoServer, source: int, num_requests: int = 20) -> httpx.Response:
     names = [f"instance-{number}" for number in (source, 1 - source)]
     body = {"source": names[0], "target": names[1], "num_requests": num_requests}
-    return httpx.post(f"{server.url}/v1/migrate", json=body, trust_env=False, timeout=60)
+    return httpx.post(f"{server.url}/v1/migrate", json=body, trust_env=False)
 
 
 def test_requests_are_moved_over_http_while_they_stream(pair):
@@ -234,7 +234,7 @@ def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
             assert one[3:] == other[3:]
         assert moves(pair) > before
         assert instance_values(pair, "drained") == [1.0, 0.0]
-        listed = httpx.get(f"{pair.url}/v1/instances", trust_env=False, timeout=30).json()
+        listed = httpx.get(f"{pair.url}/v1/instances", trust_env=False).json()
         assert [one["devices"] for one in listed["data"]] == [["cpu"], ["cpu"]]
         # A controller that has just begun waits for what dials in.
         last = httpx.post(f"{pair.url}/v1/instances/instance-1/drain", trust_env=False, timeout=PATIENCE_S)
@@ -306,7 +306,7 @@ def test_instance_killed_while_requests_are_moved_costs_no_token(pair, victim):
 
 def complete(server: DemoServer, model: str, text: str = "abc") -> httpx.Response:
     body = {"model": model, "prompt": prompt_for(text), "max_tokens": 40, "temperature": 0}
-    return httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False)
 
 
 @pytest.mark.slow
@@ -374,7 +374,7 @@ def test_end_of_the_front_end_ends_all_instances_also_one_that_is_starting(tmp_p
         pids = server.engine_pids()
         assert second in pids
         with (
-            httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http,
+            httpx.Client(base_url=server.url, trust_env=False) as http,
             http.stream("POST", "/v1/completions", json={**bodies(1)[0], "stream": True}) as response,
         ):
             next(response.iter_lines())
@@ -411,7 +411,7 @@ def test_pinned_adapter_is_pinned_on_the_instance_that_comes_back(pair):
         return card["pages"], card["pinned"]
 
     def change(what: str) -> None:
-        answer = httpx.post(f"{pair.url}/v1/adapters/{name}/{what}", trust_env=False, timeout=60)
+        answer = httpx.post(f"{pair.url}/v1/adapters/{name}/{what}", trust_env=False)
         assert answer.status_code == 200, answer.text
 
     change("pin")

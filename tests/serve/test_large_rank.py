@@ -59,7 +59,7 @@ def pair(limits, tmp_path) -> Iterator[DemoServer]:
 
 def load(server: DemoServer, path: Path) -> httpx.Response:
     body = {"lora_name": "large", "lora_path": str(path)}
-    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=300, trust_env=False)
+    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, trust_env=False)
 
 
 @pytest.mark.slow

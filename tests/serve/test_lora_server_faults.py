@@ -76,7 +76,7 @@ def replay(
     async def run() -> list[Answer | None]:
         gate = asyncio.Semaphore(IN_FLIGHT)
         limits = httpx.Limits(max_connections=IN_FLIGHT)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, limits=limits) as http:
             return await asyncio.gather(*(ask(http, gate, body) for body in bodies()[:num_requests]))
 
     answers = asyncio.run(run())
@@ -173,7 +173,7 @@ def test_killed_instance_costs_no_request_and_gets_leases_again(cluster):
     answers = replay(cluster.server, lambda: os.kill(first, signal.SIGKILL))
     assert answers == cluster.undisturbed
     assert f"process {first}" in cluster.log()
-    until(lambda: len(re.findall(r"instance instance-\d dialled in", cluster.log())) == 3)
+    until(lambda: len(re.findall(r"instance instance-\d dialled in", cluster.log())) >= 3)
     cluster.until_all_is_remote()
     assert second in cluster.server.engine_pids()
     assert cluster.server.lora_server_pids() == sorted(cluster.ranks)
@@ -205,8 +205,8 @@ def test_killed_front_end_takes_everything_with_it(cluster, directories):
         answer is None or answer == same for answer, same in zip(answers, cluster.undisturbed, strict=True)
     ]
     assert all(whole)
-    until(lambda: all(gone(pid) for pid in pids), limit_s=20.0)
-    until(lambda: not directories(), limit_s=20.0)
+    until(lambda: all(gone(pid) for pid in pids))
+    until(lambda: not directories())
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def complete_all(server: DemoServer, models: list[str]) -> list[str]:
         return response.json()["choices"][0]["text"]
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
             return await asyncio.gather(*(one(http, model) for model in models))
 
     return asyncio.run(run())

@@ -26,7 +26,7 @@ def streamed(url: str) -> tuple[str, int]:
     """Text and version of one stream from the published name."""
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
     text, version = "", None
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):

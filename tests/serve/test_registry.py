@@ -244,7 +244,7 @@ def test_the_demo_serves_its_registry_and_a_version_registered_while_it_runs(sto
     options = ("--registry", str(stocked), "--set", "registry.adapters=upper", "--eager")
     with (
         demo_server(tmp_path / "log", *options) as server,
-        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
     ):
 
         def answer(model: str) -> str:
@@ -285,7 +285,7 @@ def test_adapters_above_the_rank_limit_are_unavailable_and_new_ones_are_refused(
     options = ("--registry", str(with_large), "--max-lora-rank", "8", "--eager", *layout)
     with (
         demo_server(tmp_path / "log", *options) as server,
-        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
     ):
 
         def cards() -> dict[str, dict]:

@@ -16,12 +16,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
+from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, DemoServer, demo_server
 from .live_server import wait_until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:12]
-CAPACITY, LIMIT_S = 3, 40.0
+CAPACITY = 3
 CLUSTER = f"""
 model_dir: {DEMO / "model"}
 engine: {{eager: true, dtype: float32}}
@@ -86,18 +87,18 @@ async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
 
 async def until(http: httpx.AsyncClient, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
     """The metrics once the condition holds of them."""
-    for _ in range(int(LIMIT_S / 0.1)):
+    for _ in range(int(PATIENCE_S / 0.1)):
         found = await metrics(http)
         if "moe_lora:iar_predicted" in found and condition(found):
             return found
         await asyncio.sleep(0.1)
-    raise AssertionError(f"not within {LIMIT_S} s: {found}")
+    raise AssertionError(f"not within {PATIENCE_S} s: {found}")
 
 
 def test_metric_crosses_the_target_with_the_load_and_comes_back_with_the_capacity(server):
     async def play() -> None:
         limits = httpx.Limits(max_connections=64)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, limits=limits) as http:
             asked = questions()
             right = {question: await answer(http, question) for question in asked}
             async with load(http, asked[:4], 16, right):  # two adapters
@@ -133,7 +134,7 @@ def test_capacity_follows_the_load_by_itself(tmp_path):
     options = ("--config", str(tmp_path / "cluster.yaml"), "--lora-dir", str(DEMO / "adapters"))
 
     async def play(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
             asked = questions()
             right = {question: await answer(http, question) for question in asked}
             async with load(http, asked, 16, right):
@@ -152,7 +153,7 @@ def test_limits_and_log_level_of_the_file_are_read_again_on_sighup(server):
     body = {"prompt": "a=", "max_tokens": 1, "n": 3}
 
     def status() -> int:
-        return httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60).status_code
+        return httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False).status_code
 
     def reread(front_end: str, said: str) -> None:
         file.write_text(CLUSTER + front_end)
@@ -176,7 +177,7 @@ def test_limits_and_log_level_of_the_file_are_read_again_on_sighup(server):
 
 
 def test_capacity_beyond_memory_is_refused_by_the_running_server(server):
-    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
         limit = http.get("/v1/lora_server").json()["max_capacity"]
         response = http.post("/v1/lora_server/capacity", json={"capacity": limit + 1})
         assert response.status_code == 400

@@ -33,14 +33,12 @@ def ask(server: DemoServer, model: str, key: str = "", **fields: Any) -> tuple[i
     """Status, and text or error."""
     body = {"model": model, "prompt": prompt_for("abc"), "max_tokens": 4, "temperature": 0, **fields}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = httpx.post(
-        f"{server.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False
-    )
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, trust_env=False)
     return answer.status_code, answer.json()["choices"][0]["text"] if answer.is_success else answer.text
 
 
 def served(server: DemoServer) -> list[str]:
-    cards = httpx.get(f"{server.url}/v1/models", timeout=60, trust_env=False).json()["data"]
+    cards = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
     return [card["id"] for card in cards if card["id"] != "demo"]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from moe_lora.adapters.registry.registry import DATABASE_FILE, Registry
 from tests.adapters.peft_folders import BASE, peft_folder
+from tests.patience import PATIENCE_S
 
 from .registry_worker import NUM_CONTENTS
 
@@ -54,7 +55,7 @@ def check_consistent(folder: Path) -> None:
 
 def test_whatever_step_a_process_is_killed_at_changes_are_whole(tmp_path, sources):
     allowed = [["ready"], ["ready", "ready"], ["removed", "ready"], ["removed", "removed"]]
-    output, errors = start("kill", tmp_path, sources, 300).communicate(timeout=120)
+    output, errors = start("kill", tmp_path, sources, 300).communicate(timeout=PATIENCE_S)
     codes = [int(line) for line in output.split()]
     assert codes == [KILLED] * (len(codes) - 1) + [0], errors.decode()
     seen = []
@@ -71,7 +72,7 @@ def test_whatever_step_a_process_is_killed_at_changes_are_whole(tmp_path, source
 def test_processes_that_write_at_once_lose_nothing(tmp_path, sources):
     workers = [start("mix", tmp_path / "registry", sources, seed) for seed in range(4)]
     for worker in workers:
-        _, errors = worker.communicate(timeout=120)
+        _, errors = worker.communicate(timeout=PATIENCE_S)
         assert worker.returncode == 0, errors.decode()
     check_consistent(tmp_path / "registry")
     with Registry(tmp_path / "registry") as registry:
@@ -88,7 +89,7 @@ def test_processes_killed_among_others_leave_a_registry_that_works(tmp_path, sou
         for worker in workers[:2]:
             worker.kill()
         for worker in workers:
-            _, errors = worker.communicate(timeout=120)
+            _, errors = worker.communicate(timeout=PATIENCE_S)
             assert worker.returncode in (0, KILLED), errors.decode()
         assert workers[2].returncode == 0
         check_consistent(folder)

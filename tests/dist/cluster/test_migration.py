@@ -38,6 +38,7 @@ from moe_lora.engine.moving import KvTransfer, Outgoing
 from moe_lora.engine.text.grammars import regex_grammar
 from moe_lora.policies.routing.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 DEMO = Path(__file__).parents[3] / "demo"
@@ -155,7 +156,7 @@ def all_idle(engines) -> bool:
 
 
 async def until_idle(engines) -> None:
-    for _ in range(1000):
+    for _ in range(int(PATIENCE_S / 0.01)):
         if all_idle(engines) and not any([(await client.stats()).kv_usage for client in engines]):
             for client in engines:
                 client.core.moves.tend()

@@ -11,6 +11,8 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from tests.patience import PATIENCE_S
+
 
 class QueuedStream:
     """A `Stream`.  registered: memory that the device may use.  waiting: an answer is being waited for."""
@@ -82,7 +84,7 @@ class QueuedStream:
     def synchronize(self) -> None:
         done = threading.Event()
         self._operations.put(done.set)
-        assert done.wait(60), "the stream hangs"
+        assert done.wait(PATIENCE_S), "the stream hangs"
         if self._error is not None:
             raise self._error
 

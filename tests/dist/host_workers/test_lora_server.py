@@ -24,6 +24,7 @@ from tests.dist.deltas.test_remote_backend import (
 )
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.patience import PATIENCE_S
 
 WARM, B, C = (letter * 64 for letter in "abc")
 
@@ -37,7 +38,7 @@ class HeldLoads:
 
         def held(server_store, loading, layer, run):
             held_back = layer and loading.packed.content_hash != WARM
-            assert not held_back or self.go_on.wait(60)
+            assert not held_back or self.go_on.wait(PATIENCE_S)
             return load(server_store, loading, layer, run)
 
         monkeypatch.setattr(ServerAdapterStore, "_load_layer", held)
@@ -104,7 +105,7 @@ def test_request_that_comes_before_its_load_command_waits_for_it(monkeypatch):
     adapter = random_adapter(B, shape)
     late = threading.Event()
     load = ServerAdapterStore.load
-    monkeypatch.setattr(ServerAdapterStore, "load", lambda *load_of: late.wait(60) and load(*load_of))
+    monkeypatch.setattr(ServerAdapterStore, "load", lambda *load_of: late.wait(PATIENCE_S) and load(*load_of))
     with with_host_workers(shape, "EP1-PP1") as cluster:
         cluster.put(adapter)
         client = cluster.client()

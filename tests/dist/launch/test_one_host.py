@@ -32,6 +32,7 @@ from moe_lora.dist.launch.host_roles import HostRoles, Role, roles_of
 from moe_lora.dist.net.thread import LoopThread
 from moe_lora.serve.reload import Reload
 from tests.dist.cluster_jobs import alive, until
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 QUICK = RestartPolicy(first_pause_s=0.01, longest_pause_s=0.02)
@@ -187,7 +188,7 @@ def test_what_a_signal_ends_in_its_start_is_told_with_the_signal(number, how):
         keeping(Role(name="dying", kind="one", words=words)) as (kept, thread),
         pytest.raises(EngineDeadError, match=f"was killed by {how} while starting"),
     ):
-        thread.run(kept.ready(), 60)
+        thread.run(kept.ready(), PATIENCE_S)
 
 
 def test_setting_that_keeps_a_role_from_its_part_ends_it(caplog):
@@ -205,9 +206,9 @@ def test_while_others_of_its_kind_stand_in_nothing_has_failed(caplog):
 
 def test_what_keeps_one_from_starting_is_raised_where_all_are_awaited():
     with keeping(FIT, UNFIT) as (kept, thread), pytest.raises(ConfigError, match="it can't be"):
-        thread.run(kept.ready(), 60)
+        thread.run(kept.ready(), PATIENCE_S)
     with keeping(FIT) as (kept, thread):
-        thread.run(kept.ready(), 60)
+        thread.run(kept.ready(), PATIENCE_S)
 
 
 def test_one_that_dies_without_a_word_is_started_again_before_who_awaits_all_is_told(caplog, tmp_path):
@@ -218,10 +219,10 @@ if int(sys.argv[sys.argv.index("--starts") + 1]) < 2:
     os.kill(os.getpid(), 9)
 """
     with keeping(Role(name="dying", kind="one", words=("-c", dying + TELLING))) as (kept, thread):
-        thread.run(kept.ready(), 60)
+        thread.run(kept.ready(), PATIENCE_S)
     assert len(pids(caplog, "dying")) == 3
     with keeping(FAILING) as (kept, thread), pytest.raises(EngineDeadError, match="exit code 3 while"):
-        thread.run(kept.ready(), 60)
+        thread.run(kept.ready(), PATIENCE_S)
 
 
 def test_death_after_a_long_life_begins_the_count_anew(caplog):
@@ -254,9 +255,9 @@ def test_lack_of_handles_or_threads_for_a_while_costs_no_role(caplog, monkeypatc
             monkeypatch.setattr(module, name, start_if_there_is_room)
             return HostRoles([SLEEPING], policy=QUICK)
 
-        found = thread.run(kept(), 60)
+        found = thread.run(kept(), PATIENCE_S)
         until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
-        thread.run(found.stop(), 60)
+        thread.run(found.stop(), PATIENCE_S)
     assert caplog.text.count(f"it can't be kept running: {error!r}") == 8
 
 

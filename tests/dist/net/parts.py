@@ -15,6 +15,7 @@ from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings, dial, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer
+from tests.patience import PATIENCE_S
 
 
 class Note(Message, frozen=True):
@@ -138,7 +139,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         writer.transport.abort()
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     async def look() -> None:
         while not condition():
             await asyncio.sleep(0.005)

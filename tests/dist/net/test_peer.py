@@ -90,7 +90,7 @@ def test_cancellation_that_comes_with_the_first_message_is_not_lost(place):
             return CLIENT.receives(data)
 
         async def use() -> None:
-            await peer.receive(5.0)
+            await peer.receive(PATIENCE_S)
             await asyncio.sleep(60)
 
         async with serving(place):

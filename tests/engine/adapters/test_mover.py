@@ -81,8 +81,8 @@ def test_nothing_of_the_last_copy_is_held_while_there_is_no_other():
     mover = Mover(CPU, done.set)
     mover.submit(1, copied(source.clone, 4))
     del source
-    assert done.wait(60)
-    deadline = time.monotonic() + 60
+    assert done.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
     while alive() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -100,7 +100,7 @@ def test_what_a_step_copied_is_there_before_the_next_one_begins():
 
     mover = Mover(CPU, told.release, bytes_per_s=1000.0)
     mover.submit(1, steps())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not seen:
         assert time.monotonic() < deadline
         time.sleep(0.001)

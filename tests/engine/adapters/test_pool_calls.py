@@ -20,6 +20,7 @@ from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.launch.cluster_file import check_pool
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import PoolEntry
+from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[3] / "demo"
 SETTINGS = {"dtype": "float32", "eager": True, "num_threads": 1}
@@ -51,7 +52,7 @@ def ask(client: InProcessClient, adapter: str) -> tuple[list[int], TokenOutput]:
     client.submit(request, outputs.put)
     tokens: list[int] = []
     while True:
-        output = outputs.get(timeout=60)
+        output = outputs.get(timeout=PATIENCE_S)
         if isinstance(output, Exception):
             raise output
         tokens += output.token_ids
@@ -60,7 +61,7 @@ def ask(client: InProcessClient, adapter: str) -> tuple[list[int], TokenOutput]:
 
 
 def call(client: InProcessClient, method: str, *args):
-    return client.start_call(method, *args).result(60)
+    return client.start_call(method, *args).result(PATIENCE_S)
 
 
 def pool_stats(client: InProcessClient) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
+from tests.patience import PATIENCE_S
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -259,11 +260,11 @@ def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
     client = InProcessClient(build.build_engine(EngineConfig(model_dir=str(model.model_dir), **options)))
     try:
         for path in model.adapters:
-            client.start_call("pool_load", path.name, str(path), False, 1).result(60)
+            client.start_call("pool_load", path.name, str(path), False, 1).result(PATIENCE_S)
         for _ in range(2):
             answered = ask_client(client, model, GREEDY)
             assert answered == expected_of(model, answered)
-        stats = client.start_call("stats").result(60)
+        stats = client.start_call("stats").result(PATIENCE_S)
     finally:
         client.shut_down()
     assert stats.merges > 0 < stats.steps_mixed

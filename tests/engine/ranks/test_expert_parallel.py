@@ -32,6 +32,7 @@ from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, FURTHER_MOE, MOE_FAMILIES, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
+from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -81,7 +82,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def comes_true(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+def comes_true(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
     end_s = time.monotonic() + within_s
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.05)
