@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import TASKS, prompt_for
 from moe_lora.cli.main import main
+from tests.dist.cluster_jobs import children
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
@@ -35,8 +37,29 @@ BY_TURNS = ("--routing", "round_robin")
 MODELS = [*list(ADAPTERS)[:7], "demo"]
 
 
+HELD = """
+import os, time
+
+while os.path.exists(os.environ["HOLD_STARTS"]):
+    time.sleep(0.01)
+"""
+TRIES = 10
+"""How often a test sends its streams while they are over before what is to happen to them."""
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[DemoServer]:
+def hold(tmp_path_factory) -> Iterator[Path]:
+    """While this file is there no process of a server starts its work."""
+    folder = tmp_path_factory.mktemp("hold")
+    (folder / "sitecustomize.py").write_text(HELD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("HOLD_STARTS", str(folder / "hold"))
+        yield folder / "hold"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, hold) -> Iterator[DemoServer]:
     with demo_server(tmp_path_factory.mktemp("pair") / "log", *OPTIONS, *BY_TURNS) as server:
         yield server
 
@@ -150,22 +173,22 @@ def test_killed_instance_costs_no_request_and_comes_back(pair):
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
     assert {summed[3:] for summed in undisturbed} == {("length", 200)}
     assert all(re.fullmatch(f"{WITHIN}[a-z]?", text) for text, *_ in undisturbed[1::3])
-    victim, survivor = pair.engine_pids()
-    resent_before = instance_values(pair, "requests_resent_total")
-    restarts = instance_values(pair, "restarts_total")
-
-    def kill() -> None:
-        os.kill(victim, signal.SIGKILL)
-
-    disturbed = [summary(events) for events in stream_all(pair, requests, kill, after=1)]
-    for before, after in zip(undisturbed, disturbed, strict=True):
-        assert after[:2] == before[:2]
-        assert after[2] == pytest.approx(before[2], abs=1e-3)
-        assert after[3:] == before[3:]
-    until_both_up(pair)
-    resent = [
-        b - a for a, b in zip(resent_before, instance_values(pair, "requests_resent_total"), strict=True)
-    ]
+    for _ in range(TRIES):
+        victim, survivor = pair.engine_pids()
+        resent_before = instance_values(pair, "requests_resent_total")
+        restarts = instance_values(pair, "restarts_total")
+        disturbed = stream_all(pair, requests, partial(os.kill, victim, signal.SIGKILL), after=1)
+        for before, after in zip(undisturbed, map(summary, disturbed), strict=True):
+            assert after[:2] == before[:2]
+            assert after[2] == pytest.approx(before[2], abs=1e-3)
+            assert after[3:] == before[3:]
+        until(lambda victim=victim: victim not in pair.engine_pids())
+        until_both_up(pair)
+        resent = [
+            b - a for a, b in zip(resent_before, instance_values(pair, "requests_resent_total"), strict=True)
+        ]
+        if sum(resent):
+            break
     assert 1 <= sum(resent) <= 12
     assert min(resent) == 0
     assert sum(instance_values(pair, "restarts_total")) == sum(restarts) + 1
@@ -193,15 +216,18 @@ def test_requests_are_moved_over_http_while_they_stream(pair):
         body |= {"temperature": 1.0, "seed": number}
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
     before, answers = moves(pair), []
-    there_and_back = threading.Thread(
-        target=lambda: answers.extend(migrate(pair, source) for source in (0, 1, 0, 1))
-    )
-    moved = [summary(events) for events in stream_all(pair, requests, there_and_back.start, after=5)]
-    there_and_back.join()
-    for one, other in zip(moved, undisturbed, strict=True):
-        assert one[:2] == other[:2]
-        assert one[2] == pytest.approx(other[2], abs=1e-3)
-        assert one[3:] == other[3:]
+    for _ in range(TRIES):
+        there_and_back = threading.Thread(
+            target=lambda: answers.extend(migrate(pair, source) for source in (0, 1, 0, 1))
+        )
+        moved = [summary(events) for events in stream_all(pair, requests, there_and_back.start, after=5)]
+        there_and_back.join()
+        for one, other in zip(moved, undisturbed, strict=True):
+            assert one[:2] == other[:2]
+            assert one[2] == pytest.approx(other[2], abs=1e-3)
+            assert one[3:] == other[3:]
+        if moves(pair) - before >= 4:
+            break
     assert {answer.status_code for answer in answers} == {200}
     assert moves(pair) - before >= 4
     assert instance_values(pair, "outstanding_tokens") == [0.0, 0.0]
@@ -223,15 +249,22 @@ def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
     until_both_up(pair)
     requests = bodies(8)
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
-    before, said = moves(pair), []
-    draining = threading.Thread(target=lambda: said.append(command(pair, "drain", "instance-0")))
+    before = moves(pair)
     try:
-        moved = [summary(events) for events in stream_all(pair, requests, draining.start, after=5)]
-        draining.join()
-        assert said == ["instance-0 is drained and has no requests\n"]
-        for one, other in zip(moved, undisturbed, strict=True):
-            assert one[:2] == other[:2]
-            assert one[3:] == other[3:]
+        for _ in range(TRIES):
+            command(pair, "undrain", "instance-0")
+            said: list[str] = []
+            draining = threading.Thread(
+                target=lambda said=said: said.append(command(pair, "drain", "instance-0"))
+            )
+            moved = [summary(events) for events in stream_all(pair, requests, draining.start, after=5)]
+            draining.join()
+            assert said == ["instance-0 is drained and has no requests\n"]
+            for one, other in zip(moved, undisturbed, strict=True):
+                assert one[:2] == other[:2]
+                assert one[3:] == other[3:]
+            if moves(pair) > before:
+                break
         assert moves(pair) > before
         assert instance_values(pair, "drained") == [1.0, 0.0]
         listed = httpx.get(f"{pair.url}/v1/instances", trust_env=False).json()
@@ -324,25 +357,32 @@ def test_ten_kills_of_every_instance_in_a_row_leave_full_service(tmp_path):
         assert [summary(events) for events in stream_all(server, bodies(1) * 4)] == [before] * 4
 
 
-def test_without_any_instance_requests_get_503_until_one_is_back_with_all_adapters(pair):
+def test_without_any_instance_requests_get_503_until_one_is_back_with_all_adapters(pair, hold):
     until_both_up(pair)
     path = str(DEMO / "adapters" / "upper")
     load = {"lora_name": "later", "lora_path": path}
     assert httpx.post(f"{pair.url}/v1/load_lora_adapter", json=load, trust_env=False).status_code == 200
 
     def kill_all() -> None:
-        for pid in pair.engine_pids():
-            os.kill(pid, signal.SIGKILL)
+        """Also the spare process, which would stand in; none starts meanwhile."""
+        hold.touch()
+        for pid in children(pair.process.pid):
+            if b"run_role" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
-    cut = stream_all(pair, bodies(4), kill_all, after=1)
-    for events in cut:
-        error = events[-1]["error"]
-        assert error["code"] == 503
-        assert "no LLM instance is running: each that ended is being started again" in error["message"]
-    response = complete(pair, "later")
-    assert response.status_code == 503
-    assert "is being started again" in response.json()["error"]["message"]
-    assert httpx.get(f"{pair.url}/health", trust_env=False).status_code == 503
+    try:
+        cut = stream_all(pair, bodies(4), kill_all, after=1)
+        errors = [events[-1]["error"] for events in cut if "error" in events[-1]]
+        assert errors, "all streams were over before the kill"
+        for error in errors:
+            assert error["code"] == 503
+            assert "no LLM instance is running: each that ended is being started again" in error["message"]
+        response = complete(pair, "later")
+        assert response.status_code == 503
+        assert "is being started again" in response.json()["error"]["message"]
+        assert httpx.get(f"{pair.url}/health", trust_env=False).status_code == 503
+    finally:
+        hold.unlink(missing_ok=True)
     until_both_up(pair)
     answers = [complete(pair, "later").json()["choices"][0]["text"] for _ in range(4)]
     assert answers == ["ABC"] * 4  # by turns, so each instance gave two of them
