@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from anyio import current_time, fail_after
 
 from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig
@@ -361,8 +362,13 @@ def test_client_that_leaves_during_a_move_leaves_nothing_behind(fleet, engines, 
 def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monkeypatch, method, after):
     async def run() -> None:
         alone = tokens(await answer(fleet, ask("alone")))
-        monkeypatch.setattr("moe_lora.dist.cluster.migration.ACK_S", 0.2)
-        num_failed = 0
+        num_failed, limits = 0, []
+
+        @contextmanager
+        def limited(limit_s: float) -> Iterator[None]:
+            with fail_after(PATIENCE_S) as scope:
+                limits.append(scope)
+                yield
 
         def silent(client: InProcessClient):
             call_really = client.call
@@ -374,6 +380,7 @@ def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monk
                 num_failed += 1
                 if after:
                     await call_really(name, *args)
+                limits[-1].deadline = current_time()  # the call's time is over now
                 return await asyncio.get_running_loop().create_future()
 
             return ask_and_hear_nothing
@@ -381,6 +388,7 @@ def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monk
         async def move() -> None:
             for client in engines:
                 monkeypatch.setattr(client, "call", silent(client))
+            monkeypatch.setattr("moe_lora.dist.cluster.migration.fail_after", limited)
             with pytest.raises(MoveError, match="it took too long"):
                 await fleet.move("r", str(1 - int(place(fleet))))
             monkeypatch.undo()

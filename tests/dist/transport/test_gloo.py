@@ -15,6 +15,7 @@ import torch
 from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
 from moe_lora.dist.transport import RemoteWindow, Transport, make_transport
 from moe_lora.dist.transport.gloo_link import Op
+from tests.patience import PATIENCE_S
 
 from .peers import TIMEOUT_S, Peer, pattern
 
@@ -95,7 +96,7 @@ def test_put_to_a_peer_that_stalls_ends_soon() -> None:
     with make_transport("gloo", name="here", timeout_s=600.0, put_timeout_s=0.2) as here:
         remote = here.attach(peer.call("alloc", "theirs", 1 << 24, 1))
         peer.send_signal(signal.SIGSTOP)
-        wake_up = threading.Timer(TIMEOUT_S, peer.send_signal, (signal.SIGCONT,))
+        wake_up = threading.Timer(PATIENCE_S, peer.send_signal, (signal.SIGCONT,))
         wake_up.start()
         with pytest.raises(PeerGoneError, match="'theirs' of 'stalled'"):
             put_often(here, remote)
