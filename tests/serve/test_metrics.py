@@ -72,6 +72,22 @@ def test_sizes_of_requests_and_steps_are_shown_as_vllms_board_asks(server):
     assert value(found, "vllm:iteration_tokens_total_bucket", le="+Inf") == 0, "this engine has no steps"
 
 
+def test_every_series_of_vllms_boards_is_there(server):
+    """Names and label of the boards in vLLM 0.33's examples."""
+    server.post("/v1/completions", {"prompt": "hello"})
+    found = {name for name, *labels in samples(server) if ("model_name", "base") in labels}
+    histograms = {
+        *("e2e_request_latency_seconds", "inter_token_latency_seconds", "iteration_tokens_total"),
+        *("request_decode_time_seconds", "request_generation_tokens", "request_max_num_generation_tokens"),
+        *("request_prefill_time_seconds", "request_prompt_tokens", "request_queue_time_seconds"),
+        *("request_time_per_output_token_seconds", "time_to_first_token_seconds"),
+    }
+    single = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+    counters = ("generation_tokens_total", "prompt_tokens_total", "request_success_total")
+    wanted = {f"vllm:{name}_{part}" for name in histograms for part in ("bucket", "count", "sum")}
+    assert wanted | {f"vllm:{name}" for name in (*single, *counters)} <= found
+
+
 def test_refused_requests_are_not_counted_as_finished(server):
     assert server.post("/v1/completions", {"prompt": "hello", "model": "nobody"}).status_code == 404
     assert not any(key[0] == "vllm:request_success_total" for key in samples(server))
