@@ -14,6 +14,7 @@ from .conftest import frontend_of
 from .test_access import rights
 
 OFF = (
+    "llguidance",
     "moe_lora.adapters.registry",
     "moe_lora.cache",
     "moe_lora.dist.cluster.controller.capacity_controller",
@@ -36,9 +37,15 @@ OFF = (
     "moe_lora.serve.anthropic",
     "moe_lora.serve.api_keys",
     "moe_lora.serve.batches",
-    "moe_lora.serve.openai.chat_batch",
-    "moe_lora.serve.openai.converted",
-    "moe_lora.serve.openai.responses",
+    *(
+        f"moe_lora.serve.openai.{name}"
+        for name in (
+            *("adapter_versions", "beams", "chat_batch", "cohere", "converted", "embedding"),
+            *("forwarded_prompt", "invocations", "load_report", "native", "parsers", "prompt_bodies"),
+            *("prompt_side", "rendering", "request_metrics", "responses", "routed_experts", "structured"),
+            *("tags", "token_ids", "tokenizing"),
+        )
+    ),
     "moe_lora.serve.reload",
     "moe_lora.sim",
     "moe_lora.timing",
