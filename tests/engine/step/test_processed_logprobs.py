@@ -12,12 +12,17 @@ import torch
 import transformers
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.engine.text.grammars import regex_grammar
+from moe_lora.engine.text.text import load_tokenizer
 from tests.oracle import reference_logits
 
 DEMO = Path(__file__).parents[3] / "demo"
 UPPER = str(DEMO / "adapters" / "upper")
 PROMPT = (1, *range(40, 57))
 NUM = 12
+END = 2
+LETTERS = tuple(load_tokenizer(DEMO / "model").encode("abcdefghij", add_special_tokens=False))
+GRAMMAR = regex_grammar("[a-j]{100}")
 SETTINGS = {
     "temperature": {"temperature": 1.7},
     "top_k": {"temperature": 1.3, "top_k": 5},
@@ -27,24 +32,40 @@ SETTINGS = {
     "all": {"temperature": 1.6, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
     "greedy": {"temperature": 0.0, "repetition_penalty": 1.3},
     "occurrences": {"temperature": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    "bias": {"temperature": 1.4, "logit_bias": {7: 3.0, 41: -2.0, 50: 2.5}},
+    "allowed": {"temperature": 2.0, "allowed_token_ids": (3, 7, 40, 41, 50, 60)},
+    "excluded": {"temperature": 1.7, "bad_word_ids": ((40,), (41,), (50, 51))},
+    "ends": {"temperature": 3.0, "min_tokens": NUM, "ignore_eos": False},
+    "grammar": {"temperature": 3.0, "grammar": GRAMMAR},
+    "masks and cuts": {"temperature": 2.0, "top_k": 3, "allowed_token_ids": (3, 7, 40, 41, 50, 60)},
 }
 
 
 def sampled(**more) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=NUM, ignore_eos=True, seed=11, logprobs=0, processed_logprobs=True, **more
-    )
+    fields = {"max_tokens": NUM, "ignore_eos": True, "seed": 11, "logprobs": 0, **more}
+    return SamplingParams(processed_logprobs=True, **fields)
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    settings = {"eager": True, "num_threads": 1, "max_num_seqs": 16, "dtype": "float32"}
+    settings = {"eager": True, "num_threads": 1, "max_num_seqs": 32, "dtype": "float32"}
     with LLM(str(DEMO / "model"), adapters={"upper": UPPER}, **settings) as engine:
         yield engine
 
 
 def processors(sampling: SamplingParams) -> transformers.LogitsProcessorList:
     found = transformers.LogitsProcessorList()
+    allowed = LETTERS if sampling.grammar else sampling.allowed_token_ids
+    if allowed is not None:
+        found.append(transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: [*allowed], 1))
+    if words := [[*one] for one in sampling.bad_word_ids]:
+        found.append(transformers.NoBadWordsLogitsProcessor(words, END))
+    if sampling.min_tokens:
+        words = len(PROMPT), sampling.min_tokens, END
+        found.append(transformers.MinNewTokensLengthLogitsProcessor(*words))
+    if sampling.logit_bias:
+        bias = {(token,): value for token, value in sampling.logit_bias.items()}
+        found.append(transformers.SequenceBiasLogitsProcessor(bias))
     if sampling.repetition_penalty != 1:
         found.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.temperature:
@@ -89,9 +110,11 @@ def test_a_seed_gives_equal_tokens_and_values_in_any_batch(llm):
     each = [sampled(**fields) for fields in SETTINGS.values()]
     alone = [llm.generate([PROMPT], "upper", sampling)[0] for sampling in each]
     fillers = [replace(sampling, seed=100 + i) for i, sampling in enumerate(each)]
-    mixed = llm.generate([PROMPT] * 16, ["upper"] * 8 + [None] * 8, [*each, *fillers])
-    assert [one.token_ids for one in mixed[:8]] == [one.token_ids for one in alone]
-    for one, other in zip(mixed[:8], alone, strict=True):
+    mixed = llm.generate(
+        [PROMPT] * 2 * len(each), ["upper"] * len(each) + [None] * len(each), [*each, *fillers]
+    )
+    assert [one.token_ids for one in mixed[: len(each)]] == [one.token_ids for one in alone]
+    for one, other in zip(mixed, alone, strict=False):
         found, before = ([value.processed for value in of.logprobs or ()] for of in (one, other))
         assert found == pytest.approx(before, abs=1e-5)
 
