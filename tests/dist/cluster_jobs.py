@@ -236,8 +236,8 @@ def free_port() -> int:
         return port
 
 
-def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+def until(condition: Callable[[], object], what: Callable[[], str], limit_s: float = PATIENCE_S) -> None:
+    deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s, what()
         time.sleep(0.05)
