@@ -42,7 +42,7 @@ T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
 """Of ranks that only connect: none computes."""
 STOPPED_S = 30.0
-"""A follower that is stopped (SIGSTOP) for this time is killed, which ends the wait of the other ranks."""
+"""Longest stop (SIGSTOP) of a follower. After it the follower is killed, and other ranks wait no longer."""
 _LOOK_S = 0.5
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
@@ -282,7 +282,7 @@ class Followers:
     def end_stopped(self) -> None:
         """Kill a child that is stopped for STOPPED_S, from another thread until `close`.
 
-        Looks count, not seconds: a pause of this process too is no fault of a follower.
+        Counts looks in place of seconds: a pause of the whole host harms no follower.
         """
 
         def look() -> None:

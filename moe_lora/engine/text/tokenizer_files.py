@@ -116,7 +116,7 @@ def _special_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def default_special_tokens(
     folder: Path, config: Mapping[str, Any], templates: Mapping[str, str]
 ) -> dict[str, str]:
-    """Name -> text of special tokens that a template uses and no file names.
+    """Name -> text of special tokens in templates, absent from the files.
 
     A class of transformers may have defaults, such as <s> of LlamaTokenizer.  The classes import torch.
     """
@@ -133,8 +133,8 @@ def default_special_tokens(
         ).special_tokens_map
     except Exception as error:
         logger.warning(
-            "%s names no %s, which the chat template uses, and transformers has no default for them (%s): "
-            "they are empty; name them in the file",
+            "%s names no %s for the chat template, and transformers has no default (%s): empty texts are "
+            "used; name the tokens in the file",
             *(folder / CONFIG, " and no ".join(used), str(error)[:MAX_ERROR_CHARS]),
         )
         return {}

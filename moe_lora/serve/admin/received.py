@@ -77,7 +77,7 @@ class TensorsBody(Query):
 
 
 class EncodedBody:
-    """SGLang's body.  Its file is decoded while it arrives; the rest is read as JSON.  Raises ApiError."""
+    """SGLang's body: the file is decoded on arrival, the rest is read as JSON.  Raises ApiError."""
 
     def __init__(self, request: Request, frontend: Frontend) -> None:
         if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
