@@ -45,7 +45,7 @@ def tensor_of(num_bytes: int) -> bytes:
 STARTS = {
     "zeros": (b"", 400, "only zero bytes"),
     "a tensor of 5 GB": (tensor_of(NUM_BYTES), 413, "received_mb=4096"),
-    "more than its header names": (tensor_of(400), 400, "and it has more"),
+    "more than its header names": (tensor_of(400), 400, "and more arrive"),
     "an endless header": (struct.pack("<Q", 1 << 40) + b"{", 400, "at most 100000000 are read"),
     "a pickle": (b"\x80\x04", 400, "is a pickle"),
 }

@@ -186,7 +186,7 @@ def test_tensors_in_base64_are_served(http):
         (in_base64(b"", load_format="flattened_bucket"), "load_format"),
         (in_base64(b"", lora_name="demo"), "the base model's name"),
         ({**in_base64(b""), "config_dict": {"serialized_tensors": "QQ=="}}, "twice"),
-        (in_base64(b"", lora_name="a" * 5_000_000), "bytes beside its file"),
+        (in_base64(b"", lora_name="a" * 5_000_000), "bytes beside the file"),
     ],
 )
 def test_a_wrong_body_in_base64_is_named(http, body, problem):

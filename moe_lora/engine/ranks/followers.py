@@ -42,7 +42,7 @@ T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
 """Of ranks that only connect: none computes."""
 STOPPED_S = 30.0
-"""Longest stop (SIGSTOP) of a follower. After it the follower is killed, and other ranks wait no longer."""
+"""Longest stop (SIGSTOP) of a follower. The follower is killed then, and the wait of the ranks ends."""
 _LOOK_S = 0.5
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""

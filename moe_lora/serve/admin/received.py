@@ -117,7 +117,7 @@ class EncodedBody:
 
     def _add(self, piece: bytes) -> None:
         if len(self._rest) + len(piece) > MOST_BESIDE_BYTES:
-            what = f"the body has more than {MOST_BESIDE_BYTES} bytes beside its file; send less"
+            what = f"the body has more than {MOST_BESIDE_BYTES} bytes beside the file; send less"
             raise self._limits.refusal("body_size", ApiError(413, what, closes=True))
         self._rest += piece
 
@@ -169,7 +169,7 @@ class Endpoints:
 
     @asynccontextmanager
     async def _received(self, pieces: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[Path]:
-        """A folder with the file of these pieces; it goes unless it is served at the exit.
+        """A folder with the file of the pieces; deleted at the exit unless served.
 
         num_bytes: most bytes of the file; 0: unknown.
         """
@@ -199,7 +199,7 @@ class Endpoints:
         return folder
 
     async def _receive(self, pieces: AsyncIterator[bytes], folder: Path, num_bytes: int) -> None:
-        """Write the file, from its whole header on.  num_bytes: as in `_received`."""
+        """Write the file, from the whole header on.  num_bytes: as in `_received`."""
         unwritten, num_received, whole = bytearray(), 0, None
         try:
             with (folder / WEIGHTS_FILE).open("wb") as out:
@@ -209,7 +209,7 @@ class Endpoints:
                     if whole is None:
                         whole = await self._announced(unwritten, folder, num_bytes)
                     if whole is not None and num_received > whole:
-                        raise _unreadable(f"its header names {whole} bytes, and it has more")
+                        raise _unreadable(f"the header names {whole} bytes, and more arrive")
                     if whole is not None and len(unwritten) >= _CHUNK_BYTES:
                         await in_daemon_thread(out.write, bytes(unwritten))
                         unwritten.clear()
@@ -233,7 +233,7 @@ class Endpoints:
         self._check_room(counted - self._num_bytes[folder])
         self._num_bytes[folder] = counted
         if num_bytes and counted > num_bytes:
-            raise _unreadable(f"its header names {counted} bytes, and the body has at most {num_bytes}")
+            raise _unreadable(f"the header names {counted} bytes, and the body has at most {num_bytes}")
         return whole
 
     def _check_room(self, num_bytes: int) -> None:
@@ -247,7 +247,7 @@ class Endpoints:
         try:
             served = {one.path for one in await self._frontend.client.list_adapters()}
         except EngineDeadError:
-            return  # an instance that starts again may need them
+            return  # an instance that starts again may need the files
         for folder in [one for one in self._num_bytes if one not in self._receiving]:
             if str(folder) not in served:
                 await in_daemon_thread(shutil.rmtree, folder, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /generate and /abort_request, as SGLang has them: texts or token ids in, token ids out."""
+"""POST /generate and /abort_request, as in SGLang: texts or token ids in, token ids out."""
 
 from __future__ import annotations
 

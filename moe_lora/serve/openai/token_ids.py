@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /inference/v1/generate and /inference/v1/abort_requests, as vLLM has them: token ids in and out."""
+"""POST /inference/v1/generate and /inference/v1/abort_requests, as in vLLM: token ids in and out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONTEXT = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs"),
     "thinking_token_budget",
 )
-"""Fields of a chat that decide how its answer is parsed."""
+"""Fields of a chat that decide how the answer is parsed."""
 _UNUSED = ("token_offsets", "reasoning_parser_kwargs", "skip_clone")
 """Fields of vLLM without an effect: a prompt has no texts, and shows how its template opens the reasoning."""
 _FOREIGN = ("prompt", "echo", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "best_of")
@@ -203,7 +203,7 @@ Running: TypeAlias = "WeakValueDictionary[RunningId, Generation]"
 
 
 def add_running(running: Running, generation: Generation, request_id: str) -> None:
-    """Have calls at any front end abort the generation by this id: its choices' ids begin with `_mark`."""
+    """Have calls at any front end abort the generation by this id: ids of choices begin with `_mark`."""
     found = running_id(generation.caller, request_id)
     generation.engine_id = _mark(found) + generation.engine_id
     running[found] = generation
