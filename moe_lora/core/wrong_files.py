@@ -386,7 +386,7 @@ def _header_length(file: BinaryIO) -> int:
 
 
 def announced_bytes(head: bytes | bytearray) -> int | None:
-    """Bytes of a safetensors file by its header; None for a beginning without the whole header.
+    """Bytes of a safetensors file by the header, once the header is whole.
 
     Finds the end of the last tensor: `header_entries` checks the rest.  Raises ValueError for another file.
     """

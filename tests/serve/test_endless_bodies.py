@@ -86,7 +86,7 @@ class Peaks:
 
 @pytest.fixture
 def guarded(server, shared) -> Iterator[Http]:
-    """The server, with bounds on memory and disk, and an adapter that is served before and after."""
+    """The server, with bounds on memory and disk, and the same answers before and after."""
     http, peaks = Http(server.url), Peaks(server)
     before = http.complete("upper")
     yield http
@@ -96,7 +96,7 @@ def guarded(server, shared) -> Iterator[Http]:
 
 
 def sent(url: str, method: str, path: str, head: dict[str, str], pieces: Iterator[bytes]) -> tuple[int, str]:
-    """Status and text of the answer, which comes before the end of the pieces."""
+    """Status and text of the answer, before the end of the pieces."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=PATIENCE_S)
     connection.putrequest(method, path)

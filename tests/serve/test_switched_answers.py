@@ -168,7 +168,7 @@ class Publications:
         assert card["version"] == self.num_done
 
 
-def streamed(url: str, ids: list[int], model: str = "policy") -> tuple[tuple[int, tuple[int, ...]], ...]:
+def streamed(url: str, ids: list[int], model: str) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """(version, tokens) of one stream, in order."""
     body = {"model": model, "prompt": ids, "max_tokens": 160, "temperature": 0, "ignore_eos": True, **SWITCH}
     found: list[tuple[int, tuple[int, ...]]] = []
@@ -185,7 +185,10 @@ def streamed(url: str, ids: list[int], model: str = "policy") -> tuple[tuple[int
 
 @pytest.mark.parametrize("options", [(), SEVERAL], ids=["alone", "several"])
 def test_streams_follow_the_publications(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """The last version of each answer is the newest at its end, or the one before; tokens are peft's."""
+    """The last version of each answer is the newest at its end, or the one before; tokens are peft's.
+
+    A stream through an alias follows the publications of the alias's adapter.
+    """
     ids = load_tokenizer(DEMO / "model").encode("stream=")
     with demo_server(tmp_path / "log", "--eager", "--dtype", "float32", *options) as server:
         if options:
@@ -193,22 +196,23 @@ def test_streams_follow_the_publications(tmp_path: Path, options: tuple[str, ...
         found, stop = set(), threading.Event()
         publications = Publications(Http(server.url), ("reverse", "upper"))
         publications.publish()
+        Http(server.url).ok("POST", "/v1/aliases/team/rollout", json={"to": "policy"})
 
-        def stream() -> None:
+        def stream(model: str) -> None:
             while not stop.is_set():
-                found.add(streamed(server.url, ids))
+                found.add((model, streamed(server.url, ids, model)))
 
         with ThreadPoolExecutor(3) as pool:
-            streams = [pool.submit(stream) for _ in range(3)]
+            streams = [pool.submit(stream, model) for model in ("policy", "policy", "team")]
             try:
-                while sum(len(runs) > 1 for runs in [*found]) < 3:
+                while {model for model, runs in [*found] if len(runs) > 1} != {"policy", "team"}:
                     publications.publish()
                     assert not any(one.done() for one in streams)
             finally:
                 stop.set()
             for one in streams:
                 one.result()
-    switched = sorted((runs for runs in found if len(runs) > 1), key=len)[:3]
+    switched = sorted((runs for _, runs in found if len(runs) > 1), key=len)[:3]
     folders = {
         version: DEMO / "adapters" / publications.name_of(version)
         for version in range(1, publications.num_done + 1)

@@ -221,7 +221,7 @@ class AdapterLoads:
         return info
 
     def _look_again(self, body: LoadAdapterRequest, files: _Files, reads: bool) -> _Files | None:
-        """Log text files beside the adapter, and a wrong layout; None for files changed since the load."""
+        """Log text files beside the adapter, and a wrong layout; the files, unless changed since the load."""
         with suppress(OSError):
             log_text_of(self._frontend.cluster, body.lora_name, files.folder)
         if body.is_3d_lora_weight is not None:

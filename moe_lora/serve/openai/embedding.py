@@ -104,7 +104,7 @@ class EmbeddingFormat(ChoiceFormat):
 
 
 def version_of(delta: Delta) -> dict[str, int]:
-    """The field of an adapter's vector; none of the base model's."""
+    """The field of an adapter's vector; empty for the base model."""
     return {} if delta.adapter_version is None else {"adapter_version": delta.adapter_version}
 
 

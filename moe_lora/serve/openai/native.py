@@ -231,7 +231,7 @@ class NativeStream(EventStream):
 
 
 class AbortBody(BaseModel):
-    """A body of /abort_request.  rid: "" is none, as SGLang's clients send beside abort_all."""
+    """A body of /abort_request.  rid: SGLang's clients send "" beside abort_all."""
 
     model_config = ConfigDict(extra="forbid")
     rid: str | Annotated[list[str], Field(max_length=MAX_ABORTED)] | None = None
