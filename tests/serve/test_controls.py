@@ -267,11 +267,15 @@ def test_a_wrong_value_is_named(http, method, path, body, problem):
 
 
 def test_a_dead_trainer_s_pause_ends_by_itself(tmp_path):
-    with demo_server(tmp_path / "log", *OPTIONS, "--set", "front_end.pause_timeout_s=1.0") as server:
-        http = Http(server.url)
-        http.ok("POST", "/pause")
-        assert http.complete("upper")["finish_reason"] in ("stop", "length")
-        assert http.ok("GET", "/is_paused") == {"is_paused": False}
+    keys = tmp_path / "keys.json"
+    trainers = add_key(keys, rights("trainer", "upper")), add_key(keys, rights("admin", admin=True))
+    options = (*OPTIONS, "--api-keys", str(keys), "--set", "front_end.pause_timeout_s=1.0")
+    with demo_server(tmp_path / "log", *options) as server:
+        for key in trainers:
+            http = Http(server.url, key)
+            http.ok("POST", "/pause")
+            assert http.complete("upper")["finish_reason"] in ("stop", "length")
+            assert http.ok("GET", "/is_paused") == {"is_paused": False}
 
 
 @pytest.mark.parametrize("options", [(), SEVERAL], ids=["alone", "several"])
