@@ -23,6 +23,7 @@ from moe_lora.dist.deltas.device_frames import DeviceFrames, PushedBackend
 from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout
 from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.dist.net.session import stay_connected
@@ -32,7 +33,7 @@ from moe_lora.lora.row_routing import Lease, Source
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .content import num_blocks, send_blocks
-from .control import REJOIN_S, Hear, ask, called, find_rank, join, network, pings_of
+from .control import REJOIN_S, Hear, ask, called, find_rank, join, network
 from .messages import HANDSHAKE, AdapterFailed, Need
 from .reach import agreed_facts, client_name, server_transport
 
@@ -406,7 +407,9 @@ class LoraServerClient:
 
     async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:
         leader, begin = (self._server.address, self._keys, self._hello), ("join_instance", self._instance)
-        return await join(*leader, timeout_s, *begin, hear=hear, pings=pings_of(self._server.lease_timeout_s))
+        return await join(
+            *leader, timeout_s, *begin, hear=hear, pings=Pings.within(self._server.lease_timeout_s)
+        )
 
     def close(self) -> None:
         if self.pushed is not None:

@@ -46,12 +46,7 @@ def network() -> LoopThread:
     return LoopThread("control")
 
 
-def pings_of(silence_s: float) -> Pings:
-    """Pings that end a connection after silence_s."""
-    return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
-
-
-PINGS = pings_of(3.0)
+PINGS = Pings.within(3.0)
 
 
 async def ignore(peer: Peer, message: Message) -> None:

@@ -25,6 +25,7 @@ from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableEr
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.session import FrameLayout
+from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.net.session import stay_connected
@@ -39,7 +40,6 @@ from .control import (
     find_rank,
     join,
     network,
-    pings_of,
 )
 from .data_loop import DataLoop, HostCompute, ServerSession
 from .leader import LEADER, Leader, OwnRank
@@ -195,7 +195,7 @@ class ServerRank:
 
     def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
         own: dict[str, Answer] = {"open_session": self._open_session, "tell_turns": self._tell_turns}
-        pings = pings_of(self._server.lease_timeout_s)
+        pings = Pings.within(self._server.lease_timeout_s)
         self._control = ControlServer(address, self._keys, self._agreed, {**own, **answers}, pings)
 
     @staticmethod

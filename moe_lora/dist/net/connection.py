@@ -35,8 +35,13 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("T
 class Pings:
     """Seconds between pings of a peer's event loop, and until a silent peer counts as gone."""
 
-    interval_s: float = 1.0
-    timeout_s: float = 4.0
+    interval_s: float
+    timeout_s: float
+
+    @staticmethod
+    def within(silence_s: float) -> Pings:
+        """Pings that end a connection after silence_s."""
+        return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
 
 
 def _options(pings: Pings | None) -> dict[str, Any]:

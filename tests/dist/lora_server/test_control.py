@@ -20,10 +20,10 @@ from moe_lora.dist.lora_server.control import (
     disagreement,
     join,
     network,
-    pings_of,
 )
 from moe_lora.dist.lora_server.messages import HANDSHAKE, Block, Content, Need
 from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from tests.dist.lora_server.cluster import until
@@ -40,7 +40,7 @@ class Served:
         self.visitors: list[Visitor] = []
         self.num_left = 0
         answers = {"join_instance": self._come, "need": self._need, "resize": self._resize}
-        self.server = ControlServer(address, keys, AGREED, answers, pings_of(silence_s))
+        self.server = ControlServer(address, keys, AGREED, answers, Pings.within(silence_s))
 
     async def _come(self, visitor: Visitor, instance: str) -> None:
         self.visitors.append(visitor)

@@ -14,14 +14,11 @@ from moe_lora.core.records import Outlook, PlacementQuality
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import Pings
 from moe_lora.engine.client.messages import AbortOrder, Alias, DrainOrder
 
 if TYPE_CHECKING:
     from .placement_controller import PlacementController
     from .routes import Routes
-
-PINGS = Pings()
 
 
 class ClusterState(Message, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient, make_client
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import dial
+from moe_lora.dist.net.connection import Pings, dial
 from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.dist.net.session import stay_connected
@@ -27,7 +27,6 @@ from moe_lora.engine.client.messages import Heartbeat
 from moe_lora.provision.online import Visit
 
 from .cluster_state import (
-    PINGS,
     ClusterState,
     Figures,
     FrontEndReport,
@@ -165,7 +164,8 @@ class ControllerLink:
                 await self._peer.closed()
 
     async def _connect(self) -> Peer:
-        connection = await dial("controller.address", self._address, self._keys, PINGS)
+        pings = Pings.within(self._routes.config.heartbeat_timeout_s)
+        connection = await dial("controller.address", self._address, self._keys, pings)
         hello = HANDSHAKE.hello(self.name, self.state)
         return (await HANDSHAKE.open(connection, self._address, hello))[0]
 

@@ -21,7 +21,7 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import MoeLoraError
 from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import listen
+from moe_lora.dist.net.connection import Pings, listen
 from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Dialler
@@ -29,7 +29,6 @@ from moe_lora.provision.online import DemandWindow, Visit
 
 from .cluster_controller import ControlledFleet, controlled_fleet
 from .cluster_state import (
-    PINGS,
     ClusterState,
     ClusterStateLog,
     FrontEndReport,
@@ -107,7 +106,8 @@ class FrontEndListener:
     async def open(self, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
         """Listen for front ends until the context ends.  Raises ConfigError if the address is unavailable."""
         visit = partial(HANDSHAKE.receive, lambda caller: None, self._serve)
-        async with listen("controller.address", address, keys, visit, PINGS) as place:
+        pings = Pings.within(self._controlled.routes.config.heartbeat_timeout_s)
+        async with listen("controller.address", address, keys, visit, pings) as place:
             yield place
 
     async def run(self) -> None:
