@@ -15,6 +15,7 @@ from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.server import create_app
+from tests.patience import PATIENCE_S
 from tests.small_tokenizers import characters, wrapped
 
 from .demo_server import DEMO, DemoServer, demo_server
@@ -60,7 +61,7 @@ def frontend_of(
         lora_server=LoraServerConfig() if has_server else None,
         provision=None if provision is None else provision.config,
         registry=None if registry is None else RegistryConfig(folder="registry"),
-        front_end=FrontEndConfig(**front_end),
+        front_end=FrontEndConfig(**{"check_timeout_s": PATIENCE_S, **front_end}),
     )
     controller = ClusterController(FleetAdapters(InstanceRegistry(())), provision, registry)
     return Frontend(client=engine, tokenizer=tokenizer, cluster=cluster, controller=controller)

@@ -18,6 +18,10 @@ from tests.patience import PATIENCE_S
 from .live_server import wait_until
 
 DEMO = Path(__file__).parents[2] / "demo"
+PATIENT = (
+    *("--set", f"front_end.heartbeat_timeout_s={PATIENCE_S}"),
+    *("--set", f"front_end.heartbeat_dead_s={2 * PATIENCE_S}"),
+)
 
 
 class DemoServer:
@@ -81,9 +85,12 @@ class DemoServer:
 def demo_server(
     log: Path, *options: str, anew: bool = False, model: Path = DEMO / "model"
 ) -> Iterator[DemoServer]:
-    """Serve the model; options go to `moe-lora serve`.  anew: start its processes as outside of tests."""
+    """Serve the model; options go to `moe-lora serve`.  anew: start its processes as outside of tests.
+
+    Processes of a busy machine are slow, not silent: a test of silence says so in its options.
+    """
     command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(model), "--port", "0"]
-    command += ["--served-model-name", "demo", "--threads", "1", *options]
+    command += ["--served-model-name", "demo", "--threads", "1", *PATIENT, *options]
     with log.open("w") as file:
         start = subprocess.Popen if anew else processes.subprocess.Popen  # forks, see `tests.forked_children`
         process = start(command, stderr=file)
