@@ -96,7 +96,7 @@ class Served:
             store.put(packed)
         layout = FrameLayout(shape, torch.float32, max_rows=16)
         self.num_layers = shape.num_layers
-        self.workers = HostWorkers(layout, store, num_workers, 3)
+        self.workers = HostWorkers(layout, store, num_workers, 3, times=WorkerTimes(PATIENCE_S))
         self.backend = self.workers.backend
 
     def logits(self, streams: list[int], present: np.ndarray | None = None) -> list[torch.Tensor]:
@@ -177,6 +177,7 @@ def test_worker_that_stops_is_given_up_and_started_again(served):
     nothing = np.zeros((len(served.packed), served.num_layers), dtype=bool)
     stopped = served.workers.pids[0]
     stop(stopped)
+    served.workers.links[0].session._answer_timeout_s = 1.0
     try:
         assert same_bits(served.logits(STREAMS, nothing), expected)
         assert served.backend.num_fallback_rows > 0
