@@ -239,7 +239,9 @@ _MAX_PATH_CHARS = 4096
 """Linux PATH_MAX; resolving links takes quadratic time."""
 _MAX_KEY_CHARS = 500
 """Longest tensor name, shown whole in errors."""
-_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,19})')
+_END = re.compile(rb'"data_offsets"\s{0,99}:\s{0,99}\[\s{0,99}\d{1,19}\s{0,99},\s{0,99}(\d{1,19})')
+_SLICE, _OVERLAP = 1 << 20, 1024
+"""Bytes of a header searched at a time, since a search holds the interpreter; more than a match."""
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -396,7 +398,11 @@ def announced_bytes(head: bytes | bytearray) -> int | None:
         raise ValueError(str(kind or f"its header has {length} bytes, at most {_MAX_HEADER_BYTES} are read"))
     if len(head) < 8 + length or len(head) < 8:
         return None
-    return 8 + length + max((int(found[1]) for found in _END.finditer(head, 8, 8 + length)), default=0)
+    end, last = 8 + length, 0
+    for start in range(8, end, _SLICE):
+        for found in _END.finditer(head, start, min(end, start + _SLICE + _OVERLAP)):
+            last = max(last, int(found[1]))
+    return end + last
 
 
 def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import struct
 
 import pytest
+import torch
+from safetensors.torch import save
 
+from moe_lora.core import wrong_files
 from moe_lora.core.wrong_files import content_of, missing_shards, other_content, pickled_weights
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 198712\n"
@@ -88,3 +91,12 @@ def test_a_trainers_state_is_no_weights(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     assert pickled_weights(tmp_path) == ["adapter_model.bin"]
     assert other_content(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("size", [1, 13, 64])
+def test_the_end_of_a_file_is_found_across_slices_of_its_header(monkeypatch, size):
+    monkeypatch.setattr(wrong_files, "_SLICE", size)
+    file = save({f"a{number}": torch.zeros(number) for number in range(20)})
+    end = 8 + int.from_bytes(file[:8], "little")
+    assert wrong_files.announced_bytes(file[:end]) == len(file)
+    assert wrong_files.announced_bytes(file[: end - 1]) is None

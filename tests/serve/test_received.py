@@ -195,6 +195,41 @@ def test_a_wrong_body_in_base64_is_named(http, body, problem):
     assert problem in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("size", [1, 7, 1400])
+@pytest.mark.parametrize("escapes", [{"/": r"\/"}, {"+": r"\u002b", "/": r"\u002F", "=": r"\u003D"}])
+def test_escaped_base64_is_read_in_pieces_of_any_size(engine, tokenizer, escapes, size):
+    file = save({"a": torch.arange(500, dtype=torch.float32)})
+    content = json.dumps(in_base64(b"", lora_name="a" * 3000, serialized_tensors="FILE"))
+    coded = base64.b64encode(file).decode()
+    assert set(escapes) <= set(coded)
+    for plain, escaped in escapes.items():
+        coded = coded.replace(plain, escaped)
+    whole = content.replace("FILE", coded).encode()
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+
+    async def run() -> None:
+        ends, scope = asyncio.Event(), {"headers": [(b"content-type", b"application/json")]}
+        ends.set()
+        request = upload(pieces, asyncio.Queue(), ends, **scope)
+        body = received.EncodedBody(request, frontend_of(engine, tokenizer))
+        assert b"".join([piece async for piece in body.file()]) == file
+        assert await body.words() == ("a" * 3000, json.dumps(json.loads(CONFIG)))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("header_bytes", [128, 384, 640])
+def test_a_file_with_a_pickles_first_byte_is_served(http, header_bytes):
+    """The length of a header may begin with the byte of a pickle."""
+    file = save(tensors("upper"))
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8:end]), separators=(",", ":")).encode()
+    num = -(-(len(header) - header_bytes % 256) // 256) * 256 + header_bytes % 256
+    file = num.to_bytes(8, "little") + header.ljust(num) + file[end:]
+    assert file.startswith(b"\x80")
+    http.ok("PUT", "/v1/adapters/begins", content=file, headers=headers("upper"))
+
+
 def upload(pieces: list[bytes], arrived: asyncio.Queue[None], ends: asyncio.Event, **scope: Any) -> Request:
     """A body in two pieces; the second waits for `ends`."""
     left = [*pieces]

@@ -46,6 +46,14 @@ Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
 """Answers, and errors of instances that refused."""
 
 
+def latest_aborts(orders: tuple[AbortOrder, ...]) -> tuple[AbortOrder, ...]:
+    """At most MAX_ABORTS of them, without the oldest order of ids, else without the oldest."""
+    if len(orders) <= MAX_ABORTS:
+        return orders
+    first = next((one for one in orders if one.scope.ids), orders[0])
+    return tuple(one for one in orders if one is not first)
+
+
 async def ask(
     instance_registry: InstanceRegistry,
     instances: list[Instance],
@@ -185,10 +193,7 @@ class FleetAdapters:
         """
         registry = self.instance_registry
         if registry.on_abort is not None and (verb == "abort_requests" or args[1:2] == ("abort",)):
-            registry.aborts = (
-                *(registry.aborts or ())[1 - MAX_ABORTS :],
-                AbortOrder(args[0], time.time_ns()),
-            )
+            registry.aborts = latest_aborts((*(registry.aborts or ()), AbortOrder(args[0], time.time_ns())))
             registry.on_abort(args[0])
         async with registry.standing_orders().recording(verb, args) if verb in STANDING else nullcontext():
             answers = await ask_live(registry, lambda client: client.call(verb, *args))

@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 CONFIG_HEADER = "X-Adapter-Config"
 PREFIX = "moe_lora-received-"
 _CHUNK_BYTES = 1 << 20
-_PICKLES = (b"\x80", b"PK\x03\x04")
-"""First bytes of a pickle, and of torch.save's archive of pickles."""
 _WAY_OUT = (
     "PUT the bytes of safetensors.torch.save to /v1/adapters/NAME, with adapter_config.json as "
     f"{CONFIG_HEADER}"
 )
-_FILE = re.compile(rb'"(serialized_(?:named_)?tensors)"\s*:\s*(?:\[\s*)?"')
+_FILE = re.compile(rb'"(serialized_(?:named_)?tensors)"\s{0,999}:\s{0,999}(?:\[\s{0,999})?"')
+_MOST_OVERLAP = 4096
+"""Longer than a match of `_FILE`."""
+_ESCAPE = re.compile(rb"\\(?:/|u00(2[bf]|3d))", re.IGNORECASE)
+"""JSON's escapes of characters of base64."""
 _CUT = b"file"
 """Stands for the file in the rest of SGLang's body."""
 MOST_BESIDE_BYTES = MAX_CONFIG_BYTES + SMALL_BODY_BYTES
@@ -90,8 +92,9 @@ class EncodedBody:
         field, coded, is_past = "", b"", False
         async for piece in self._stream:
             if not field:
+                seen = len(self._rest)
                 self._add(piece)
-                found = _FILE.search(self._rest)
+                found = _FILE.search(self._rest, max(0, seen - _MOST_OVERLAP))
                 if found is None:
                     continue
                 field, start = found[1].decode(), found.end()
@@ -101,10 +104,10 @@ class EncodedBody:
                 self._add(piece)
                 continue
             content, quote, rest = piece.partition(b'"')
-            coded += content
+            coded, escape = _unescaped(coded + content)
             num = len(coded) if quote else len(coded) // 4 * 4
-            yield _decoded(coded[:num], field)
-            coded, is_past = coded[num:], bool(quote)
+            yield _decoded(coded[:num] + (escape if quote else b""), field)
+            coded, is_past = coded[num:] + escape, bool(quote)
             self._add(quote + rest)
 
     async def words(self) -> tuple[str, str]:
@@ -120,6 +123,20 @@ class EncodedBody:
             what = f"the body has more than {MOST_BESIDE_BYTES} bytes beside the file; send less"
             raise self._limits.refusal("body_size", ApiError(413, what, closes=True))
         self._rest += piece
+
+
+def _unescaped(coded: bytes) -> tuple[bytes, bytes]:
+    """Base64 without JSON's escapes, and the beginning of an escape at the end."""
+    start = coded.rfind(b"\\", max(0, len(coded) - 5))
+    if start < 0 or _ESCAPE.match(coded, start):
+        start = len(coded)
+    plain = _ESCAPE.sub(lambda found: b"/" if found[1] is None else bytes([int(found[1], 16)]), coded[:start])
+    return plain, coded[start:]
+
+
+def _is_pickle(head: bytearray) -> bool:
+    """True for torch.save's archive and for a pickle, which has no brace behind a length of eight bytes."""
+    return head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and head[8:9] not in (b"", b"{"))
 
 
 def _decoded(coded: bytes, field: str) -> bytes:
@@ -222,11 +239,11 @@ class Endpoints:
 
         Raises ApiError for a pickle, another file, too many bytes, and more than num_bytes (0: unknown).
         """
-        if head.startswith(_PICKLES):
+        if _is_pickle(head):
             what = "the body is a pickle, and a pickle can run code when it is opened"
             raise ApiError(400, f"{what}; {_WAY_OUT}", closes=True)
         try:
-            whole = await in_daemon_thread(announced_bytes, head)
+            whole = await in_daemon_thread(announced_bytes, head) if len(head) > 8 else None
         except ValueError as error:
             raise _unreadable(str(error)) from None
         counted = len(head) if whole is None else whole

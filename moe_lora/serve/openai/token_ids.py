@@ -228,8 +228,8 @@ async def abort_running(
     for one in found:
         if (generation := running.get(one)) is not None:
             await generation.abort()
-    if marks := tuple(_mark(one) for one in found if one not in running):
-        await frontend.client.call("abort_requests", PauseScope(ids=marks))
+    if found:
+        await frontend.client.call("abort_requests", PauseScope(ids=tuple(map(_mark, found))))
 
 
 class TokensFormat(ChatFormat):
