@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -147,6 +147,14 @@ def summary(events: list[dict]) -> tuple[str, list[int], list[float], str | None
 WITHIN = "([a-z][0-9])+"
 
 
+def check_same(found: Iterable[tuple], right: Iterable[tuple], *, logprobs: bool = False) -> None:
+    """Summaries have equal texts, tokens, reasons and counts; logprobs: up to rounding."""
+    for one, other in zip(found, right, strict=True):
+        assert one[:2] == other[:2]
+        assert not logprobs or one[2] == pytest.approx(other[2], abs=1e-3)
+        assert one[3:] == other[3:]
+
+
 def bodies(num: int) -> list[dict]:
     """Streams over several adapters, long enough to be killed in the middle; every third has a grammar."""
     return [
@@ -178,10 +186,7 @@ def test_killed_instance_costs_no_request_and_comes_back(pair):
         resent_before = instance_values(pair, "requests_resent_total")
         restarts = instance_values(pair, "restarts_total")
         disturbed = stream_all(pair, requests, partial(os.kill, victim, signal.SIGKILL), after=1)
-        for before, after in zip(undisturbed, map(summary, disturbed), strict=True):
-            assert after[:2] == before[:2]
-            assert after[2] == pytest.approx(before[2], abs=1e-3)
-            assert after[3:] == before[3:]
+        check_same(undisturbed, map(summary, disturbed), logprobs=True)
         until(lambda victim=victim: victim not in pair.engine_pids())
         until_both_up(pair)
         resent = [
@@ -222,10 +227,7 @@ def test_requests_are_moved_over_http_while_they_stream(pair):
         )
         moved = [summary(events) for events in stream_all(pair, requests, there_and_back.start, after=5)]
         there_and_back.join()
-        for one, other in zip(moved, undisturbed, strict=True):
-            assert one[:2] == other[:2]
-            assert one[2] == pytest.approx(other[2], abs=1e-3)
-            assert one[3:] == other[3:]
+        check_same(moved, undisturbed, logprobs=True)
         if moves(pair) - before >= 4:
             break
     assert {answer.status_code for answer in answers} == {200}
@@ -260,9 +262,7 @@ def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
             moved = [summary(events) for events in stream_all(pair, requests, draining.start, after=5)]
             draining.join()
             assert said == ["instance-0 is drained and has no requests\n"]
-            for one, other in zip(moved, undisturbed, strict=True):
-                assert one[:2] == other[:2]
-                assert one[3:] == other[3:]
+            check_same(moved, undisturbed)
             if moves(pair) > before:
                 break
         assert moves(pair) > before
@@ -328,9 +328,7 @@ def test_instance_killed_while_requests_are_moved_costs_no_token(pair, victim):
         os.kill(pid, signal.SIGKILL)
 
     disturbed = [summary(events) for events in stream_all(pair, requests, kill, after=3)]
-    for one, other in zip(disturbed, undisturbed, strict=True):
-        assert one[:2] == other[:2]
-        assert one[3:] == other[3:]
+    check_same(disturbed, undisturbed)
     until(lambda: answers)
     assert answers[0].status_code == 200
     until_both_up(pair)
