@@ -62,7 +62,7 @@ class Stream:
     async def read(self, url: str) -> None:
         try:
             async with (
-                httpx.AsyncClient(timeout=120, trust_env=False) as http,
+                httpx.AsyncClient(trust_env=False) as http,
                 http.stream("POST", f"{url}/v1/completions", json=self.body) as response,
             ):
                 assert response.status_code == 200, await response.aread()
@@ -125,7 +125,7 @@ class Running:
             assert not any(task.done() for task in reading), [one.ended for one in streams]
         self.cluster.stops.arm(step)
         order = {"source": SOURCE, "target": TARGET, "num_requests": 1, "kind": kind}
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False) as http:
             moving = asyncio.create_task(http.post(f"{urls[MOVER]}/v1/migrate", json=order))
             await asyncio.to_thread(
                 self.cluster.wait_until_reached,

@@ -34,9 +34,7 @@ def test_the_log_says_what_is_used_at_load_and_at_start(tmp_path, folder, option
         load = {"lora_name": "own", "lora_path": str(folder)}
         assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=load).status_code == 200
         for name in ("first", "own"):
-            response = httpx.post(
-                f"{server.url}/v1/chat/completions", json={**CHAT, "model": name}, timeout=60
-            )
+            response = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "model": name})
             assert response.json()["choices"][0]["message"]["content"] == answer
         effect = "used (--adapter-chat-template)" if options else "ignored without --adapter-chat-template"
         for name in ("first", "own"):

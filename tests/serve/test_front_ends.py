@@ -110,7 +110,7 @@ def test_administrators_have_a_place_of_their_own_before_all_front_ends(tmp_path
 
 
 def administrator(place: Path) -> httpx.Client:
-    return httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), base_url="http://admin", timeout=60)
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), base_url="http://admin")
 
 
 def test_killed_outright_it_leaves_no_process(server):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from moe_lora.dist.transport import make_transport
+from tests.patience import PATIENCE_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 POLL_S = 0.002
 
 
@@ -113,7 +114,7 @@ class Peer:
         self._pipe.send((method, arguments))
 
     def finish(self) -> Any:
-        deadline = time.monotonic() + 3 * TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S * 2
         while not self._pipe.poll(POLL_S):
             assert time.monotonic() < deadline, "the peer does not answer"
             self.meanwhile()

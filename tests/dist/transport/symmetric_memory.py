@@ -28,6 +28,7 @@ import torch
 
 from moe_lora.dist.transport.contract import LINE_BYTES
 from moe_lora.dist.transport.device_puts import AnswerRows, SymmetricWindow
+from tests.patience import PATIENCE_S
 
 _MODULE = "torch.distributed._symmetric_memory._nvshmem_triton"
 _ADD = 5
@@ -106,7 +107,7 @@ class Heap:
 
 def _appear(path: Path) -> Path:
     """The file, once it is there."""
-    deadline_s = time.monotonic() + 90.0
+    deadline_s = time.monotonic() + PATIENCE_S
     while not path.exists():
         assert time.monotonic() < deadline_s, f"{path.name} does not come"
         time.sleep(0.01)

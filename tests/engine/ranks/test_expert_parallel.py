@@ -282,7 +282,6 @@ def test_ranks_started_by_torchrun_answer_alike(tmp_path):
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert launched.returncode == 0, launched.stderr
