@@ -266,7 +266,8 @@ class RoutingConfig(Settings):
     """File with {"rank": tokens/s}: an instance's rate with adapters of one rank, for the placement."""
     heartbeat_timeout_s: float = setting(5.0, above=0)
     """Time without progress after which an instance gets no new requests.  A silent instance also loses its
-    requests to others, a silent controller its connections.  Raise the value for longer steps or loads."""
+    requests to others.  The time also ends the connection of a silent controller.  Raise the value for
+    longer steps or loads."""
     heartbeat_dead_s: float = setting(30.0, above=0)
     """Time without progress after which all requests of an instance move and its connection ends.  With one
     front end its process ends too, otherwise after twice the time.  Raise the value for longer steps."""

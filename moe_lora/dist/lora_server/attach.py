@@ -23,7 +23,6 @@ from moe_lora.dist.deltas.device_frames import DeviceFrames, PushedBackend
 from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
 from moe_lora.dist.deltas.session import ClientSession, FrameLayout
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.dist.net.session import stay_connected
@@ -33,7 +32,7 @@ from moe_lora.lora.row_routing import Lease, Source
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .content import num_blocks, send_blocks
-from .control import REJOIN_S, Hear, ask, called, find_rank, join, network
+from .control import REJOIN_S, Hear, Pings, ask, called, find_rank, join, network
 from .messages import HANDSHAKE, AdapterFailed, Need
 from .reach import agreed_facts, client_name, server_transport
 

@@ -25,7 +25,6 @@ from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableEr
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.session import FrameLayout
-from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.net.session import stay_connected
@@ -34,6 +33,7 @@ from .control import (
     REJOIN_S,
     Answer,
     ControlServer,
+    Pings,
     Visitor,
     ask,
     called,

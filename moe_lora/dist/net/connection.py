@@ -40,7 +40,7 @@ class Pings:
 
     @staticmethod
     def within(silence_s: float) -> Pings:
-        """Pings that end a connection after silence_s."""
+        """Pings for an end of the connection after silence_s."""
         return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
 
 
