@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"
@@ -131,6 +132,15 @@ class Child:
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
             return False
+
+    @property
+    def cpu_ticks(self) -> int:
+        """CPU time of all threads in clock ticks; 0 after the end, or without /proc."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return 0
+        return sum(map(int, stat.rpartition(") ")[2].split()[11:13]))  # behind the name: any text
 
     @property
     def how_ended(self) -> str:

@@ -126,6 +126,17 @@ def test_a_stopped_child_is_seen_and_can_be_killed(children):
     assert child.how_ended == "was killed by SIGKILL"
 
 
+def test_the_cpu_time_of_a_child_grows_until_it_is_stopped(children):
+    child, _ = start(children, BUSY)
+    until(lambda: child.cpu_ticks > 0, lambda: "no CPU time")
+    before = child.cpu_ticks
+    until(lambda: child.cpu_ticks > before, lambda: "no further CPU time")
+    stop(child.pid)
+    assert child.cpu_ticks == child.cpu_ticks > before
+    child.end(0)
+    assert child.cpu_ticks == 0
+
+
 def test_all_children_share_one_limit_and_the_orderly_are_not_killed(children):
     orderly, connection = start(children, BUSY)
     stubborn = [start(children, STUBBORN)[0] for _ in range(2)]

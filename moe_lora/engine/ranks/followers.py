@@ -282,14 +282,17 @@ class Followers:
     def end_stopped(self) -> None:
         """Kill a child that is stopped for STOPPED_S, from another thread until `close`.
 
-        Counts looks in place of seconds: a pause of the whole host harms no follower.
+        Counts looks in place of seconds: a pause of the whole host harms no follower.  CPU time since the
+        last look starts the count anew: a limiter of CPU use (cpulimit) stops and continues a process.
         """
 
         def look() -> None:
-            stopped = dict.fromkeys(self._children, 0)
+            stopped, ticks = dict.fromkeys(self._children, 0), dict.fromkeys(self._children, -1)
             while not self._ending.wait(_LOOK_S):
                 for dist_rank, child in enumerate(self._children, start=1):
-                    stopped[child] = stopped[child] + 1 if child.is_stopped else 0
+                    before, ticks[child] = ticks[child], child.cpu_ticks
+                    stands = child.is_stopped and ticks[child] == before
+                    stopped[child] = stopped[child] + 1 if stands else 0
                     if stopped[child] * _LOOK_S >= STOPPED_S:
                         logger.error("rank %d is stopped for %g s and is ended", dist_rank, STOPPED_S)
                         child.process.kill()

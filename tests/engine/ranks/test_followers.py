@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,28 @@ class Started:
     followers: Followers
     pids: list[int]
     directory: Path
+
+
+class SlowedChild:
+    """Each look sees a stopped process.  CPU time passes between the first looks."""
+
+    NUM_PROGRESS = 50
+    is_stopped = True
+
+    def __init__(self) -> None:
+        self.process = self
+        self.num_looks = 0
+        self.killed = threading.Event()
+
+    @property
+    def cpu_ticks(self) -> int:
+        self.num_looks += 1
+        return min(self.num_looks, self.NUM_PROGRESS)
+
+    def kill(self) -> None:
+        if not self.killed.is_set():
+            self.looks_at_kill = self.num_looks
+            self.killed.set()
 
 
 @pytest.fixture
@@ -108,6 +131,17 @@ def test_a_rank_that_is_stopped_for_long_is_killed(started, monkeypatch):
     started.followers.watch(told.put)
     os.kill(started.pids[1], signal.SIGSTOP)
     assert "rank 2 of this instance was killed by SIGKILL" in str(told.get(timeout=PATIENCE_S))
+
+
+def test_a_rank_that_progresses_between_stops_is_not_killed(monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(module, "STOPPED_S", 0.005)
+    child = SlowedChild()
+    followers = Followers(children=[child])
+    followers.end_stopped()
+    assert child.killed.wait(PATIENCE_S)
+    followers._ending.set()
+    assert child.looks_at_kill == SlowedChild.NUM_PROGRESS + 5
 
 
 def test_an_error_of_rank_0_ends_the_meeting_without_the_followers(started, monkeypatch):
