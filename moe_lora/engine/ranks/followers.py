@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
 """Of ranks that only connect: none computes."""
-STOPPED_S = 30.0
-"""Longest stop (SIGSTOP) of a follower. The follower is killed then, and the wait of the ranks ends."""
+STOPPED_S = 20.0
+"""Longest stop (SIGSTOP) of a follower. The follower is killed then, and the wait of the ranks ends.
+
+Below `heartbeat_dead_s`: a stopped follower would outlive a killed rank 0."""
 _LOOK_S = 0.5
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
