@@ -218,14 +218,22 @@ class Followers:
         ends meanwhile or does not answer.
         """
         failed, joining = Pipe(duplex=False)
+        has_failed = threading.Event()
+
+        def hang_up(_: BaseException) -> None:
+            has_failed.set()  # before the other thread sees the hang-up
+            joining.close()
+
         pool = ThreadPool(1)  # a daemon's: this thread notices the end of a follower
-        joined = pool.apply_async(join, error_callback=lambda _: joining.close())
+        joined = pool.apply_async(join, error_callback=hang_up)
         pool.close()
-        with failed, joining:
+        with failed:
             errors = self.answers(MEET_TIMEOUT_S, failed)
-            for error in filter(None, [] if joining.closed else errors):
-                raise error
-            return joined.get()
+            for error in filter(None, [] if has_failed.is_set() else errors):
+                raise error  # `joining` belongs to `hang_up` until the result is there
+            result = joined.get()
+        joining.close()
+        return result
 
     def _receive(self, dist_rank: int) -> Done | OrderEnded | None:
         """A follower's next message; None: no message is there.  Raises EngineDeadError."""

@@ -10,6 +10,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.ranks import followers as module
-from moe_lora.engine.ranks.followers import Followers, start_followers
+from moe_lora.engine.ranks.followers import Done, Followers, start_followers
 from tests.dist.cluster_jobs import alive, until
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
@@ -152,3 +154,43 @@ def test_an_error_of_rank_0_ends_the_meeting_without_the_followers(started, monk
 
     with pytest.raises(OSError, match="no network interface"):
         started.followers.meet(join)
+
+
+class SlowToClose(Connection):
+    """A connection with a pause between the hang-up and the end of `close`."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle, readable=False)
+        self.num_closes = 0
+        self.go_on = threading.Event()
+
+    def _close(self) -> None:
+        self.num_closes += 1
+        super()._close()
+        assert self.go_on.wait(PATIENCE_S)
+
+
+def test_an_error_of_rank_0_goes_before_the_errors_that_it_causes(monkeypatch):
+    (near, far), (silent, other) = Pipe(), Pipe()
+    failed, joining = Pipe(duplex=False)
+    slow = SlowToClose(os.dup(joining.fileno()))
+    joining.close()
+    monkeypatch.setattr(module, "Pipe", lambda duplex: (failed, slow))
+    followers = Followers([near, silent])
+    answers = followers.answers
+
+    def answers_and_go_on(*given):
+        found = answers(*given)
+        slow.go_on.set()
+        return found
+
+    def join() -> None:
+        far.send(Done(RuntimeError("the other rank is gone")))
+        until(lambda: not near.poll(), lambda: "the answer is not read")
+        raise OSError("no network interface")
+
+    monkeypatch.setattr(followers, "answers", answers_and_go_on)
+    with far, other, pytest.raises(OSError, match="no network interface"):
+        followers.meet(join)
+    assert slow.num_closes == 1
+    followers.close()
