@@ -224,6 +224,19 @@ class ChatTemplates:
         return template
 
 
+def undeclared_names(source: str) -> set[str]:
+    """Variables of a template without a value of its own; empty for invalid Jinja."""
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils import chat_template_utils
+
+    functions: Any = chat_template_utils
+    try:
+        environment = functions._compile_jinja_template(source).environment
+        return find_undeclared_variables(environment.parse(source))
+    except Exception:  # `_Template` logs the cause
+        return set()
+
+
 class _Template:
     """A compiled template.  problem: the compiler's error, or None."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def default_special_tokens(
     """
     entries = _special_entries(folder, config)
     unnamed = [name for name in SPECIAL_TOKENS if name not in entries]
-    used = [name for name in unnamed if any(name in source for source in templates.values())]
+    used = _used_names(unnamed, templates.values())
     if not used:
         return {}
     from transformers import AutoTokenizer
@@ -139,6 +139,17 @@ def default_special_tokens(
         )
         return {}
     return {name: str(found[name]) for name in used if found.get(name)}
+
+
+def _used_names(names: Sequence[str], sources: Iterable[str]) -> list[str]:
+    """The names that are variables of a template, not only words of its text."""
+    named = [source for source in sources if any(name in source for name in names)]
+    if not named:
+        return []
+    from .chat_template import undeclared_names
+
+    variables = set().union(*map(undeclared_names, named))
+    return [name for name in names if name in variables]
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

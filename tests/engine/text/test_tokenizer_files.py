@@ -141,3 +141,30 @@ def test_a_template_that_is_no_text_is_named(tmp_path):
     (folder / FILE).write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"chat_template.jinja can't be read as UTF-8 text"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{# no bos_token here #}T",
+        "bos_token",
+        "{% set bos_token = 'T' %}{{ bos_token }}",
+        "{% generation %}eos_token{% endgeneration %}",
+        "{{ bos_token",
+        "{{ bos_token | no_such_filter }}",
+    ],
+)
+def test_a_template_without_the_variable_needs_no_default(tmp_path, monkeypatch, template):
+    folder = write(tmp_path, {"chat_template": template, "tokenizer_class": "LlamaTokenizer"}, {})
+    calls = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: calls.append(1))
+    assert load_tokenizer(folder).special_tokens == {}
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "template", ["{% generation %}{{ bos_token }}{% endgeneration %}", "{{- bos_token or '' }}"]
+)
+def test_a_template_with_the_variable_gets_the_default(tmp_path, template):
+    folder = write(tmp_path, {"chat_template": template, "tokenizer_class": "LlamaTokenizer"}, {})
+    assert load_tokenizer(folder).special_tokens == {"bos_token": "<s>"}
