@@ -148,7 +148,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
         return None
     return Tokenizer(
         backend,
-        special_tokens={**default_special_tokens(folder, config, templates), **special},
+        special_tokens={**default_special_tokens(folder, config, templates, backend), **special},
         chat_template=templates,
         folder=folder.resolve(),
     )

@@ -7,11 +7,14 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import SamplingParams
 from moe_lora.core.wrong_files import HEAD_BYTES, content_of
+
+if TYPE_CHECKING:
+    import tokenizers
 
 CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
 TEMPLATE, MORE_TEMPLATES, PROCESSOR_TEMPLATE = (
@@ -114,11 +117,12 @@ def _special_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_special_tokens(
-    folder: Path, config: Mapping[str, Any], templates: Mapping[str, str]
+    folder: Path, config: Mapping[str, Any], templates: Mapping[str, str], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-    """Name -> text of special tokens in templates, absent from the files.
+    """Name -> text of special tokens in templates, absent from the files.  Adds the tokens to the backend.
 
     A class of transformers may have defaults, such as <s> of LlamaTokenizer.  The classes import torch.
+    A default counts only if the backend encodes the text to the id of the class.
     """
     entries = _special_entries(folder, config)
     unnamed = [name for name in SPECIAL_TOKENS if name not in entries]
@@ -128,17 +132,39 @@ def default_special_tokens(
     from transformers import AutoTokenizer
 
     try:
-        found: Any = AutoTokenizer.from_pretrained(
+        theirs: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
-        ).special_tokens_map
-    except Exception as error:
-        logger.warning(
-            "%s names no %s for the chat template, and transformers has no default (%s): empty texts are "
-            "used; name the tokens in the file",
-            *(folder / CONFIG, " and no ".join(used), str(error)[:MAX_ERROR_CHARS]),
         )
+    except Exception as error:
+        _warn_of_no_default(folder, used, str(error)[:MAX_ERROR_CHARS])
         return {}
-    return {name: str(found[name]) for name in used if found.get(name)}
+    defaults = theirs.special_tokens_map
+    texts = {name: str(defaults[name]) for name in used if defaults.get(name)}
+    found = {
+        name: text
+        for name, text in texts.items()
+        if _adds_special(backend, text, theirs.convert_tokens_to_ids(text))
+    }
+    if absent := [name for name in texts if name not in found]:
+        foreign = ", ".join(texts[name] for name in absent)
+        _warn_of_no_default(folder, absent, f"for this vocabulary: {foreign} has another id or none")
+    return found
+
+
+def _adds_special(backend: tokenizers.Tokenizer, text: str, token_id: int) -> bool:
+    """Make a text of the vocabulary a special token.  True if the text alone has the id."""
+    token = backend.get_added_tokens_decoder().get(token_id)
+    if backend.token_to_id(text) == token_id and not (token is not None and token.special):
+        backend.add_special_tokens([text])
+    return backend.encode(text, add_special_tokens=False).ids == [token_id]
+
+
+def _warn_of_no_default(folder: Path, names: Sequence[str], cause: str) -> None:
+    logger.warning(
+        "%s names no %s for the chat template, and transformers has no default (%s): empty texts are "
+        "used; name the tokens in the file",
+        *(folder / CONFIG, " and no ".join(names), cause),
+    )
 
 
 def _used_names(names: Sequence[str], sources: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from moe_lora.core.errors import ConfigError
@@ -14,6 +15,7 @@ USER = [{"role": "user", "content": "hello"}]
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token", "think_token", "sep_token")
 SHOW = "".join(f"{name}={{{{ {name} }}}} " for name in NAMES) + "{{ messages[0].content }}"
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<pad>"}
 
 
 def added(text):
@@ -53,8 +55,8 @@ LAYOUTS = {
         },
         {},
     ),
-    "defaults of a class": ({"tokenizer_class": "LlamaTokenizer", "eos_token": "</e>"}, {}),
-    "null beside defaults of a class": ({"tokenizer_class": "LlamaTokenizer", "bos_token": None}, {}),
+    "a default of a class": ({**LLAMA, "eos_token": "</e>"}, {}),
+    "null beside a default of a class": ({**LLAMA, "bos_token": None}, {}),
     "a class that does not exist": ({"tokenizer_class": "NoSuchTokenizer"}, {}),
     "extra tokens in a list": ({"extra_special_tokens": ["<img>"]}, {}),
     "flags are no tokens": ({"add_bos_token": True, "bos_token": "<s>"}, {}),
@@ -168,3 +170,29 @@ def test_a_template_without_the_variable_needs_no_default(tmp_path, monkeypatch,
 def test_a_template_with_the_variable_gets_the_default(tmp_path, template):
     folder = write(tmp_path, {"chat_template": template, "tokenizer_class": "LlamaTokenizer"}, {})
     assert load_tokenizer(folder).special_tokens == {"bos_token": "<s>"}
+
+
+def plain(folder, *words):
+    """A folder of LlamaTokenizer: <s> is a word of the vocabulary at most, not an added token."""
+    made = Tokenizer(models.WordLevel({word: token_id for token_id, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    write(folder, {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ bos_token }}hi"}, {})
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_default_is_one_token_also_where_the_file_does_not_add_it(tmp_path):
+    tokenizer = load_tokenizer(plain(tmp_path, "hi", "<", "s", ">", "<unk>", "<s>"))
+    rendered = tokenizer.render_chat(USER)
+    assert rendered == "<s>hi"
+    theirs = AutoTokenizer.from_pretrained(tmp_path).bos_token_id
+    assert tokenizer.encode(rendered, add_special_tokens=False) == [theirs, 0]
+    assert theirs in tokenizer.special_ids
+
+
+def test_a_default_outside_the_vocabulary_is_left_out_with_a_warning(tmp_path, caplog):
+    tokenizer = load_tokenizer(plain(tmp_path, "hi", "<", "s", ">", "<unk>"))
+    assert tokenizer.render_chat(USER) == "hi"
+    assert tokenizer.vocab_size == 5
+    assert "names no bos_token for the chat template" in caplog.text
+    assert "<s> has another id" in caplog.text
