@@ -227,14 +227,18 @@ class ChatTemplates:
 def undeclared_names(source: str) -> set[str]:
     """Variables of a template without a value of its own; empty for invalid Jinja."""
     from jinja2.meta import find_undeclared_variables
+
+    try:
+        return find_undeclared_variables(_compiled(source).environment.parse(source))
+    except Exception:  # `_Template` logs the cause
+        return set()
+
+
+def _compiled(source: str) -> Any:
     from transformers.utils import chat_template_utils
 
     functions: Any = chat_template_utils
-    try:
-        environment = functions._compile_jinja_template(source).environment
-        return find_undeclared_variables(environment.parse(source))
-    except Exception:  # `_Template` logs the cause
-        return set()
+    return functions._compile_jinja_template(source)
 
 
 class _Template:
@@ -249,12 +253,12 @@ class _Template:
         functions: Any = chat_template_utils
         self._render = partial(functions.render_jinja_template, chat_template=source, **special_tokens)
         self._normalize: Any = getattr(functions, "_normalize_chat_messages", list)
-        self.problem = self._problem_of(source, functions._compile_jinja_template)
+        self.problem = self._problem_of(source)
         self.forms = ContentForms(self.render)
 
-    def _problem_of(self, source: str, compile_source: Any) -> str | None:
+    def _problem_of(self, source: str) -> str | None:
         try:
-            compile_source(source)
+            _compiled(source)
         except Exception as error:
             line = getattr(error, "lineno", None)
             where = "" if line is None else f"line {line}: "
