@@ -394,7 +394,8 @@ def test_both_instances_answer_exactly(pair):
     until_both_up(pair)
     names = [name for name in ADAPTERS if name in TASKS][:12]
     requests = [
-        {**body, "model": name, "min_tokens": 0} for name, body in zip(names, bodies(12), strict=False)
+        {**body, "model": name, "min_tokens": 0, "guided_regex": None}
+        for name, body in zip(names, bodies(12), strict=False)
     ]
     exact = [
         summary(events)[0] == TASKS[name](body["prompt"].removesuffix("="))

@@ -239,7 +239,7 @@ class AbortBody(BaseModel):
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if (self.rid is None and not self.abort_all) or (self.rid and self.abort_all):
+        if (self.rid in (None, "")) == (not self.abort_all):
             raise ValueError("give either rid or abort_all=true")
         return self
 
