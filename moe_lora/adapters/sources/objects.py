@@ -68,6 +68,8 @@ def _state(system: Any, root: str, address: str, max_bytes: int) -> tuple[list[s
     entries = {
         os.path.basename(one["name"]): one for one in system.ls(root, detail=True) if one["type"] == "file"
     }
+    if not entries:  # some versions of fsspec list a missing folder as empty
+        raise FileNotFoundError(root)
     sizes = {name: one.get("size") for name, one in entries.items()}
     names = check_files(address, sizes, max_bytes)
     stamps = ("ETag", "etag", "generation", "LastModified", "mtime", "created")

@@ -138,8 +138,7 @@ def default_special_tokens(
     except Exception as error:
         _warn_of_no_default(folder, used, str(error)[:MAX_ERROR_CHARS])
         return {}
-    defaults = theirs.special_tokens_map
-    texts = {name: str(defaults[name]) for name in used if defaults.get(name)}
+    texts = {name: str(text) for name, text in theirs.special_tokens_map.items() if text and name in used}
     found = {
         name: text
         for name, text in texts.items()

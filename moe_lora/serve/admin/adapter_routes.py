@@ -159,8 +159,7 @@ class AdapterLoads:
         folder = await self._checked(body)
         files = _Files(folder, await in_daemon_thread(_stamps, folder))
         version, loaded = self._loaded.get(body.lora_name, (None, None))
-        is_served = loaded is not None and version == await self._version(body.lora_name)
-        if is_served and loaded is not None and loaded.sizes == files.sizes:
+        if loaded and loaded.sizes == files.sizes and version == await self._version(body.lora_name):
             files = await in_daemon_thread(files.read, self._root)
             if await in_daemon_thread(loaded.holds, files, self._root):
                 if body.pinned:
