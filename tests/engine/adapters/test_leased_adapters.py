@@ -15,6 +15,7 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.dist.lora_server.test_leader import settled
 from tests.patience import PATIENCE_S
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
@@ -155,8 +156,9 @@ def test_adapter_within_the_budget_waits_for_the_leases_of_others(cluster):
         for adapter in small:
             held(leases, adapter)
             assert adapter.lease is not None
-        large = add(leases, "large", 9, lora_rank=30)
+        large = add(leases, "large", 9, lora_rank=42)
         assert not leases.acquire(large), "it waits"
+        assert settled(leases._leases).num_waiting == 1
         for adapter in small:
             leases.release(adapter)
         held(leases, large)
