@@ -16,7 +16,7 @@ from moe_lora.core.address import Address, needs_keys, parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
-from .devices import LORA_SERVER, Devices, check_devices, read_devices, shares_of
+from .devices import LORA_SERVER, Devices, check_devices, instance_names, read_devices, shares_of
 from .engine import EngineConfig
 from .front_end import (
     CONTROLLER,
@@ -89,12 +89,39 @@ class ClusterConfig:
         if self.devices and self.engine.device == "cpu":
             raise ConfigError("devices and engine.device='cpu' do not go together; leave one of them out")
         check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
+        if self.front_end.prefill_instances:
+            self._check_prefill_instances()
         if self.registry is not None:
             self._check_in_root("registry.folder", self.registry.folder)
         if self.sources is not None:
             self._check_in_root("sources.folder", str(self.sources.place))
             if self.sources.resolver is not None:
                 self._check_resolver(self.sources.resolver)
+
+    def _check_prefill_instances(self) -> None:
+        """Raises ConfigError for prefill instances that other settings exclude."""
+        others = {
+            "front_end.placement": self.front_end.placement is not None,
+            "sources.resolver": self.has_resolver,
+            "instances of several ranks": self.engine.num_ranks > 1,
+        }
+        for other, is_set in others.items():
+            if is_set:
+                raise ConfigError(
+                    f"front_end.prefill_instances and {other} do not go together; leave one of them out"
+                )
+        if self.controller is not None or self.front_end.engines_address is not None:
+            return  # other hosts may have further instances
+        names, prefill = instance_names(self.engine.num_instances), self.front_end.prefill_instances
+        if unknown := sorted(set(prefill) - set(names)):
+            raise ConfigError(
+                f"front_end.prefill_instances: {unknown[0]!r} is none of {', '.join(names)}; name one of them"
+            )
+        if set(names) <= set(prefill):
+            raise ConfigError(
+                "front_end.prefill_instances leaves no instance for answers; start more (--instances), or name "
+                "fewer"
+            )
 
     def _check_resolver(self, place: str) -> None:
         """Raises ConfigError for a resolver that other settings exclude."""

@@ -325,6 +325,17 @@ class MigrationConfig(Settings):
     """Cost of each further adapter on an instance, in seconds (dLoRA's eta)."""
     migration_bytes_per_s: float = _of_dlora(1e9, above=0)
     """Rate between two instances, for the choice between moving tokens and KV."""
+    prefill_instances: tuple[str, ...] = setting((), unset="none: every instance does both")
+    """Instances that compute prompts, by name.  With its first token a request moves, with its KV, to another
+    instance.  Without a live instance of one kind the other kind does both."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefill_instances and self.migration != "off":
+            raise ConfigError(
+                f"prefill_instances and migration={self.migration!r} do not go together: migration knows no "
+                "kinds of instances; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,10 @@ class RequestMover:
                 self._leaving.add(attempt)
                 self._in_background(self._move_one_off(name, attempt))
 
+    def move_on(self, name: str) -> None:
+        """Move a request with its KV to the router's choice, in the background."""
+        self._in_background(self._move_or_log(name, self._running[name].attempt, None, "kv"))
+
     def follow(self, order: Move) -> None:
         """Carry out a controller's order."""
         for name, resumable in self._running.items():
