@@ -27,6 +27,7 @@ TABLES = {
     "plan-check": "plans:checked",
     "plans": "plans:plans",
     "plans-qwen": "plans:qwen",
+    "prefill-first": "serving:prefill_first",
     "quantised-amx": "quantised:with_amx",
     "quantised-isa": "quantised:by_isa",
     "restarts": "serving:restarts",

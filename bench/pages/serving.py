@@ -54,6 +54,24 @@ def two_kills() -> str:
     return table(("", "503", "longest time without an answer", "P99 of an answer", "load"), rows)
 
 
+def prefill_first() -> str:
+    """Gaps and first tokens while long prompts arrive: medians over rounds."""
+    found: dict[str, list[Config]] = defaultdict(list)
+    for one in records("prefill_first.jsonl"):
+        found[one["config"]["way"]].append(one["result"])
+    rows = [
+        (
+            way,
+            *(f"{1000 * median(one[key] for one in rounds):.0f}" for key in ("gap_p50_s", "gap_p99_s")),
+            f"{median(one['tokens_per_s'] for one in rounds):.0f}",
+            *(f"{median(one[key] for one in rounds):.2f}" for key in ("first_p50_s", "first_p95_s")),
+        )
+        for way, rounds in found.items()
+    ]
+    gaps, first = ("gap P50, ms", "gap P99, ms"), ("first token P50, s", "P95, s")
+    return table(("two instances", *gaps, "tokens/s of streams", *first), rows)
+
+
 def _worst(values: list[float], unit: str) -> str:
     return f"{median(values):.1f} ({max(values):.1f}){unit}"
 

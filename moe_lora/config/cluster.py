@@ -119,8 +119,8 @@ class ClusterConfig:
             )
         if set(names) <= set(prefill):
             raise ConfigError(
-                "front_end.prefill_instances leaves no instance for answers; start more (--instances), or name "
-                "fewer"
+                "front_end.prefill_instances leaves no instance for answers; start more (--instances), or "
+                "name fewer"
             )
 
     def _check_resolver(self, place: str) -> None:
