@@ -101,6 +101,7 @@ class ClusterConfig:
     def _check_prefill_instances(self) -> None:
         """Raises ConfigError for prefill instances that other settings exclude."""
         others = {
+            "front_end.migration": self.front_end.migration != "off",
             "front_end.placement": self.front_end.placement is not None,
             "sources.resolver": self.has_resolver,
             "instances of several ranks": self.engine.num_ranks > 1,

@@ -252,6 +252,9 @@ class RoutingConfig(Settings):
     )
     """Divide adapters over instances, and route by the result.  Beside burst_tolerance, routing may be
     shortest_pending_time (docs/guides/placement.md)."""
+    prefill_instances: tuple[str, ...] = setting((), unset="none: every instance does both")
+    """Instances that compute prompts, by name.  With its first token a request moves, with its KV, to another
+    instance.  Without a live instance of one kind the other kind does both."""
     placement_interval_s: float = setting(30.0, above=0)
     """Time between placements."""
     demand_steps: int = setting(8, least=1)
@@ -325,17 +328,6 @@ class MigrationConfig(Settings):
     """Cost of each further adapter on an instance, in seconds (dLoRA's eta)."""
     migration_bytes_per_s: float = _of_dlora(1e9, above=0)
     """Rate between two instances, for the choice between moving tokens and KV."""
-    prefill_instances: tuple[str, ...] = setting((), unset="none: every instance does both")
-    """Instances that compute prompts, by name.  With its first token a request moves, with its KV, to another
-    instance.  Without a live instance of one kind the other kind does both."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prefill_instances and self.migration != "off":
-            raise ConfigError(
-                f"prefill_instances and migration={self.migration!r} do not go together: migration knows no "
-                "kinds of instances; leave one of them out"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

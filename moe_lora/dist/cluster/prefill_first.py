@@ -7,29 +7,51 @@ Source: the setting of InfiniLoRA, section 5; the move is that of `migration`, w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.policies.routing.routing import Router
 
 from .instances import Instance
 from .resumable_request import ResumableRequest
 from .routing_client import FleetClient
 
 
-class PrefillFirstClient(FleetClient):
-    """`FleetClient` that sends prompts to the prefill instances, and their answers' rest to the others.
+class ByPhase:
+    """A `Router` among prefill instances before a request's first token, and among the others after it.
 
-    Without a live instance of one kind the other kind does both.  A failed move is logged, and the answer
-    ends where it began.
-
-    prefill_instances: names.  Other arguments: as in `FleetClient`.
+    Without a candidate of one kind the other kind does both.  running: by id.
     """
 
-    def __init__(self, *args: Any, prefill_instances: Sequence[str], **words: Any) -> None:
-        super().__init__(*args, **words)
+    def __init__(
+        self, router: Router, running: Mapping[str, ResumableRequest], prefill_instances: Sequence[str]
+    ) -> None:
+        self._router = router
+        self._running = running
         self._prefill_instances = frozenset(prefill_instances)
+
+    def is_prefill(self, instance: Instance) -> bool:
+        return instance.name in self._prefill_instances
+
+    def choose(self, request: Any, instances: Sequence[Any]) -> Any:
+        has_begun = bool(self._running[request.request_id].delivered)
+        fitting = [one for one in instances if self.is_prefill(one) != has_begun]
+        return self._router.choose(request, fitting or instances)
+
+
+class PrefillFirstClient(FleetClient):
+    """`FleetClient` that sends prompts to the prefill instances, and the rest of their answers to the others.
+
+    A failed move is logged, and the answer ends where it began.  Arguments: as in `FleetClient`; the settings
+    of `routes` name the prefill instances.
+    """
+
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **words)
+        names = self._routes.config.prefill_instances
+        self._router = self._by_phase = ByPhase(self._router, self._running, names)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         has_begun = False
@@ -42,16 +64,7 @@ class PrefillFirstClient(FleetClient):
                 yield output
 
     def _move_on(self, request_id: str) -> None:
-        attempt = self._running[request_id].attempt
-        if attempt is not None and self._is_prefill(attempt.instance):
-            others = self._instance_registry.candidates(attempt.request.adapter)
-            if not all(map(self._is_prefill, others)):
-                self.mover.move_on(request_id)
-
-    def _is_prefill(self, instance: Instance) -> bool:
-        return instance.name in self._prefill_instances
-
-    def _choose(self, resumable: ResumableRequest, candidates: list[Instance]) -> Instance:
-        has_begun = bool(resumable.delivered)
-        fitting = [one for one in candidates if self._is_prefill(one) != has_begun]
-        return super()._choose(resumable, fitting or candidates)
+        attempt, is_prefill = self._running[request_id].attempt, self._by_phase.is_prefill
+        instances = self._instance_registry.undrained
+        if attempt is not None and is_prefill(attempt.instance) and not all(map(is_prefill, instances)):
+            self.mover.move_on(request_id)

@@ -8,7 +8,6 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.clock import Clock, WallClock
@@ -253,9 +252,6 @@ class FleetClient:
             if not resumable.num_resends:
                 raise
             raise EngineDeadError(f"the LLM instance that computed this request ended; {error}") from error
-        return self._choose(resumable, candidates)
-
-    def _choose(self, resumable: ResumableRequest, candidates: list[Instance]) -> Instance:
         return self._router.choose(resumable.request, candidates)
 
     def _check_resend(self, resumable: ResumableRequest, instance: Instance, error: EngineDeadError) -> None:
@@ -354,15 +350,15 @@ def make_client(
     name: str = "",
 ) -> FleetClient:
     """A front end's client.  call: as for `FleetClient`.  name: of one of several front ends."""
-    kind: Callable[..., FleetClient] = FleetClient
+    kind = FleetClient
     if cluster.has_resolver:
         from .resolving import ResolvingClient
 
         kind = ResolvingClient
-    elif names := cluster.front_end.prefill_instances:
+    elif cluster.front_end.prefill_instances:
         from .prefill_first import PrefillFirstClient
 
-        kind = partial(PrefillFirstClient, prefill_instances=names)
+        kind = PrefillFirstClient
     return kind(instance_registry, routes, WallClock(), call, seed=f"{name} {cluster.engine.seed}")
 
 

@@ -151,7 +151,7 @@ def cluster(engine: EngineConfig | None = None, sources: SourcesConfig | None = 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"migration": "dlora"}, "prefill_instances and migration='dlora' do not go together"),
+        ({"migration": "dlora"}, "prefill_instances and front_end.migration do not go together"),
         ({"placement": "loraserve"}, "prefill_instances and front_end.placement do not go together"),
         (
             {"sources": SourcesConfig(resolver="/adapters")},
@@ -162,7 +162,7 @@ def cluster(engine: EngineConfig | None = None, sources: SourcesConfig | None = 
             "prefill_instances and instances of several ranks do not go together",
         ),
         ({"prefill_instances": ("instance-2",)}, "'instance-2' is none of instance-0, instance-1"),
-        ({"prefill_instances": ("instance-0", "instance-1")}, "leaves no instance for the answers"),
+        ({"prefill_instances": ("instance-0", "instance-1")}, "leaves no instance for answers"),
     ],
 )
 def test_impossible_settings_are_named(given, message):
