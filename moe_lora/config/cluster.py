@@ -99,7 +99,6 @@ class ClusterConfig:
                 self._check_resolver(self.sources.resolver)
 
     def _check_prefill_instances(self) -> None:
-        """Raises ConfigError for prefill instances that other settings exclude."""
         others = {
             "front_end.migration": self.front_end.migration != "off",
             "front_end.placement": self.front_end.placement is not None,

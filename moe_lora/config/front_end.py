@@ -253,8 +253,7 @@ class RoutingConfig(Settings):
     """Divide adapters over instances, and route by the result.  Beside burst_tolerance, routing may be
     shortest_pending_time (docs/guides/placement.md)."""
     prefill_instances: tuple[str, ...] = setting((), unset="none: every instance does both")
-    """Instances that compute prompts, by name.  With its first token a request moves, with its KV, to another
-    instance.  Without a live instance of one kind the other kind does both."""
+    """Instances that compute prompts, by name (docs/guides/migration.md)."""
     placement_interval_s: float = setting(30.0, above=0)
     """Time between placements."""
     demand_steps: int = setting(8, least=1)

@@ -145,7 +145,7 @@ class RequestMover:
                 self._in_background(self._move_one_off(name, attempt))
 
     def move_on(self, name: str) -> None:
-        """Move a request with its KV to the router's choice, in the background."""
+        """Move a request, in the background."""
         self._in_background(self._move_or_log(name, self._running[name].attempt, None, "kv"))
 
     def follow(self, order: Move) -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on instances of their own: a request moves to another instance with its first token.
-
-The decode instances' steps then hold no prompts, except of answers that continue there after a failure.
-Source: the setting of InfiniLoRA, section 5; the move is that of `migration`, with KV.
-"""
+"""Prompts on instances of their own (InfiniLoRA section 5): with its first token a request moves, by KV."""
 
 from __future__ import annotations
 
@@ -20,9 +16,9 @@ from .routing_client import FleetClient
 
 
 class ByPhase:
-    """A `Router` among prefill instances before a request's first token, and among the others after it.
+    """A `Router` among prefill instances before a request's first token, then among others, if any.
 
-    Without a candidate of one kind the other kind does both.  running: by id.
+    running: by id.
     """
 
     def __init__(
@@ -42,11 +38,7 @@ class ByPhase:
 
 
 class PrefillFirstClient(FleetClient):
-    """`FleetClient` that sends prompts to the prefill instances, and the rest of their answers to the others.
-
-    A failed move is logged, and the answer ends where it began.  Arguments: as in `FleetClient`; the settings
-    of `routes` name the prefill instances.
-    """
+    """`FleetClient` whose requests move on after a prefill instance's first token."""
 
     def __init__(self, *args: Any, **words: Any) -> None:
         super().__init__(*args, **words)
