@@ -24,7 +24,7 @@ from .errors import MAX_REASON_CHARS, AdapterError, cut, shown
 HEAD_BYTES = 512
 MAX_LISTED = 10
 _SHOWN_TEXT_CHARS = 60
-_DOWNLOAD = "download the file again"
+_DOWNLOAD, _SAVE = "download the file again", "save it with safetensors.torch.save_file"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)(?P<suffix>\.[\w.]+)")
 _MAX_SHARDS = 100_000
 
@@ -54,16 +54,13 @@ _STARTS = (
     (b"\x89HDF", FileKind("an HDF5 file", "save it as safetensors")),
     (
         b"PK\x03\x04",
-        FileKind("a ZIP archive, as torch.save writes it", "save it with safetensors.torch.save_file"),
+        FileKind("a ZIP archive, as torch.save writes it", _SAVE),
     ),
     (b"\x1f\x8b", FileKind("a gzip archive", "unpack it")),
     (b"BZh", FileKind("a bzip2 archive", "unpack it")),
     (b"\xfd7zXZ", FileKind("an XZ archive", "unpack it")),
     (b"\x28\xb5\x2f\xfd", FileKind("a Zstandard archive", "unpack it")),
-    *(
-        (b"\x80" + bytes([number]), FileKind("a pickle", "save it with safetensors.torch.save_file"))
-        for number in range(2, 6)
-    ),
+    *((b"\x80" + bytes([number]), FileKind("a pickle", _SAVE)) for number in range(2, 6)),
 )
 _ANNEX = re.compile(rb"(?:\.\./)*(?:\.git)?/annex/objects/")
 _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
@@ -152,10 +149,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
-def pickled_weights(folder: Path) -> list[str]:
-    """Sorted names of pickles in the folder, without a trainer's state."""
-    state = set(_named(folder, (*_TRAINER_STATE, *_SHARDED_STATE)))
-    return [name for name in _named(folder, _PICKLES) if name not in state]
+def pickle_problem(folder: Path) -> str | None:
+    """Cause and way out for pickled weights in the folder, without a trainer's state; None without them."""
+    state = _named(folder, (*_TRAINER_STATE, *_SHARDED_STATE))
+    names = [name for name in _named(folder, _PICKLES) if name not in state]
+    for name in names:
+        found = file_content(folder / name, is_text=True) if (folder / name).is_file() else None
+        if found and found.way_out != _SAVE:
+            return f"{name} is {found}; then convert it to safetensors, since a pickle is not read"
+    what = "a pickle can run code when it is opened and is not read; convert it to safetensors"
+    return f"{listed(names)}: {what} with save_pretrained" if names else None
 
 
 def other_content(folder: Path) -> str | None:

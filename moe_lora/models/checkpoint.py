@@ -23,7 +23,7 @@ from moe_lora.core.wrong_files import (
     missing_shards,
     open_file,
     other_content,
-    pickled_weights,
+    pickle_problem,
     read_json_file,
 )
 
@@ -93,7 +93,9 @@ class Checkpoint:
         single = self.model_dir / SINGLE_NAME
         paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
         if not paths:
-            raise ConfigError(f"{self.model_dir} has no *.safetensors; {_way_to_safetensors(self.model_dir)}")
+            why = pickle_problem(self.model_dir) or other_content(self.model_dir)
+            why = why or "convert the checkpoint with save_pretrained"
+            raise ConfigError(f"{self.model_dir} has no *.safetensors; {why}")
         if not single.exists() and (absent := missing_shards([path.name for path in paths])):
             raise ConfigError(
                 f"{self.model_dir} is incomplete: {listed(absent)} of its shards do not exist; download the "
@@ -166,14 +168,6 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         """Names of all tensors."""
         return iter(self.file_of)
-
-
-def _way_to_safetensors(model_dir: Path) -> str:
-    if pickles := pickled_weights(model_dir):
-        return (
-            f"it holds {listed(pickles)}, which are pickles and not read; convert them with save_pretrained"
-        )
-    return other_content(model_dir) or "convert the checkpoint with save_pretrained"
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -105,6 +105,14 @@ def test_other_formats_are_named(name, base):
     assert name in message
 
 
+def test_a_pointer_to_a_pickle_is_named_as_a_pointer(base):
+    (base / SINGLE_NAME).unlink()
+    (base / "pytorch_model.bin").write_bytes(POINTER)
+    message = refusal(base)
+    assert "pytorch_model.bin is a Git LFS pointer" in message
+    assert "git lfs pull" in message
+
+
 FOLDERS = {
     "an adapter": (["adapter_config.json"], "--lora-modules"),
     "a cache": (["snapshots/abc/config.json"], "snapshots/abc"),

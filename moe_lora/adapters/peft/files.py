@@ -24,7 +24,7 @@ from moe_lora.core.wrong_files import (
     open_file,
     other_content,
     other_format,
-    pickled_weights,
+    pickle_problem,
     without_twins,
 )
 
@@ -91,11 +91,8 @@ def weights_file(folder: Path, called: str | None = None) -> Path:
             f"{called}{WEIGHTS_FILE}: a link to a file that is not there; download the adapter again"
         )
     _check_not_divided(folder, called)
-    if pickles := pickled_weights(folder):
-        raise AdapterError(
-            f"{called}{listed(pickles)}: a pickle can run code when it is opened and is not read; convert it "
-            f"to {WEIGHTS_FILE} with safetensors.torch.save_file"
-        )
+    if problem := pickle_problem(folder):
+        raise AdapterError(f"{called}{problem}")
     found = other_content(folder)
     raise AdapterError(
         f"{called}{WEIGHTS_FILE}: missing; {f'{found}; ' if found else ''}"

@@ -119,6 +119,11 @@ def renamed(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / WEIGHTS).rename(folder / name)
 
 
+def pointer_to_a_pickle(folder: Path) -> None:
+    renamed("adapter_model.bin")(folder)
+    (folder / "adapter_model.bin").write_bytes(POINTER)
+
+
 def trainers_state(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     for name in ("optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json"):
@@ -165,6 +170,10 @@ FOLDERS = {
     "shards, one missing": (shards_without_the_second, ("without adapter_model-00002-of-00002", "download")),
     "an index alone": (index_alone, ("shards", "00001-of-00002", "00002-of-00002", "download")),
     "a pickle": (renamed("adapter_model.bin"), ("adapter_model.bin", "pickle")),
+    "a pointer to a pickle": (
+        pointer_to_a_pickle,
+        ("adapter_model.bin is a Git LFS pointer", "git lfs pull", "convert it to safetensors"),
+    ),
     "pickled shards": (renamed("adapter_model-00001-of-00002.bin"), ("00001-of-00002.bin", "pickle")),
     "a GGUF": (renamed("adapter_model.gguf"), ("adapter_model.gguf",)),
     "another name": (renamed("adapters.safetensors"), ("adapters.safetensors",)),
