@@ -227,7 +227,7 @@ class Access:
         key = self._keys.find(_bearer(scope))
         if key is None:
             what = "no valid API key was sent; send one as Authorization: Bearer KEY, or as x-api-key: KEY"
-            return "key", ApiError(401, what)
+            return "key", ApiError(401, what) if _is_served({**scope, "path": path}) else _not_found(scope)
         if is_admins and not key.admin:
             what = f"{scope['method']} {path} needs the key of an administrator"
             return "admin", ApiError(403, what) if _is_served(scope) else _not_found(scope)
