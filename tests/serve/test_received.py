@@ -256,7 +256,7 @@ def halves(encoded: bool) -> tuple[list[bytes], dict[str, Any]]:
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["put", "base64"])
 def test_a_file_counts_from_its_header_on(engine, tokenizer, monkeypatch, tmp_path, encoded):
-    """The second of two bodies is refused while the first has sent its header alone."""
+    """The second of two bodies is to come later while the first has sent its header alone."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     endpoints = received.Endpoints(frontend_of(engine, tokenizer, received_mb=1), None)
     call = endpoints.load if encoded else endpoints.put
@@ -272,10 +272,15 @@ def test_a_file_counts_from_its_header_on(engine, tokenizer, monkeypatch, tmp_pa
         done, _ = await asyncio.wait({second, arrives}, return_when=asyncio.FIRST_COMPLETED)
         assert done == {second}
         arrives.cancel()
-        with pytest.raises(ApiError, match="received_mb=1"):
+        with pytest.raises(ApiError, match=r"uploads under way.*received_mb=1.*again") as caught:
             await second
+        assert (caught.value.status, bool(caught.value.retry_s)) == (503, True)
         ends.set()
         assert (await first).status_code == 200
+        # The first is served: its room is not free before an unload.
+        with pytest.raises(ApiError, match="received_mb=1; unload some") as caught:
+            await call(upload(pieces, arrived, ends, **scope))
+        assert (caught.value.status, caught.value.retry_s) == (413, None)
 
     asyncio.run(run())
     assert [*engine.adapters] == ["shout", "first"]

@@ -25,7 +25,7 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.wrong_files import announced_bytes
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.http_errors import NOT_JSON, ApiError, JsonResponse, bad_request
-from moe_lora.serve.limits import JSON_MEDIA, SMALL_BODY_BYTES
+from moe_lora.serve.limits import JSON_MEDIA, RETRY_S, SMALL_BODY_BYTES
 
 from .adapter_routes import DONE, AdapterLoads, LoadAdapterRequest, adapter_card, check_new_name
 from .controls import Query, parse_json
@@ -247,17 +247,23 @@ class Endpoints:
         except ValueError as error:
             raise _unreadable(str(error)) from None
         counted = len(head) if whole is None else whole
-        self._check_room(counted - self._num_bytes[folder])
+        self._check_room(counted, folder)
         self._num_bytes[folder] = counted
         if num_bytes and counted > num_bytes:
             raise _unreadable(f"the header names {counted} bytes, and the body has at most {num_bytes}")
         return whole
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_room(self, num_bytes: int, folder: Path | None = None) -> None:
+        """Raises ApiError unless a file of num_bytes fits: 503 if it fits after the other uploads."""
         most = self._frontend.config.received_mb
-        if sum(self._num_bytes.values()) + num_bytes > most << 20:
-            what = f"the adapters received here would have more than front_end.received_mb={most}"
-            raise ApiError(413, f"{what}; unload some, or raise received_mb", closes=True)
+        others = {one: num for one, num in self._num_bytes.items() if one != folder}
+        if sum(others.values()) + num_bytes <= most << 20:
+            return
+        what = f"the adapters received here would have more than front_end.received_mb={most}"
+        if num_bytes + sum(num for one, num in others.items() if one not in self._receiving) <= most << 20:
+            what = f"with the uploads under way, {what}; send it again later"
+            raise ApiError(503, what, retry_s=RETRY_S, closes=True)
+        raise ApiError(413, f"{what}; unload some, or raise received_mb", closes=True)
 
     async def _remove_unserved(self) -> None:
         """Remove the folders of refused adapters and of former versions."""
