@@ -261,8 +261,7 @@ class Endpoints:
             return
         what = f"the adapters received here would have more than front_end.received_mb={most}"
         if num_bytes + sum(num for one, num in others.items() if one not in self._receiving) <= most << 20:
-            what = f"with the uploads under way, {what}; send it again later"
-            raise ApiError(503, what, retry_s=RETRY_S, closes=True)
+            raise ApiError(503, f"{what} with other uploads; retry later", retry_s=RETRY_S, closes=True)
         raise ApiError(413, f"{what}; unload some, or raise received_mb", closes=True)
 
     async def _remove_unserved(self) -> None:
