@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.messages import AbortOrder, PoolEntry
 from moe_lora.engine.verbs import ADAPTER_VERBS, INSTANCE_VERBS
 
-from .instances import Instance, InstanceRegistry, ServedVersion, reason
+from .instances import Instance, InstanceRegistry, Served, ServedVersion, reason
 from .reports import merge_adapters
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class FleetAdapters:
             self.pool = FleetPool(instance_registry, directory)
         self.ranks = {} if ranks is None else ranks
         self.instance_registry = instance_registry
+        instance_registry.on_late = self._merge_late
         self._own = verbs_of(self)
         self._rollouts: Rollouts | None = None
         self._found: set[str] = set()
@@ -244,6 +245,36 @@ class FleetAdapters:
             registry.serve(info, path)
             self.ranks[name] = info.lora_rank
             return info
+
+    async def _merge_late(self, have: Mapping[str, ServedVersion]) -> None:
+        """Serve an instance's adapters of an earlier controller, unless changed since the recovery."""
+        registry = self.instance_registry
+        await registry.at_rest()  # a version under load counts
+        now, before = registry.served, registry.recovered or Served()
+        late = {
+            name: one
+            for name, one in have.items()
+            if one.version >= registry.next_version(name) and now.state_of(name) == before.state_of(name)
+        }
+        registry.recovered = before.joined(Served.of(late))
+        registry.recover(Served.of(late))
+        for instance in registry.live:
+            instance.missing |= set(late)
+        for name in late if registry.live else ():
+            async with self._locks.setdefault(name, asyncio.Lock()):
+                await self._load_missing(name)
+
+    async def _load_missing(self, name: str) -> None:
+        """Load a served adapter on the live instances without it; an ended one catches up at its return."""
+        from .listener import catch_up
+
+        registry, served = self.instance_registry, self.instance_registry.served_version(name)
+        loads = [
+            catch_up(one.client, {name: served}, {}, one.missing, registry.pool, one.problems)
+            for one in registry.live
+            if served is not None and name in one.missing
+        ]
+        await asyncio.gather(*loads, return_exceptions=True)
 
     @contextmanager
     def _resolving(self, name: str, most: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -91,6 +91,10 @@ class Served:
     def lacking(self, have: Mapping[str, ServedVersion]) -> set[str]:
         """The adapters that an engine with `have` lacks."""
         return {name for name, adapter in self.adapters.items() if not adapter.is_same(have.get(name))}
+
+    def state_of(self, name: str) -> tuple[int, bool]:
+        """The latest version, 0 for an unknown name; True if served."""
+        return self.versions.get(name, 0), name in self.adapters
 
     @staticmethod
     def of(adapters: Mapping[str, ServedVersion]) -> Served:
@@ -214,6 +218,10 @@ class InstanceRegistry:
         """Called repeatedly with an instance without beats; set as `on_move` is."""
         self.on_forget: Callable[[str], None] = lambda name: None
         """Called with a name that is no longer served; set as `on_move` is."""
+        self.recovered: Served | None = None
+        """The account at the end of the recovery, with late reports; None before."""
+        self.on_late: Callable[[Mapping[str, ServedVersion]], Awaitable[None]] | None = None
+        """Called with the adapters of an engine's process new here, after the recovery."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
         self.standing: StandingOrders | None = None

@@ -120,20 +120,21 @@ class CatchUp:
 
     In the recovery, the first seconds, adapters found on engines count as served, and no engine enters
     routing. Engines that outlived the earlier process dial in then, so adapters loaded over HTTP stay
-    served.  recovery_s: None: until `end_recovery`.
+    served; later reports count too (see `FleetAdapters`).  recovery_s: None: until `end_recovery`.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
         self._instance_registry = instance_registry
         self._holding = ExitStack()
         self._holding.enter_context(instance_registry.loading())
-        self._recovering = True
         if recovery_s is not None:
             asyncio.get_running_loop().call_later(recovery_s, self.end_recovery)
 
     def end_recovery(self) -> None:
         """Admit engines to routing.  Idempotent."""
-        self._recovering = False
+        self._instance_registry.recovered = (
+            self._instance_registry.recovered or self._instance_registry.served
+        )
         self._holding.close()
 
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
@@ -142,12 +143,14 @@ class CatchUp:
         have, missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
         asleep, paused = [await client.call(verb) for verb in ("sleep_orders", "current_pauses")]
-        if (asleep or paused) and (self._recovering or not registry.live):
+        if (asleep or paused) and (registry.recovered is None or not registry.live):
             registry.standing_orders().recover(asleep, paused)
-        if self._recovering:
+        if registry.recovered is None:
             registry.recover(Served.of(have))
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
+        elif incarnation != instance.incarnation and registry.on_late is not None:
+            await registry.on_late(have)
         may_differ = instance.silent or (registry.standing is not None and bool(registry.standing.pauses))
         known = await self._order(client, {}, may_differ=may_differ)
         while not await registry.join(instance, client, have, missing, incarnation):

@@ -189,10 +189,12 @@ def test_request_of_an_engine_at_one_long_step_stays_with_it(made):
     assert [one.num_resent for one in front_end.instance_registry.instances] == [0, 0]
 
 
-def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_end, join):
+def test_one_that_joins_gets_what_was_loaded_and_loses_what_was_unloaded(front_end, join):
     first = join("one", adapters=START)
     until(lambda: front_end.names() == ["one"])
     front_end.run(front_end.fleet.call("load_adapter", "later", "places/later", replace=True))
+    front_end.run(front_end.fleet.call("load_adapter", "left", "places/left", replace=True))
+    front_end.run(front_end.fleet.call("unload_adapter", "left"))
     second = join("two", adapters={**START, "left": ("places/left", 1)})
     until(lambda: front_end.names() == ["one", "two"])
     assert second.loop.adapters == {**START, "later": ("places/later", 1)}
@@ -260,8 +262,7 @@ def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, 
     other = FrontEnd(front_end.socket, [("start", "places/start")])
     made.insert(0, other)
     until(lambda: other.names() == ["one"])
-    # A front end that starts serves what its file says.
-    assert instance.loop.adapters == START
+    assert instance.loop.adapters == {**START, "later": ("places/later", 1)}
     assert instance.loop.is_alive()
     assert other.ask("a") == (0,)
 
@@ -399,19 +400,51 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     assert other.run(other.fleet.call("load_adapter", "later", "places/last", replace=True)).version == 3
 
 
-def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
-    front_end.close()
-    other = FrontEnd(
-        front_end.socket,
-        (),
-        make_entry=lambda instance_registry: CatchUp(instance_registry, 0),
+LOADED = ("places/loaded", 3)
+"""An adapter that an earlier front end loaded."""
+
+
+def test_what_is_found_after_the_recovery_is_served_everywhere(front_end, join):
+    first = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    held = {"new": LOADED, "start": ("places/start-changed", 2)}
+    late = join("late", adapters=held)
+    until(lambda: front_end.names() == ["late", "one"])
+    assert late.loop.adapters == first.loop.adapters == held
+    assert [call[0] for call in late.loop.calls if call[0] in ("load_adapter", "unload_adapter")] == []
+    assert [len(front_end.instance_registry.candidates(name)) for name in held] == [2, 2]
+    later = join("later", adapters=START)  # its process lost the adapters
+    until(lambda: len(front_end.names()) == 3)
+    assert later.loop.adapters == held
+    assert (
+        front_end.run(front_end.fleet.call("load_adapter", "new", "places/newer", replace=True)).version == 4
     )
-    made.insert(0, other)
-    join("one")
-    until(lambda: other.names() == ["one"])
-    late = join("late", adapters=START)
-    until(lambda: other.names() == ["late", "one"])
-    assert late.loop.adapters == other.instance_registry.adapters == {}
+
+
+def test_what_is_found_late_and_can_not_be_loaded_elsewhere_stays_where_it_is(front_end, join):
+    first = join("one", adapters=START, refused={LOADED[0]})
+    until(lambda: front_end.names() == ["one"])
+    late = join("late", adapters={**START, "new": LOADED})
+    until(lambda: front_end.names() == ["late", "one"])
+    assert (first.loop.adapters, late.loop.adapters) == (START, {**START, "new": LOADED})
+    assert [one.name for one in front_end.instance_registry.candidates("new")] == ["late"]
+
+
+@pytest.mark.parametrize("loads_again", [True, False])
+@pytest.mark.parametrize("name", ["new", "start"])
+def test_what_was_changed_since_the_recovery_goes_before_what_is_found_late(
+    front_end, join, name, loads_again
+):
+    join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    front_end.run(front_end.fleet.call("load_adapter", name, "places/changed", replace=True))
+    if not loads_again:
+        front_end.run(front_end.fleet.call("unload_adapter", name))
+    served = dict(front_end.instance_registry.adapters)
+    late = join("late", adapters={**START, name: LOADED})
+    until(lambda: front_end.names() == ["late", "one"])
+    assert front_end.instance_registry.adapters == served
+    assert late.loop.adapters == {one: (its.path, its.version) for one, its in served.items()}
 
 
 @pytest.fixture

@@ -9,15 +9,21 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from moe_lora.adapters.registry.registry import Registry
+from moe_lora.config import FrontEndConfig
+from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import EngineStats, RequestTiming
 from moe_lora.dist.cluster.controller import controller_link as link
 from moe_lora.dist.cluster.controller import front_end_listener, placement_controller
-from moe_lora.dist.cluster.controller.cluster_state import ClusterState
+from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState, ClusterStateLog
+from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import Served, ServedVersion
 from moe_lora.engine.client.messages import Alias, AliasChange, DrainOrder
 from tests.adapters.peft_folders import BASE, peft_folder
+from tests.dist.cluster.fleet_parts import cluster_config
+from tests.dist.cluster.listener_parts import Instance
 
 from .parts import Cluster, FrontEndSide, until
 
@@ -111,6 +117,33 @@ def test_a_new_controller_goes_on_with_what_front_ends_know():
         assert one.instance_registry.adapters["new"].version == before.served.versions["new"] + 1
 
     in_cluster(test)
+
+
+def test_an_adapter_of_an_instance_later_than_the_recovery_reaches_front_ends_and_other_instances(tmp_path):
+    """The front ends are as new as the controller: only the instances know the adapter."""
+    path, loaded = str(tmp_path / "engines"), {"start": ("places/start", 1), "new": ("places/new", 2)}
+    cluster = cluster_config(FrontEndConfig(), adapters=(("start", "places/start"),))
+    made: list[Instance] = []
+
+    async def run() -> None:
+        routes, address = make_routes(cluster), Address(path=path)
+        async with controlled_fleet(cluster, routes, "engines_address", address) as controlled:
+            controlled.catch_up.end_recovery()
+            log = ClusterStateLog(controlled.instance_registry, routes, None)
+            made.append(Instance("first", path, adapters={"start": ("places/start", 1)}))
+            await until(lambda: len(controlled.instance_registry.live) == 1)
+            made.append(Instance("late", path, adapters=loaded))
+            await until(lambda: len(controlled.instance_registry.live) == 2)
+            assert [one.loop.adapters for one in made] == [loaded, loaded]
+            assert log.write()
+            assert log.state.served.versions == {"start": 1, "new": 2}
+            assert [one.missing for one in log.state.holdings.values()] == [frozenset()] * 2
+
+    try:
+        asyncio.run(run())
+    finally:
+        for one in made:
+            one.stop()
 
 
 def test_a_call_under_way_when_the_controller_ends_is_told_so():
