@@ -268,11 +268,11 @@ class FleetAdapters:
         """Load a served adapter on the live instances without it; an ended one catches up at its return."""
         from .listener import catch_up
 
-        registry, served = self.instance_registry, self.instance_registry.served_version(name)
+        registry = self.instance_registry
+        served = {name: one for one in (registry.served_version(name),) if one is not None}
+        lacking: list[Any] = [one for one in registry.live if name in one.missing]
         loads = [
-            catch_up(one.client, {name: served}, {}, one.missing, registry.pool, one.problems)
-            for one in registry.live
-            if served is not None and name in one.missing
+            catch_up(one.client, served, {}, one.missing, registry.pool, one.problems) for one in lacking
         ]
         await asyncio.gather(*loads, return_exceptions=True)
 

@@ -132,9 +132,8 @@ class CatchUp:
 
     def end_recovery(self) -> None:
         """Admit engines to routing.  Idempotent."""
-        self._instance_registry.recovered = (
-            self._instance_registry.recovered or self._instance_registry.served
-        )
+        registry = self._instance_registry
+        registry.recovered = registry.recovered or registry.served
         self._holding.close()
 
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:

@@ -122,7 +122,7 @@ def test_a_new_controller_goes_on_with_what_front_ends_know():
 def test_an_adapter_of_an_instance_later_than_the_recovery_reaches_front_ends_and_other_instances(tmp_path):
     """The front ends are as new as the controller: only the instances know the adapter."""
     path, loaded = str(tmp_path / "engines"), {"start": ("places/start", 1), "new": ("places/new", 2)}
-    cluster = cluster_config(FrontEndConfig(), adapters=(("start", "places/start"),))
+    cluster = cluster_config(FrontEndConfig(engines_address=path), adapters=(("start", "places/start"),))
     made: list[Instance] = []
 
     async def run() -> None:
