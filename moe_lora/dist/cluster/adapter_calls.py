@@ -262,18 +262,16 @@ class FleetAdapters:
             instance.missing |= set(late)
         for name in late if registry.live else ():
             async with self._locks.setdefault(name, asyncio.Lock()):
-                await self._load_missing(name)
+                if served := registry.served_version(name):
+                    await self._load_missing(name, served)
 
-    async def _load_missing(self, name: str) -> None:
-        """Load a served adapter on the live instances without it; an ended one catches up at its return."""
+    async def _load_missing(self, name: str, served: ServedVersion) -> None:
+        """Load an adapter on the live instances without it; an ended instance catches up at its return."""
         from .listener import catch_up
 
-        registry = self.instance_registry
-        served = {name: one for one in (registry.served_version(name),) if one is not None}
-        lacking: list[Any] = [one for one in registry.live if name in one.missing]
-        loads = [
-            catch_up(one.client, served, {}, one.missing, registry.pool, one.problems) for one in lacking
-        ]
+        pool = self.instance_registry.pool
+        lacking: list[Any] = [one for one in self.instance_registry.live if name in one.missing]
+        loads = [catch_up(one.client, {name: served}, {}, one.missing, pool, one.problems) for one in lacking]
         await asyncio.gather(*loads, return_exceptions=True)
 
     @contextmanager
