@@ -155,6 +155,9 @@ class EngineConfig(Settings):
     tensor_parallel: int = setting(1, least=1, option="--tensor-parallel", group="Scaling")
     """Processes of an instance that share its heads, inner widths and vocabulary head.  The number divides
     heads and widths.  With the same expert_parallel, experts stay whole (docs/guides/parallel.md)."""
+    rank_timeout_s: float = setting(300.0, above=0, fixed="a server ends an instance after heartbeat_dead_s")
+    """Longest wait of a rank for another rank's part of a step or load; then the engine ends.  Ranks may
+    compile for different times."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
     """CPU threads of an instance, all its processes together."""
     num_instances: int = setting(1, least=1, option="--instances", group="Scaling")

@@ -12,7 +12,6 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import EngineConfig
 from moe_lora.core.shape import rank_limit
 from moe_lora.engine.arena_size import ArenaSize
-from moe_lora.engine.ranks.exchange import TIMEOUT_S
 from moe_lora.engine.ranks.followers import HOST_STORE, Followers, RankReport
 from moe_lora.engine.ranks.rank import Rank
 
@@ -89,7 +88,7 @@ def make_store(
             if host is not None:
                 host.settle()
             followers.tell(RankReport())
-            followers.settle(TIMEOUT_S)
+            followers.settle(followers.timeout_s)
 
         store = HostStore(followers.directory / HOST_STORE)
         options = {"store": store, "before_removal": all_read}

@@ -29,13 +29,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
 Backend: TypeAlias = Any
 """`ProcessGroupGloo` or `ProcessGroupNCCL`; torch's type stubs lack their methods."""
 
-TIMEOUT_S = 300.0
-"""Longest wait of a rank for another: a bound on differences of compile times."""
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
 
@@ -220,19 +219,28 @@ def _lost(error: RuntimeError) -> RankLostError:
     )
 
 
-def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device) -> Backend:
+def open_group(
+    rendezvous: Path,
+    dist_rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float = EngineConfig.rank_timeout_s,
+) -> Backend:
     """A group of an instance's ranks on one host, apart from the process's default group.
 
     rendezvous: a file path unique to the instance.  Raises EngineDeadError if a rank does not come.
     """
     try:
-        return _opened(dist.FileStore(str(rendezvous), size), dist_rank, size, device)
+        return _opened(
+            dist.FileStore(str(rendezvous), size), dist_rank, size, device, timedelta(seconds=timeout_s)
+        )
     except RuntimeError as error:
         raise _lost(error) from error
 
 
-def _opened(store: dist.Store, dist_rank: int, size: int, device: torch.device) -> Backend:
-    timeout = timedelta(seconds=TIMEOUT_S)
+def _opened(
+    store: dist.Store, dist_rank: int, size: int, device: torch.device, timeout: timedelta
+) -> Backend:
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout

@@ -30,8 +30,6 @@ from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_child
 from moe_lora.engine.step.step_batch import packed_message
 
-from . import exchange
-
 if TYPE_CHECKING:
     from moe_lora.engine.step.runner import ModelRunner
 
@@ -131,6 +129,7 @@ class Followers:
 
     connections: in rank order; empty for a single rank.  folder: see `SetUp.directory`; file permissions
     replace passwords between the ranks; None for a single rank.  children: followers of this keeper.
+    timeout_s: see `EngineConfig.rank_timeout_s`.
     """
 
     def __init__(
@@ -138,7 +137,9 @@ class Followers:
         connections: Sequence[Connection] = (),
         folder: OwnFolder | None = None,
         children: Sequence[Child] = (),
+        timeout_s: float = EngineConfig.rank_timeout_s,
     ) -> None:
+        self.timeout_s = timeout_s
         self._connections = connections
         self._children = children
         self._ending = threading.Event()
@@ -263,8 +264,8 @@ class Followers:
             self._reading.release()
         num_ranks, now_s = len(self._connections) + 1, time.monotonic()
         for order in self._ended.values():
-            if len(order.errors) < num_ranks and now_s - order.since_s > exchange.TIMEOUT_S:
-                raise _silent(min(set(range(num_ranks)) - set(order.errors)), exchange.TIMEOUT_S)
+            if len(order.errors) < num_ranks and now_s - order.since_s > self.timeout_s:
+                raise _silent(min(set(range(num_ranks)) - set(order.errors)), self.timeout_s)
         whole = [number for number, order in self._ended.items() if len(order.errors) == num_ranks]
         results = [(number, self._ended.pop(number).error) for number in whole]
         self.lagging = bool(self._ended)
@@ -359,7 +360,7 @@ def start_followers(config: EngineConfig) -> Followers:
     """Start ranks 1 .. num_ranks - 1 as processes that end with this one."""
     connections: list[Connection] = []
     children: list[Child] = []
-    followers = Followers(connections, OwnFolder(), children)
+    followers = Followers(connections, OwnFolder(), children, config.rank_timeout_s)
     try:
         for _ in range(1, config.num_ranks):
             child, connection = start_child(
@@ -376,7 +377,8 @@ def start_followers(config: EngineConfig) -> Followers:
 
 def _silent(dist_rank: int, within_s: float) -> EngineDeadError:
     return EngineDeadError(
-        f"rank {dist_rank} of this instance does not answer within {within_s:g} s; restart the instance"
+        f"rank {dist_rank} of this instance does not answer within {within_s:g} s: it hangs, or a step takes "
+        "longer than rank_timeout_s; restart the instance"
     )
 
 

@@ -164,7 +164,8 @@ class Rank:
             exchange.group = group
 
     def _open_group(self, rendezvous: Path) -> Backend:
-        return open_group(rendezvous, self.dist_rank, self.config.num_ranks, self.device)
+        config = self.config
+        return open_group(rendezvous, self.dist_rank, config.num_ranks, self.device, config.rank_timeout_s)
 
     def shard_of(self, dist_rank: int) -> ModelShard:
         """A rank's part of the model."""

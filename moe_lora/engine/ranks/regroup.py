@@ -54,7 +54,7 @@ class Regroup:
         self._number += 1
         _leave(self._rank, error)
         self._followers.tell(LeaveGroup())
-        found = [error, *self._followers.answers(LEAVE_TIMEOUT_S)]
+        found = [error, *self._followers.answers(min(LEAVE_TIMEOUT_S, self._followers.timeout_s))]
         self._followers.tell(JoinGroup(self._number))
         self._followers.meet(partial(self._rank.meet, _meeting(self._followers.directory, self._number)))
         causes = (one for one in found if one is not None and not isinstance(one, RankLostError))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 
@@ -42,6 +43,8 @@ def _break_steps() -> None:
         is_bad = BAD_TOKEN in batch.tokens.tolist()
         if is_bad and _is_due("stopped_in_step"):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if is_bad and _is_due("hangs_in_step"):
+            threading.Event().wait()
         if is_bad and _is_due("before_step"):
             raise RuntimeError("a kernel of this follower refused its operands")
         logits = execute(self, batch)

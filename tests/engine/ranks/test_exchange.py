@@ -20,21 +20,23 @@ NUM_EXPERTS, TOP_K, WIDTH = 12, 3, 10
 WAYS = {"rows": lambda group: RowExchange(group, NUM_EXPERTS), "reduce": ReduceExchange}
 
 
-def on_ranks(size: int, work, folder: Path) -> list:
+def on_ranks(size: int, work, folder: Path, *timeout_s: float) -> list:
     """work(group) on each rank of a new group, each in a thread; their results in rank order."""
+
+    def open_and_work(dist_rank: int):
+        return work(open_group(folder / "meet", dist_rank, size, CPU, *timeout_s))
+
     with ThreadPoolExecutor(size) as pool:
-        open_and_work = lambda dist_rank: work(open_group(folder / "meet", dist_rank, size, CPU))  # noqa: E731
         return list(pool.map(open_and_work, range(size)))
 
 
-def on_ranks_soon(work, folder: Path, monkeypatch) -> None:
+def on_ranks_soon(work, folder: Path) -> None:
     """As `on_ranks` for two ranks that wait for answers for a short time: longer, if they had to wait so long
     for each other's group."""
     for limit_s in (0.5, 5.0, 50.0, PATIENCE_S):
-        monkeypatch.setattr(exchange, "TIMEOUT_S", limit_s)
         (folder / str(limit_s)).mkdir()
         with suppress(EngineDeadError):
-            on_ranks(2, work, folder / str(limit_s))
+            on_ranks(2, work, folder / str(limit_s), limit_s)
             return
     raise AssertionError("the ranks do not meet")
 
@@ -93,7 +95,7 @@ def test_own_rows_go_once_to_each_other_rank(tmp_path):
         assert sent_bytes == (size - 1) * num_rows * WIDTH * 4
 
 
-def test_rank_that_stays_away_is_an_error_not_a_hang(tmp_path, monkeypatch):
+def test_rank_that_stays_away_is_an_error_not_a_hang(tmp_path):
     ids = torch.tensor([[0, 5, 11]], dtype=torch.int32)
 
     def work(group):
@@ -102,7 +104,7 @@ def test_rank_that_stays_away_is_an_error_not_a_hang(tmp_path, monkeypatch):
                 RowExchange(group, NUM_EXPERTS).fill(torch.zeros(TOP_K, WIDTH), ids)
         return group
 
-    on_ranks_soon(work, tmp_path, monkeypatch)
+    on_ranks_soon(work, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,11 +165,11 @@ def test_logits_are_written_where_they_are_wanted_and_at_the_first_rank_alone(tm
     assert all((other == 7).all() for other in others)
 
 
-def test_rank_that_sends_no_summand_is_an_error_not_a_hang(tmp_path, monkeypatch):
+def test_rank_that_sends_no_summand_is_an_error_not_a_hang(tmp_path):
     def work(group):
         if group.rank() == 0:
             with pytest.raises(EngineDeadError, match="restart the instance"):
                 RankSums(group).add_up(torch.zeros(3, WIDTH))
         return group
 
-    on_ranks_soon(work, tmp_path, monkeypatch)
+    on_ranks_soon(work, tmp_path)

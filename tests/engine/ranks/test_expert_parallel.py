@@ -24,7 +24,6 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.ranks import exchange, regroup
 from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
 from moe_lora.engine.step.step_batch import packed_message
 from tests.dist.cluster_jobs import children
@@ -195,11 +194,10 @@ def test_follower_killed_in_a_step_fails_the_requests():
 
 
 @pytest.mark.parametrize("adapter", [None, "upper"])
-def test_follower_that_hangs_ends_the_engine(adapter, monkeypatch):
+def test_follower_that_hangs_ends_the_engine(adapter):
     """In a step, or while an adapter is brought in."""
-    monkeypatch.setattr(exchange, "TIMEOUT_S", 2.0)
-    monkeypatch.setattr(regroup, "LEAVE_TIMEOUT_S", 2.0)
-    with two_ranks(adapters={"upper": str(MODEL.parent / "adapters" / "upper")}) as llm:
+    adapters = {"upper": str(MODEL.parent / "adapters" / "upper")}
+    with two_ranks(adapters=adapters, rank_timeout_s=2.0) as llm:
         [follower] = followers_of(os.getpid())
         stop(follower)
         with pytest.raises(EngineDeadError, match="does not answer"):

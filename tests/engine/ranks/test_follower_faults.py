@@ -146,6 +146,14 @@ def test_follower_that_is_stopped_in_a_step_ends_the_engine(faulty, monkeypatch)
         drive(core, *bad_among_others())
 
 
+def test_follower_that_waits_for_ever_in_a_step_is_named_after_the_librarys_setting(faulty):
+    """Its process is not stopped: only its step hangs."""
+    core = faulty({"hangs_in_step": 1}, **EP, rank_timeout_s=3.0)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* does not answer within 3 s.* rank_timeout_s"):
+        drive(core, *bad_among_others())
+    core.close(at_once=True)
+
+
 def test_follower_that_is_killed_while_the_ranks_meet_first_ends_the_build(faulty):
     with pytest.raises(EngineDeadError, match=r"rank 3 .* was killed by SIGKILL"):
         faulty({"killed_in_join": 1}, expert_parallel=4)
