@@ -143,7 +143,7 @@ async def measure(folder: Path, size: ModelSize, way: str, duration_s: float) ->
 
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--duration-s", default=60.0, show_default=True)
+@click.option("--duration-s", default=40.0, show_default=True)
 @click.option("--out", default=None, metavar="FILE")
 @click.option("--quick", is_flag=True, help="Does it run?  A small model, one round of ten seconds.")
 def main(rounds: int, duration_s: float, out: str | None, quick: bool) -> None:

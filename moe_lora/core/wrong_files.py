@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -154,7 +155,9 @@ def pickle_problem(folder: Path) -> str | None:
     state = _named(folder, (*_TRAINER_STATE, *_SHARDED_STATE))
     names = [name for name in _named(folder, _PICKLES) if name not in state]
     for name in names:
-        found = file_content(folder / name, is_text=True) if (folder / name).is_file() else None
+        found = None
+        with suppress(OSError):
+            found = file_content(folder / name, is_text=True) if (folder / name).is_file() else None
         if found and found.way_out != _SAVE:
             return f"{name} is {found}; then convert it to safetensors, since a pickle is not read"
     what = "a pickle can run code when it is opened and is not read; convert it to safetensors"

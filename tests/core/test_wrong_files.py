@@ -93,6 +93,15 @@ def test_a_trainers_state_is_no_weights(tmp_path):
     assert other_content(tmp_path / "none") is None
 
 
+def test_a_pickle_that_may_not_be_read_is_named_all_the_same(tmp_path, monkeypatch):
+    def refuse(path, **words):
+        raise PermissionError(path)
+
+    (tmp_path / "adapter_model.bin").write_bytes(POINTER)
+    monkeypatch.setattr(wrong_files, "file_content", refuse)
+    assert (pickle_problem(tmp_path) or "").startswith("adapter_model.bin: a pickle")
+
+
 @pytest.mark.parametrize("size", [1, 13, 64])
 def test_the_end_of_a_file_is_found_across_slices_of_its_header(monkeypatch, size):
     monkeypatch.setattr(wrong_files, "_SLICE", size)

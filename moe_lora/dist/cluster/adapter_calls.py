@@ -246,8 +246,9 @@ class FleetAdapters:
             self.ranks[name] = info.lora_rank
             return info
 
-    async def _merge_late(self, have: Mapping[str, ServedVersion]) -> None:
+    async def _merge_late(self, client: EngineClient, have: Mapping[str, ServedVersion]) -> None:
         """Serve an instance's adapters of an earlier controller, unless changed since the recovery."""
+        ranks = {one.name: one.lora_rank for one in await client.list_adapters()}
         registry = self.instance_registry
         await registry.at_rest()  # a version under load counts
         now, before = registry.served, registry.recovered or Served()
@@ -258,8 +259,10 @@ class FleetAdapters:
         }
         registry.recovered = before.joined(Served.of(late))
         registry.recover(Served.of(late))
+        self.ranks.update({name: ranks[name] for name in ranks.keys() & late.keys()})
         for instance in registry.live:
             instance.missing |= set(late)
+            instance.problems |= dict.fromkeys(late, "an instance that was late has it; it is being loaded")
         for name in late if registry.live else ():
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if served := registry.served_version(name):

@@ -149,7 +149,7 @@ class CatchUp:
             await registry.at_rest()
             have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
         elif incarnation != instance.incarnation and registry.on_late is not None:
-            await registry.on_late(have)
+            await registry.on_late(client, have)
         may_differ = instance.silent or (registry.standing is not None and bool(registry.standing.pauses))
         known = await self._order(client, {}, may_differ=may_differ)
         while not await registry.join(instance, client, have, missing, incarnation):

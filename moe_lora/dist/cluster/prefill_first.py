@@ -57,6 +57,10 @@ class PrefillFirstClient(FleetClient):
 
     def _move_on(self, request_id: str) -> None:
         attempt, is_prefill = self._running[request_id].attempt, self._by_phase.is_prefill
-        instances = self._instance_registry.undrained
-        if attempt is not None and is_prefill(attempt.instance) and not all(map(is_prefill, instances)):
+        if attempt is None or not is_prefill(attempt.instance):
+            return
+        adapter = attempt.request.adapter
+        if any(
+            adapter not in one.missing and not is_prefill(one) for one in self._instance_registry.undrained
+        ):
             self.mover.move_on(request_id)

@@ -122,6 +122,18 @@ def test_each_kind_does_the_work_of_the_other_where_that_is_gone():
         assert fleet._mover is None, "there is no instance of the other kind"
 
 
+def test_answer_stays_where_no_decode_instance_has_its_adapter():
+    async def served() -> FleetClient:
+        engines = [CountingEngine(), CountingEngine()]
+        engines[0].adapters["upper"] = "path"
+        fleet = made(engines)
+        fleet.instances[1].missing.add("upper")
+        assert len(tokens([one async for one in fleet.generate(ask("r", max_tokens=4))])) == 4
+        return fleet
+
+    assert asyncio.run(served())._mover is None
+
+
 def test_answer_continues_at_a_decode_instance_when_its_own_dies():
     """The prefill instance has died, another one is alive; the answer has begun."""
     engines = [CountingEngine(dies_at=len(PROMPT) + 2), CountingEngine(), CountingEngine()]
