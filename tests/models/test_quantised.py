@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -234,11 +235,13 @@ def test_loading_takes_little_more_than_what_stays(tmp_path):
         num_hidden_layers=4,
     )
     given = [sys.executable, "-c", MEASURED, str(tmp_path)]
-    done = subprocess.run(given, capture_output=True, text=True, check=True)
+    # Freed buffers leave the process at once, and pages have one size: else the peak is the allocator's.
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "NUMPY_MADVISE_HUGEPAGE": "0"}
+    done = subprocess.run(given, capture_output=True, text=True, check=True, env={**os.environ, **exact})
     at_load, writing, stored = ([int(n) for n in line.split()] for line in done.stdout.splitlines())
     for peak, stays, largest in (at_load, stored):
         assert largest > stays / 3, "the test is of no use with small matrices"
-        assert peak <= 1.1 * stays + (4 << 20)  # and whole huge pages at the ends of the weights
+        assert peak <= 1.1 * stays
     assert writing[0] <= 2 * (20 << 20) + at_load[1] / 10
 
 
