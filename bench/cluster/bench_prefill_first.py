@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -138,6 +139,7 @@ async def measure(folder: Path, size: ModelSize, way: str, duration_s: float) ->
         "num_moved": moves.num_moved["kv"],
         "num_failed_moves": moves.num_failed,
         "pause_mean_s": moves.pause_s / max(1, sum(moves.num_moved.values())),
+        "load_1_min": round(os.getloadavg()[0], 1),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.policies.routing.routing import Router
@@ -47,7 +47,7 @@ class PrefillFirstClient(FleetClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         has_begun = False
-        async with aclosing(super().generate(request)) as outputs:  # type: ignore[type-var]
+        async with aclosing(cast("Any", super().generate(request))) as outputs:
             async for output in outputs:
                 if output.token_ids and not has_begun:
                     has_begun = True
