@@ -10,6 +10,7 @@ TABLES = {
     "adapters-on-a-gpu": "gpu:adapters",
     "adapters-on-cpu": "engine:adapters",
     "cache-rates": "cache:rates",
+    "cluster": "serving:cluster",
     "decode": "engine:decode",
     "decode-readme": "engine:readme",
     "dlora-batching": "dlora:batching",

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Killed instances: docs/results/serving.md."""
+"""Instances that are killed, take prompts alone or hold placed adapters."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from statistics import median
 
+from bench.cluster.cluster_report import first_tokens
 from bench.harness.records import Record
 
 from .evidence import Config, records
@@ -52,6 +53,11 @@ def two_kills() -> str:
         for spare, rounds in found.items()
     ]
     return table(("", "503", "longest time without an answer", "P99 of an answer", "load"), rows)
+
+
+def cluster() -> str:
+    """P95 TTFT by trace, kernel and load, and by system."""
+    return first_tokens(records("cluster.jsonl"))
 
 
 def prefill_first() -> str:
