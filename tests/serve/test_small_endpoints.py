@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from moe_lora.config import EngineConfig
-from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.engine.text.text import Tokenizer, load_tokenizer
+from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai import LATER
+from moe_lora.serve.openai.cohere import CohereRequest
 from moe_lora.serve.openai.embedding import as_bytes
 from moe_lora.serve.server import create_app
 from tests.oracle import reference_hidden
@@ -107,8 +109,9 @@ def test_cohere_s_interface_has_the_same_vectors_by_type(demo):  # noqa: F811
     data = ask(demo, "/v1/embeddings", input=texts)["data"]
     expected = [one["embedding"] for one in data]
     kinds = ["float", "base64", "ubinary", "binary"]
-    answer = ask(demo, "/v2/embed", texts=texts, input_type="search_query", embedding_types=kinds)
+    answer = ask(demo, "/v2/embed", texts=texts, embedding_types=kinds)
     found = answer["embeddings"]
+    assert answer["texts"] == texts
     assert found["float"] == expected
     assert ask(demo, "/v2/embed", texts=texts)["embeddings"] == {"float": expected}
     for row, values in enumerate(expected):
@@ -119,6 +122,26 @@ def test_cohere_s_interface_has_the_same_vectors_by_type(demo):  # noqa: F811
         assert [one + 128 for one in found["binary"][row]] == found["ubinary"][row]
     num_tokens = sum(len(TOKENIZER.encode(one)) for one in texts)
     assert answer["meta"]["billed_units"]["input_tokens"] == num_tokens
+
+
+def test_an_input_type_is_the_model_s_prefix(tmp_path):
+    prompts = {"query": "Query: ", "document": "", "odd": 1}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    tokenizer = Tokenizer(TOKENIZER.backend, folder=tmp_path)
+    for name, expected in (("query", ["Query: a"]), ("document", ["a"])):
+        body = CohereRequest.model_validate({"texts": ["a"], "input_type": name})
+        assert (body.texts(tokenizer), body.given) == (expected, ["a"])
+    for wrong, texts, message in (
+        ("other", ["a"], "Unsupported input_type 'other': send one of document, odd, query"),
+        ("odd", ["a"], "Unsupported input_type 'odd'"),
+        ("query", [[5]], "input_type needs texts"),
+    ):
+        with pytest.raises(ApiError, match=message):
+            CohereRequest.model_validate({"texts": texts, "input_type": wrong}).texts(tokenizer)
+    (tmp_path / "config.json").write_text(json.dumps({"task_instructions": {"query": "Find "}}))
+    assert CohereRequest.model_validate({"texts": ["a"], "input_type": "query"}).texts(tokenizer) == [
+        "Find a"
+    ]
 
 
 @pytest.mark.parametrize(("truncate", "kept"), [("START", -2), ("END", 2)])
@@ -212,6 +235,7 @@ def test_a_model_of_several_widths_shortens_its_embeddings(tokenizer, tmp_path):
         ("/v2/embed", {"texts": []}, "texts is empty"),
         ("/v2/embed", {"texts": ["a"], "images": ["b"]}, "images is not supported"),
         ("/v2/embed", {"texts": ["a"], "truncate": "MIDDLE"}, "truncate"),
+        ("/v2/embed", {"texts": ["a"], "input_type": "query"}, "Unsupported input_type 'query'"),
         ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
         ("/v2/embed", {"texts": ["a"], "output_dimension": 3}, "output_dimension=3"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input is empty"),

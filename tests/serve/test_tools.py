@@ -382,7 +382,7 @@ def test_a_budget_of_reasoning_reaches_the_engine():
     with saying(THOUGHT, special=marks, reasoning_parser="qwen3") as (client, engine):
         for fields, expected in (
             ({}, ThinkingLimit(9, *((engine.vocab_size - 2 + one,) for one in range(2)))),
-            ({"chat_template_kwargs": {"think": True}}, ThinkingLimit(9, (), (engine.vocab_size - 1,))),
+            ({"chat_template_kwargs": {"think": True}}, ThinkingLimit(8, (), (engine.vocab_size - 1,))),
         ):
             ask(client, extra_body={"thinking_token_budget": 9, **fields})
             assert engine.requests[-1].sampling.thinking == expected
@@ -401,6 +401,17 @@ def test_a_budget_of_reasoning_reaches_the_engine():
         pytest.raises(openai.BadRequestError, match="needs a reasoning parser"),
     ):
         ask(client, extra_body={"thinking_token_budget": 9})
+
+
+@pytest.mark.parametrize(("budget", "left"), [(9, 5), (4, 0), (2, 0)])
+def test_reasoning_of_the_prompt_counts_in_its_budget(budget, left):
+    marks = ("<think>", "</think>")
+    begun = {"role": "assistant", "content": "<think>abcd"}
+    with saying(THOUGHT, special=marks, reasoning_parser="qwen3") as (client, engine):
+        body = {"continue_final_message": True, "add_generation_prompt": False}
+        ask(client, messages=[USER, begun], extra_body={**body, "thinking_token_budget": budget})
+        assert len(engine.requests[-1].prompt_token_ids) > 4
+        assert engine.requests[-1].sampling.thinking == ThinkingLimit(left, (), (engine.vocab_size - 1,))
 
 
 def test_a_prompt_may_open_the_reasoning():

@@ -6,14 +6,15 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Request
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from starlette.responses import Response
 
-from moe_lora.serve.http_errors import ApiError, JsonResponse, to_json
+from moe_lora.engine.text.tokenizer_files import read_json
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_json
 
 from .embedding import EmbeddingFormat, version_of
 from .embedding import Endpoints as EmbeddingEndpoints
@@ -23,6 +24,11 @@ from .generation import Delta, Generation
 from .prompt_bodies import EmbeddingRequest
 from .prompt_side import in_slices
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from moe_lora.engine.text.text import Tokenizer
+
 NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 """Names of an embedding request's fields in a body of Cohere."""
 _NO_TEXTS = ("images", "inputs")
@@ -30,12 +36,27 @@ _SIDES = {"END": "right", "START": "left"}
 
 
 class CohereRequest(EmbeddingRequest):
-    """A body of /v2/embed.  input_type: without an effect, for prompts have no prefix."""
+    """A body of /v2/embed.  input_type: name of the prefix of all texts.  given: the texts without it."""
 
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]] | None, Field(max_length=4)
     ] = None
     input_type: str | None = None
+    _given: Any = PrivateAttr(None)
+
+    @property
+    def given(self) -> Any:
+        return self._given
+
+    def texts(self, tokenizer: Tokenizer | None) -> list[str | list[int]]:
+        """Prompts with the prefix of their type.  Raises ApiError."""
+        found, self._given = super().texts(tokenizer), self.input
+        if self.input_type is None:
+            return found
+        prefix = _prefix(self.input_type, None if tokenizer is None else tokenizer.folder)
+        if self.messages is not None or not all(isinstance(one, str) for one in found):
+            raise bad_request("input_type needs texts; leave it out", "input_type")
+        return [f"{prefix}{one}" for one in found]
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +79,20 @@ class CohereRequest(EmbeddingRequest):
         return found
 
 
+def _prefix(input_type: str, folder: Path | None) -> str:
+    """The model's text before inputs of the type.  Raises ApiError."""
+    known: Any = None
+    if folder is not None:
+        known = read_json(folder / "config.json").get("task_instructions")
+        known = known or read_json(folder / "config_sentence_transformers.json").get("prompts")
+    known = known if isinstance(known, dict) else {}
+    if not isinstance(known.get(input_type), str):
+        names = ", ".join(sorted(known))
+        way_out = f"send one of {names}" if names else "the model's folder names no prefixes; leave it out"
+        raise bad_request(f"Unsupported input_type {input_type[:64]!r}: {way_out}", "input_type")
+    return str(known[input_type])
+
+
 class CohereFormat(EmbeddingFormat):
     """Lists of vectors by type."""
 
@@ -74,7 +109,11 @@ class CohereFormat(EmbeddingFormat):
             "id": head["id"],
             "response_type": "embeddings_by_type",
             "embeddings": await in_slices(self._by_type(whole)),
-            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": num_tokens}},
+            "texts": self._body.given,
+            "meta": {
+                "api_version": {"version": "2"},
+                "billed_units": {"input_tokens": num_tokens, "image_tokens": 0},
+            },
         }
         if versions := [one for delta in whole for one in version_of(delta).values()]:
             answered["meta"]["adapter_versions"] = versions

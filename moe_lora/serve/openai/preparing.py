@@ -415,7 +415,7 @@ def prepared(
     if body.adapts_parsers:
         parsers = cast("Any", body).adapted(parsers)
     if chat is not None and chat.thinking_token_budget is not None:
-        sampling = _limited(sampling, chat.thinking_token_budget, parsers, tokenizer)
+        sampling = _limited(sampling, chat.thinking_token_budget, parsers, tokenizer, prompts[0])
     asked = None
     if (parsers and parsers.has_strict) or not STRUCTURED_FIELDS.isdisjoint(body.model_fields_set):
         from .structured import body_grammar
@@ -456,12 +456,18 @@ def _parsers(
 
 
 def _limited(
-    sampling: SamplingParams, budget: int, parsers: AnswerParsers | None, tokenizer: Tokenizer | None
+    sampling: SamplingParams,
+    budget: int,
+    parsers: AnswerParsers | None,
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
 ) -> SamplingParams:
     """The parameters with a limit of the reasoning; budget -1: none."""
     from .parsers.choice import thinking_limit
 
-    return sampling if budget < 0 else replace(sampling, thinking=thinking_limit(parsers, budget, tokenizer))
+    if budget < 0:
+        return sampling
+    return replace(sampling, thinking=thinking_limit(parsers, budget, tokenizer, prompt))
 
 
 def for_engine(

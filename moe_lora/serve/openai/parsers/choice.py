@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -170,16 +170,28 @@ def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, *, whol
 
 
 def thinking_limit(
-    parsers: AnswerParsers | None, num_tokens: int, tokenizer: Tokenizer | None
+    parsers: AnswerParsers | None, num_tokens: int, tokenizer: Tokenizer | None, prompt: Sequence[int]
 ) -> ThinkingLimit | None:
-    """The limit of a chat's reasoning; None: the prompt ends after it.  Raises ApiError."""
+    """The limit of a chat's reasoning, the prompt's part of it counted; None: the prompt ends after it.
+
+    Raises ApiError.
+    """
     parsers = reasoning_parsers(None if tokenizer is None else parsers, "thinking_token_budget")
     assert tokenizer is not None
     if parsers.is_closed:
         return None
     opening = REASONING_FORMATS[parsers.reasoning].opening
-    opened = () if parsers.is_open else tuple(tokenizer.encode(opening, add_special_tokens=False))
+    opened = tuple(tokenizer.encode(opening, add_special_tokens=False))
+    if parsers.is_open:
+        num_tokens = max(0, num_tokens - _tokens_after(tuple(prompt), opened))
+        opened = ()
     return ThinkingLimit(num_tokens, opened, closing_ids(parsers, tokenizer))
+
+
+def _tokens_after(prompt: tuple[int, ...], mark: tuple[int, ...]) -> int:
+    """Tokens of the prompt behind the last mark; 0 without one."""
+    ends = range(len(prompt), len(mark) - 1, -1)
+    return next((len(prompt) - end for end in ends if prompt[end - len(mark) : end] == mark), 0)
 
 
 def reasoning_parsers(parsers: AnswerParsers | None, field: str) -> AnswerParsers:
