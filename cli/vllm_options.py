@@ -398,14 +398,10 @@ HTTP = (
         ("{}", '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'),
         "the reasoning parser has its marks",
     ),
-    refused("--chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
+    setting("--chat-template", "engine.chat_template"),
     only("--chat-template-content-format", ("auto",), "the template's own form is used; omit the option"),
-    off("--trust-request-chat-template", "copy the template to MODEL_DIR as chat_template.jinja"),
-    only(
-        "--default-chat-template-kwargs",
-        ("{}",),
-        "send chat_template_kwargs with each request; omit the option",
-    ),
+    off("--trust-request-chat-template", "give the template at the start, by --chat-template"),
+    setting("--default-chat-template-kwargs", "engine.chat_template_kwargs"),
     only("--response-role", ("assistant",), "answers have the role assistant; omit the option"),
     only("--additional-config", ("{}",), "omit the option; it is for other platforms"),
 )

@@ -73,6 +73,10 @@ class EngineConfig(Settings):
     generation_config: str = setting(GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS)
     """Sampling defaults.  auto: temperature, top_p, top_k, min_p, repetition_penalty and end tokens of the
     checkpoint's generation_config.json.  none: 1, 1, 0, 0 and 1."""
+    chat_template: str | None = setting(None, path="place", no_path=r"(?s).*\{[{%].*", unset="the model's")
+    """Chat template of the base model: a file, or Jinja text."""
+    chat_template_kwargs: str | None = setting(None, metavar="JSON", unset="none")
+    """Variables of the template in chats that don't send them, as in {"enable_thinking": false}."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize", metavar="FORMAT")
     """Hold weights as none, int8, int4 or fp8.  checkpoint keeps the checkpoint's format, and none is the
     dtype.  The formats cover weights of attention, MLP and experts, quantised at the load: int8 and fp8 with

@@ -141,12 +141,20 @@ def _places(role: str, other: Any) -> Iterator[Place]:
 
 
 class ChatTemplates:
-    """The chat templates of a folder by name, and special tokens (name -> text) as variables."""
+    """The chat templates of a folder by name, and special tokens (name -> text) as variables.
+
+    usual: variables of chats that don't set them.
+    """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], folder: Path | None = None
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        folder: Path | None = None,
+        usual: Mapping[str, Any] | None = None,
     ) -> None:
         self.sources = dict(sources)
+        self._usual = usual or {}
         self._folder = folder
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, _Template] = {}
@@ -172,7 +180,7 @@ class ChatTemplates:
         name: of the template; None: "tool_use" for variables with tools, else "default".  variables: further
         names for the template (enable_thinking, tools, documents …).  Raises ValueError with the cause.
         """
-        extra = dict(variables or {})
+        extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):
             raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out")
         if continue_final_message and add_generation_prompt:

@@ -22,9 +22,10 @@ from .tokenizer_files import (
     CONFIG,
     OLDER_FORMATS,
     TOKENIZER,
+    UNCHANGED_CHAT,
+    ChatSettings,
     check_text_files,
     default_special_tokens,
-    read_chat_templates,
     read_json,
     read_special_tokens,
 )
@@ -48,7 +49,7 @@ class Tokenizer:
 
     decode: the text of some tokens, by default without special tokens; unknown ids give no text.  backend:
     a `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
-    name -> Jinja.  eos_token_ids: the end token.  folder: of its files.
+    name -> Jinja.  eos_token_ids: the end token.  folder: of its files.  chat: beside them.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | Mapping[str, str] | None = None,
         folder: Path | None = None,
+        chat: ChatSettings = UNCHANGED_CHAT,
     ) -> None:
-        self.folder = folder
+        self.folder, self.chat = folder, chat
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -75,7 +77,7 @@ class Tokenizer:
         if sources:
             from .chat_template import ChatTemplates
 
-            self.chat_templates = ChatTemplates(sources, self.special_tokens, folder)
+            self.chat_templates = ChatTemplates(sources, self.special_tokens, folder, chat.variables())
 
     @property
     def vocab_size(self) -> int:
@@ -84,9 +86,10 @@ class Tokenizer:
     def __reduce__(self) -> Any:
         """Another process reads the files again, once, if there are files."""
         if self.folder is not None:
-            return _kept_tokenizer, (self.folder,)
+            return _kept_tokenizer, (self.folder, self.chat)
         made = partial(
             Tokenizer,
+            chat=self.chat,
             special_tokens=self.special_tokens,
             chat_template=None if self.chat_templates is None else self.chat_templates.sources,
         )
@@ -117,6 +120,7 @@ class Tokenizer:
             self.backend,
             special_tokens={**self.special_tokens, **special_tokens},
             chat_template=templates or kept,
+            chat=self.chat,
         )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -132,14 +136,14 @@ class Tokenizer:
         return self.chat_templates.render(messages, **options)
 
 
-def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
+def load_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
     """The tokenizer of a model directory; None without tokenizer files (prompts are then token ids).
 
     Raises ConfigError for unreadable tokenizer files.
     """
     folder = Path(model_dir)
     config = read_json(folder / CONFIG)
-    templates, special = read_chat_templates(folder, config), read_special_tokens(folder, config)
+    templates, special = chat.templates(folder, config), read_special_tokens(folder, config)
     try:
         backend = _load_backend(folder)
     except Exception as error:
@@ -151,12 +155,13 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:
         special_tokens={**default_special_tokens(folder, config, templates, backend), **special},
         chat_template=templates,
         folder=folder.resolve(),
+        chat=chat,
     )
 
 
 @lru_cache(maxsize=2)
-def _kept_tokenizer(folder: Path) -> Tokenizer | None:
-    return load_tokenizer(folder)
+def _kept_tokenizer(folder: Path, chat: ChatSettings) -> Tokenizer | None:
+    return load_tokenizer(folder, chat)
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
@@ -171,7 +176,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
 
 
-def served_tokenizer(model_dir: str | Path) -> Tokenizer | None:
+def served_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
     """As `load_tokenizer`, with a line in the log if the tokenizer's size is not the model's vocabulary.
 
     Raises ConfigError, with the kind of the file, also for a file beside the tokenizer that is a pointer of
@@ -179,7 +184,7 @@ def served_tokenizer(model_dir: str | Path) -> Tokenizer | None:
     """
     folder = Path(model_dir)
     check_text_files(folder, ("generation_config.json", "merges.txt"))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, chat)
     if tokenizer is not None and (folder / "config.json").is_file():
         _log_vocabulary(tokenizer.vocab_size, read_config(folder).get("vocab_size"))
     return tokenizer

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import SamplingParams
@@ -192,6 +193,42 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, st
         if (source := entries.get("chat_template")) is not None:
             return _named(source, folder / file)
     return {}
+
+
+class ChatSettings(NamedTuple):
+    """A chat template in place of the folder's, by path or as Jinja; in JSON, variables of all chats."""
+
+    template: str | None = None
+    template_kwargs: str | None = None
+
+    def templates(self, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+        """As `read_chat_templates`, with this template if there is one.  Raises ConfigError."""
+        given = self.template
+        if given is None:
+            return read_chat_templates(folder, config)
+        if "{{" in given or "{%" in given:
+            return {"default": given}
+        if not Path(given).is_file():
+            raise ConfigError(f"chat_template={given[:200]} is neither a file nor Jinja text; give its path")
+        return {"default": _text(Path(given))}
+
+    def variables(self) -> dict[str, Any]:
+        """Name -> value.  Raises ConfigError for another text than a JSON object of free names."""
+        if self.template_kwargs is None:
+            return {}
+        from .chat_template import RESERVED
+
+        with suppress(ValueError):
+            found = json.loads(self.template_kwargs)
+            if isinstance(found, dict) and RESERVED.isdisjoint(found):
+                return found
+        raise ConfigError(
+            f"chat_template_kwargs={self.template_kwargs[:200]} must be a JSON object of variables such as "
+            f'{{"enable_thinking": false}}, without {", ".join(sorted(RESERVED))}'
+        )
+
+
+UNCHANGED_CHAT = ChatSettings()
 
 
 def _named(source: Any, path: Path) -> dict[str, str]:
