@@ -222,11 +222,7 @@ MEMORY = (
     unused("--prefix-caching-hash-algo", "prefixes are compared token by token"),
     unused("--disable-hybrid-kv-cache-manager", "one cache has KV of all layers", "flag"),
     only("--kv-transfer-config", ("", "{}"), _PEERS),
-    only(
-        "--kv-events-config",
-        ("", "{}"),
-        "no events of the cache are published; route by vllm:lora_requests_info",
-    ),
+    setting("--kv-events-config", "engine.kv_events", "over ZeroMQ alone"),
 )
 """Device and host memory."""
 SCHEDULING = (

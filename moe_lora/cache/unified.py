@@ -57,6 +57,7 @@ class UnifiedCache:
         prefix_caching: bool = True,
         upper: float = SWAP_OUT_ABOVE,
         lower: float = SWAP_IN_BELOW,
+        make_tree: Callable[..., DependencyTree] = DependencyTree,
     ) -> None:
         """block_size: tokens per KV page.  max_kv_pages: limit of KV pages on the device, cached included.
         max_adapters: limit of adapters with device pages (slots).  upper, lower: used shares of the device
@@ -65,7 +66,7 @@ class UnifiedCache:
         if not 0 <= lower <= upper <= 1:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
         traits = policy.traits
-        self._tree = DependencyTree(
+        self._tree = make_tree(
             block_size,
             keeps_dependencies=traits.keeps_dependencies,
             learns_reuse=traits.learns_reuse,

@@ -169,6 +169,9 @@ class EngineConfig(Settings):
     spare_process: bool = setting(True)
     """Keep a spare process beside several instances of moe-lora serve.  The spare has imported torch, holds
     no device, and replaces the next instance that dies."""
+    kv_events: str | None = setting(None, metavar="JSON", unset="none")
+    """Publish events of cached prefixes over ZeroMQ, for routers: vLLM's kv_events_config in JSON.  Instance
+    n has the ports above the given ones by n.  Prompts with a salt have no events."""
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
     """Wait for an adapter after which younger requests no longer pass."""
     seed: int = 0
@@ -292,6 +295,10 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.kv_events is not None:
+            from .kv_events import read_settings
+
+            read_settings(self.kv_events)
         if self.arena_mb is not None and self.lora_memory_gb is not None:
             raise ConfigError(
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moe_lora.adapters.packed import num_table_entries
+from moe_lora.cache.tree import DependencyTree
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
@@ -293,7 +294,13 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
     return policy
 
 
-def make_cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pages: int) -> UnifiedCache:
+def make_cache(
+    config: EngineConfig,
+    size: ArenaSize,
+    page_bytes: int,
+    state_pages: int,
+    make_tree: Callable[..., DependencyTree] = DependencyTree,
+) -> UnifiedCache:
     """The cache over the arenas.  state_pages: of each request, with recurrent layers."""
     settings: dict[str, Any] = {
         "num_device_pages": size.num_pages,
@@ -302,6 +309,7 @@ def make_cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pag
         "policy": caching_policy(config, size, page_bytes),
         "max_kv_pages": size.max_kv_pages,
         "max_adapters": config.max_loras,
+        "make_tree": make_tree,
     }
     if not state_pages:
         return UnifiedCache(**settings, prefix_caching=config.prefix_caching)

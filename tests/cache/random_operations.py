@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 from moe_lora.cache.orders import Copy, LoadAdapter, Order, Readiness
 from moe_lora.cache.pages import BlockTable
@@ -27,7 +28,9 @@ class RandomCache:
     an adapter's (namespace, index among its pages).
     """
 
-    def __init__(self, policy: str, random: Random, *, device_pages: int = 16, host_pages: int = 10) -> None:
+    def __init__(
+        self, policy: str, random: Random, *, device_pages: int = 16, host_pages: int = 10, **settings: Any
+    ) -> None:
         self.random = random
         self.cache = UnifiedCache(
             num_device_pages=device_pages,
@@ -35,6 +38,7 @@ class RandomCache:
             block_size=BLOCK,
             policy=make_caching_policy(policy, COSTS),
             max_adapters=3,
+            **settings,
         )
         self.now_s = 0.0
         self.device: dict[int, object] = {}

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of prefixes in the cache, for routers that send a prompt where its prefix is: vLLM's, over ZeroMQ.
+
+Messages are those of vLLM 0.33's `distributed.kv_events`: a PUB socket with [topic, number, batch], and a
+ROUTER socket that repeats late batches from a number on.  llm-d, AIBrix and Dynamo read them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import msgspec
+
+from moe_lora.config.kv_events import KvEventSettings
+from moe_lora.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+END = (-1).to_bytes(8, "big", signed=True)
+POLL_S = 0.1
+DEVICE = "GPU"
+"""The only medium of events: a block that can be found, on the device or the host."""
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks of block_size token ids that can be found.  lora_name: the adapter; None: the base model."""
+
+    block_hashes: Sequence[int]
+    parent_block_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks that can't be found any more."""
+
+    block_hashes: Sequence[int]
+    medium: str
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """Events in order.  ts: UNIX seconds.  data_parallel_rank: number of the instance."""
+
+    ts: float
+    events: Sequence[BlockStored | BlockRemoved]
+    data_parallel_rank: int
+
+
+class KvEvents:
+    """The reports of one instance's cache, published by a thread.
+
+    names: uid of an adapter's version -> the adapter; set before the first report of one.
+    """
+
+    def __init__(self, settings: KvEventSettings, block_size: int, instance: str) -> None:
+        """instance: its name, with its number last.
+
+        Raises ConfigError without pyzmq, or for an address that can't be had.
+        """
+        try:
+            import zmq
+        except ImportError as error:
+            raise ConfigError('kv_events needs pyzmq; pip install "moe-lora[kv-events]"') from error
+        self.names: Mapping[Any, Any] = {}
+        number = re.search(r"\d+$", instance)
+        self._number = int(number[0]) if number else 0
+        self._block_size, self._settings = block_size, settings
+        self._queue: SimpleQueue[BlockStored | BlockRemoved | None] = SimpleQueue()
+        self._context = zmq.Context()
+        self._replay: Any = None
+        try:
+            self._pub = self._socket(zmq.PUB, settings.endpoint, settings.hwm)
+            if settings.replay_endpoint is not None:
+                room = 2 * (settings.buffer_steps + 1)  # readers acknowledge half of it at a time
+                self._replay = self._socket(zmq.ROUTER, settings.replay_endpoint, room)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"kv_events: {error}; give an endpoint with a free port") from error
+        self._thread = Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def stored(
+        self, namespace: Any, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        version = None if namespace is None else self.names[namespace]
+        name, uid = (None, None) if version is None else (version.name, version.uid)
+        self._queue.put(BlockStored(hashes, parent, token_ids, self._block_size, uid, DEVICE, name))
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        self._queue.put(BlockRemoved(hashes, DEVICE))
+
+    def close(self) -> None:
+        """Publish what was reported, and free the ports."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _socket(self, kind: int, address: str, room: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.set_hwm(room)
+        head, port = address.rsplit(":", 1)
+        socket.bind(f"{head}:{int(port) + self._number}")
+        return socket
+
+    def _run(self) -> None:
+        import queue
+
+        encode, topic = msgspec.msgpack.Encoder().encode, self._settings.topic.encode()
+        kept: deque[tuple[bytes, bytes]] = deque(maxlen=self._settings.buffer_steps)
+        number, is_open = 0, True
+        while is_open:
+            if self._replay is not None and self._replay.poll(0):
+                self._repeat(kept, topic)
+            try:
+                events = [self._queue.get(timeout=POLL_S)]
+            except queue.Empty:
+                continue
+            while not self._queue.empty():
+                events.append(self._queue.get())
+            is_open = None not in events
+            found = [one for one in events if one is not None]
+            if not found:
+                continue
+            batch = encode(Batch(time.time(), found, self._number))
+            self._pub.send_multipart((topic, number.to_bytes(8, "big"), batch))
+            kept.append((number.to_bytes(8, "big"), batch))
+            number += 1
+        self._context.destroy(linger=int(1000 * POLL_S))
+
+    def _repeat(self, kept: Sequence[tuple[bytes, bytes]], topic: bytes) -> None:
+        """Answer one reader: kept batches from its number on, then the end."""
+        asked = self._replay.recv_multipart()
+        if len(asked) != 3 or len(asked[2]) != len(END):
+            logger.warning("kv_events: a request for late batches has no number of eight bytes; dropped")
+            return
+        reader, _, first = asked
+        for number, batch in list(kept):
+            if number >= first:
+                self._replay.send_multipart((reader, b"", topic, number, batch))
+        self._replay.send_multipart((reader, b"", b"", END, b""))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache reports of its blocks is what can be found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from moe_lora.cache.block_reports import reported
+from moe_lora.cache.pages import Node
+from moe_lora.cache.unified import UnifiedCache
+from moe_lora.policies.caching.caching import CACHING_POLICIES, lru
+
+from .random_operations import BLOCK, RandomCache
+from .test_salt import leave
+
+Block = tuple[object, tuple[int, ...]]
+
+
+class Mirror:
+    """A reader: hash -> namespace and all tokens up to the block's end."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Block] = {}
+        self.num_removed = 0
+
+    def stored(
+        self, namespace: object, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        before = () if parent is None else self.blocks[parent][1]
+        assert parent is None or self.blocks[parent][0] == namespace
+        size = len(token_ids) // len(hashes)
+        assert len(token_ids) == size * len(hashes)
+        for number, one in enumerate(hashes):
+            assert one not in self.blocks
+            self.blocks[one] = (namespace, (*before, *token_ids[: (number + 1) * size]))
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        for one in hashes:
+            del self.blocks[one]
+        self.num_removed += len(hashes)
+
+
+def found_in(cache: UnifiedCache) -> list[Block]:
+    """Blocks of all nodes that a walk from an adapter can reach."""
+    blocks: list[Block] = []
+
+    def look(node: Node, before: tuple[int, ...]) -> None:
+        for child in cache._tree.children(node):
+            if not child.gone:
+                tokens = (*before, *memoryview(child.tokens).cast("q"))
+                ends = range(len(before) + BLOCK, len(tokens) + 1, BLOCK)
+                blocks.extend((child.namespace, tokens[:end]) for end in ends)
+                look(child, tokens)
+
+    for adapter in cache._tree.adapters.values():
+        if not adapter.gone:
+            look(adapter, ())
+    return blocks
+
+
+@pytest.mark.parametrize("policy", sorted(CACHING_POLICIES))
+def test_a_reader_has_the_blocks_that_can_be_found(policy):
+    mirror = Mirror()
+    use = RandomCache(policy, Random(7), make_tree=reported(mirror))
+    most = 0
+    for _ in range(1500):
+        use.step()
+        known = [one for one in mirror.blocks.values() if one[0] not in use.forgotten]
+        assert sorted(known, key=repr) == sorted(found_in(use.cache), key=repr)
+        most = max(most, len(known))
+    assert most > 8
+    assert mirror.num_removed > 0
+    use.finish()
+    assert {namespace for namespace, _ in mirror.blocks.values()} <= {None}
+
+
+def test_prompts_with_a_salt_are_not_reported():
+    mirror = Mirror()
+    cache = UnifiedCache(num_device_pages=400, block_size=4, policy=lru(), make_tree=reported(mirror))
+    for _ in range(2):
+        leave(cache, list(range(13)), "acme")
+    assert mirror.blocks == {}
+    leave(cache, list(range(13)), "")
+    assert [len(tokens) for _, tokens in mirror.blocks.values()] == [4, 8, 12]
+    assert leave(cache, [0, 1, 2, 3, 9, 9, 9, 9, 9], "acme") == 4
+    assert len(mirror.blocks) == 3
+
+
+def test_equal_prompts_of_two_namespaces_have_hashes_of_their_own_and_again_the_same():
+    found = []
+    for _ in range(2):
+        mirror = Mirror()
+        cache = UnifiedCache(num_device_pages=400, block_size=4, policy=lru(), make_tree=reported(mirror))
+        cache.add_adapter(1, (1,), 0.0)
+        for namespace in (None, 1):
+            cache.hold(namespace, 0.0)
+            table = cache.match(namespace, list(range(9)), 0.0)
+            assert cache.grow(table, 9, 0.0)
+            cache.publish(table, list(range(9)), 9, 0.0)
+        assert len(mirror.blocks) == 4
+        found.append(list(mirror.blocks))
+    assert found[0] == found[1]
