@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import read_config
@@ -45,6 +45,10 @@ CACHE_POLICIES = (
 """The first is the default."""
 AUTO = "auto"
 CHOSEN = "chosen from the model and the memory that is free"
+
+
+if TYPE_CHECKING:
+    from .kv_events import KvEventSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +280,14 @@ class EngineConfig(Settings):
         """How weights are held, as `weight_format` takes it."""
         return {name: getattr(self, name) for name in QUANTISATION}
 
+    def kv_event_settings(self) -> KvEventSettings | None:
+        """None: no events.  Raises ConfigError."""
+        if self.kv_events is None:
+            return None
+        from .kv_events import read_settings
+
+        return read_settings(self.kv_events)
+
     def hf_config(self) -> dict[str, Any]:
         """The model's config.json, with as many layers as are served.
 
@@ -295,10 +307,7 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kv_events is not None:
-            from .kv_events import read_settings
-
-            read_settings(self.kv_events)
+        self.kv_event_settings()
         if self.arena_mb is not None and self.lora_memory_gb is not None:
             raise ConfigError(
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="

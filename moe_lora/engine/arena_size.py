@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_lora.adapters.packed import num_table_entries
-from moe_lora.cache.tree import DependencyTree
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
@@ -22,6 +22,9 @@ from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.policies.caching.caching import CachingPolicy, FastLibra, Recency, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
+
+if TYPE_CHECKING:
+    from .kv_events import KvEvents
 
 logger = logging.getLogger(__name__)
 
@@ -294,12 +297,20 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
     return policy
 
 
+def make_events(config: EngineConfig, undo: ExitStack) -> KvEvents | None:
+    """Events of cached prefixes, imported where they are asked for."""
+    settings = config.kv_event_settings()
+    if settings is None:
+        return None
+    from .kv_events import KvEvents
+
+    found = KvEvents(settings, config.block_size, config.instance)
+    undo.callback(found.close)
+    return found
+
+
 def make_cache(
-    config: EngineConfig,
-    size: ArenaSize,
-    page_bytes: int,
-    state_pages: int,
-    make_tree: Callable[..., DependencyTree] = DependencyTree,
+    config: EngineConfig, size: ArenaSize, page_bytes: int, state_pages: int, events: KvEvents | None = None
 ) -> UnifiedCache:
     """The cache over the arenas.  state_pages: of each request, with recurrent layers."""
     settings: dict[str, Any] = {
@@ -309,8 +320,9 @@ def make_cache(
         "policy": caching_policy(config, size, page_bytes),
         "max_kv_pages": size.max_kv_pages,
         "max_adapters": config.max_loras,
-        "make_tree": make_tree,
     }
+    if events is not None:
+        settings["make_tree"] = events.make_tree
     if not state_pages:
         return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
     from .step.unequal_layers import StateCache

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_lora.cache.tree import DependencyTree
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import ModelInfo
@@ -37,6 +36,7 @@ from .arena_size import (
     free_bytes,
     kept_originals,
     make_cache,
+    make_events,
     max_model_len,
     within_share,
 )
@@ -44,8 +44,6 @@ from .core import EngineCore
 
 if TYPE_CHECKING:
     from moe_lora.engine.moving import RequestMoves
-
-    from .kv_events import KvEvents
 
 
 logger = logging.getLogger(__name__)
@@ -149,10 +147,8 @@ class _Build:
                 runner = make_runner(rank, exchanges, followers, store.host, find=store.find)
                 followers.attach(runner, rank)
             followers.settle()
-            events = self._kv_events()
-            if events is not None:
-                undo.callback(events.close)
-            manager, transfers, scheduler = self._moving_parts(store, events)
+            self._events = make_events(config, undo)
+            manager, transfers, scheduler = self._moving_parts(store)
             info = model_info(config, rank, size.max_kv_pages)
             is_ahead = schedules_ahead(
                 config, rank.device.type, host=store.host is not None, merges=rank.merges
@@ -160,8 +156,8 @@ class _Build:
             sampler = Sampler(info, config.seed, ahead=is_ahead, jumps=rank.device.type == "cpu")
             core = EngineCore(info, scheduler, runner, manager, transfers, sampler)
             core.attach_moves(partial(_moves, config, rank))
-            if events is not None:
-                core.attach_events(events)
+            if self._events is not None:
+                core.at_close.append(self._events.close)
             core.rank = rank
             if runner.merged is not None:
                 from moe_lora.engine.merging.merging import make_merging
@@ -184,30 +180,12 @@ class _Build:
         )
         return core
 
-    def _kv_events(self) -> KvEvents | None:
-        """Imported where they are asked for."""
-        if self._config.kv_events is None:
-            return None
-        from moe_lora.config.kv_events import read_settings
-
-        from .kv_events import KvEvents
-
-        found = read_settings(self._config.kv_events)
-        return None if found is None else KvEvents(found, self._config.block_size, self._config.instance)
-
-    def _moving_parts(
-        self, store: AdapterStore, events: KvEvents | None
-    ) -> tuple[AdapterManager, Transfers, Scheduler[Any]]:
+    def _moving_parts(self, store: AdapterStore) -> tuple[AdapterManager, Transfers, Scheduler[Any]]:
         """The parts that decide and carry out, each step."""
         config, rank, size = self._config, self._rank, self._size
         clock = WallClock()
-        make_tree: Callable[..., DependencyTree] = DependencyTree
-        if events is not None:
-            from moe_lora.cache.block_reports import reported
-
-            make_tree = reported(events)
         state_pages = rank.shape.state_pages(self._page_bytes)
-        cache = make_cache(config, size, self._page_bytes, state_pages, make_tree)
+        cache = make_cache(config, size, self._page_bytes, state_pages, self._events)
         manager = AdapterManager(
             cache,
             store,
@@ -217,8 +195,8 @@ class _Build:
             num_pages=size.num_pages - size.request_pages,
             host_loads=None if store.host is None else rank.host.loads(config.max_num_batched_tokens),
         )
-        if events is not None:
-            events.names = manager.versions
+        if self._events is not None:
+            self._events.names = manager.versions
         transfers = Transfers(
             cache,
             manager,

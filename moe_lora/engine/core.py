@@ -39,7 +39,6 @@ from moe_lora.scheduling.views import Scheduled
 from .sequence import Sequence, check_request
 
 if TYPE_CHECKING:
-    from moe_lora.engine.kv_events import KvEvents
     from moe_lora.engine.merging.merging import Merging
     from moe_lora.engine.moving import RequestMoves
     from moe_lora.engine.ranks.rank import Rank
@@ -91,7 +90,8 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._make_moves: Callable[..., RequestMoves] | None = None
         self._moves: RequestMoves | None = None
-        self._events: KvEvents | None = None
+        self.at_close: list[Callable[[], None]] = []
+        """Called at the engine's end."""
         self.rank: Rank
         """Of this process, for a sleep; set by `build_engine`."""
         self.stalled = self.suspended = False
@@ -160,10 +160,6 @@ class EngineCore:
         """Let requests move between instances.  make_moves: called for the first request that moves."""
         self._make_moves = make_moves
 
-    def attach_events(self, events: KvEvents) -> None:
-        """Close `events` with the engine."""
-        self._events = events
-
     def attach_notes(self, notes: StepNotes) -> None:
         """Note adapters before loads and steps from now on, for diagnosis after this process's death."""
         self._notes = notes
@@ -177,8 +173,8 @@ class EngineCore:
         self._transfers.close()
         if self._moves is not None:
             self._moves.close()
-        if self._events is not None:
-            self._events.close()
+        for close in self.at_close:
+            close()
         self._adapters.store.close()
         self._transfers.followers.close(at_once=at_once)
 

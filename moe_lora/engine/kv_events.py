@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of prefixes in the cache, for routers that send a prompt where its prefix is: vLLM's, over ZeroMQ.
+"""vLLM's events of cached prefixes over ZeroMQ, for routers that send prompts to their prefixes.
 
 Messages are those of vLLM 0.33's `distributed.kv_events`: a PUB socket with [topic, number, batch], and a
 ROUTER socket that repeats late batches from a number on.  llm-d, AIBrix and Dynamo read them.
@@ -12,25 +12,33 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
+from hashlib import blake2b
+from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from moe_lora.cache.orders import Namespace
+from moe_lora.cache.pages import Node
+from moe_lora.cache.tree import DependencyTree
 from moe_lora.config.kv_events import KvEventSettings
 from moe_lora.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+HASH_BYTES = 8
+VOCABULARY_BITS = 32
+"""A first token above them is of a prompt with a salt, without events."""
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1
 DEVICE = "GPU"
-"""The only medium of events: a block that can be found, on the device or the host."""
+"""The only medium of events: a block for prompts to find, on the device or the host."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks of block_size token ids that can be found.  lora_name: the adapter; None: the base model."""
+    """Blocks of block_size token ids for prompts to find.  lora_name: the adapter; None: the base model."""
 
     block_hashes: Sequence[int]
     parent_block_hash: int | None
@@ -42,7 +50,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks that can't be found any more."""
+    """Blocks that no prompt can find any more."""
 
     block_hashes: Sequence[int]
     medium: str
@@ -56,6 +64,67 @@ class Batch(msgspec.Struct, array_like=True):
     data_parallel_rank: int
 
 
+class BlockReport(Protocol):
+    """Reader of a tree's reports.  A hash stands for a block behind all blocks before, in one namespace."""
+
+    def stored(
+        self, namespace: Namespace, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Further blocks behind the block `parent`; None: the first ones."""
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """No prompt can find these blocks any more."""
+
+
+class ReportedTree(DependencyTree):
+    """`DependencyTree` with a hash for each block."""
+
+    def __init__(self, block_size: int, *, report: BlockReport, **settings: Any) -> None:
+        super().__init__(block_size, **settings)
+        self._report = report
+        self._hashes: dict[Node, list[int]] = {}
+
+    def add_kv(self, parent: Node, tokens: bytes, now_s: float) -> Node:
+        node = super().add_kv(parent, tokens, now_s)
+        first = int(np.frombuffer(tokens, np.int64, 1)[0])
+        if parent in self._hashes or (parent.is_adapter and first >> VOCABULARY_BITS == 0):
+            self._hashes[node] = []
+            self._store(node, tokens)
+        return node
+
+    def lengthen(self, node: Node, tokens: bytes, pages: list[int], now_s: float) -> None:
+        super().lengthen(node, tokens, pages, now_s)
+        if node in self._hashes:
+            self._store(node, tokens)
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        head = super().split(node, num_blocks)
+        if (hashes := self._hashes.get(node)) is not None:
+            self._hashes[head], self._hashes[node] = hashes[:num_blocks], hashes[num_blocks:]
+        return head
+
+    def hide(self, node: Node) -> None:
+        super().hide(node)
+        if hashes := self._hashes.pop(node, None):
+            self._report.removed(hashes)
+
+    def _store(self, node: Node, tokens: bytes) -> None:
+        """Report the node's last blocks, of these tokens."""
+        known = self._hashes[node] or (node.parent and self._hashes.get(node.parent))
+        before = known[-1] if known else None
+        seed, found = repr(node.namespace).encode() if before is None else _bytes(before), list[int]()
+        for at in range(0, len(tokens), self._block_bytes):
+            digest = blake2b(tokens[at : at + self._block_bytes], digest_size=HASH_BYTES, key=seed[:64])
+            seed = digest.digest()
+            found.append(int.from_bytes(seed, "little"))
+        self._hashes[node] += found
+        self._report.stored(node.namespace, before, found, np.frombuffer(tokens, np.int64).tolist())
+
+
+def _bytes(value: int) -> bytes:
+    return value.to_bytes(HASH_BYTES, "little")
+
+
 class KvEvents:
     """The reports of one instance's cache, published by a thread.
 
@@ -63,7 +132,7 @@ class KvEvents:
     """
 
     def __init__(self, settings: KvEventSettings, block_size: int, instance: str) -> None:
-        """instance: its name, with its number last.
+        """instance: the name, with a number at the end.
 
         Raises ConfigError without pyzmq, or for an address that can't be had.
         """
@@ -89,8 +158,12 @@ class KvEvents:
         self._thread = Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
+    def make_tree(self, block_size: int, **settings: Any) -> DependencyTree:
+        """The tree of the cache."""
+        return ReportedTree(block_size, report=self, **settings)
+
     def stored(
-        self, namespace: Any, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
+        self, namespace: Namespace, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         version = None if namespace is None else self.names[namespace]
         name, uid = (None, None) if version is None else (version.name, version.uid)
@@ -112,8 +185,6 @@ class KvEvents:
         return socket
 
     def _run(self) -> None:
-        import queue
-
         encode, topic = msgspec.msgpack.Encoder().encode, self._settings.topic.encode()
         kept: deque[tuple[bytes, bytes]] = deque(maxlen=self._settings.buffer_steps)
         number, is_open = 0, True
@@ -122,7 +193,7 @@ class KvEvents:
                 self._repeat(kept, topic)
             try:
                 events = [self._queue.get(timeout=POLL_S)]
-            except queue.Empty:
+            except Empty:
                 continue
             while not self._queue.empty():
                 events.append(self._queue.get())

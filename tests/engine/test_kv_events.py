@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,11 @@ class Reader:
 
 def until_told(reader: Reader, num_events: int) -> list[Any]:
     """All events once there are so many; the publisher's thread follows the engine."""
-    while True:
+    end_s = time.monotonic() + PATIENCE_S
+    events: list[Any] = []
+    while len(events) < num_events and time.monotonic() < end_s:
         events = [event for _, (_, events, _) in reader.repeated(0) for event in events]
-        if len(events) >= num_events:
-            return events
+    return events
 
 
 def test_an_engine_tells_a_router_what_prefixes_it_holds_and_no_longer_holds():

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 import pytest
 
-from moe_lora.cache.block_reports import reported
 from moe_lora.cache.pages import Node
 from moe_lora.cache.unified import UnifiedCache
+from moe_lora.engine.kv_events import ReportedTree
 from moe_lora.policies.caching.caching import CACHING_POLICIES, lru
-
-from .random_operations import BLOCK, RandomCache
-from .test_salt import leave
+from tests.cache.random_operations import BLOCK, RandomCache
+from tests.cache.test_salt import leave
 
 Block = tuple[object, tuple[int, ...]]
 
@@ -43,6 +43,12 @@ class Mirror:
         self.num_removed += len(hashes)
 
 
+def reported_cache() -> tuple[Mirror, UnifiedCache]:
+    mirror = Mirror()
+    make_tree = partial(ReportedTree, report=mirror)
+    return mirror, UnifiedCache(num_device_pages=400, block_size=4, policy=lru(), make_tree=make_tree)
+
+
 def found_in(cache: UnifiedCache) -> list[Block]:
     """Blocks of all nodes that a walk from an adapter can reach."""
     blocks: list[Block] = []
@@ -64,7 +70,7 @@ def found_in(cache: UnifiedCache) -> list[Block]:
 @pytest.mark.parametrize("policy", sorted(CACHING_POLICIES))
 def test_a_reader_has_the_blocks_that_can_be_found(policy):
     mirror = Mirror()
-    use = RandomCache(policy, Random(7), make_tree=reported(mirror))
+    use = RandomCache(policy, Random(7), make_tree=partial(ReportedTree, report=mirror))
     most = 0
     for _ in range(1500):
         use.step()
@@ -79,7 +85,9 @@ def test_a_reader_has_the_blocks_that_can_be_found(policy):
 
 def test_prompts_with_a_salt_are_not_reported():
     mirror = Mirror()
-    cache = UnifiedCache(num_device_pages=400, block_size=4, policy=lru(), make_tree=reported(mirror))
+    cache = UnifiedCache(
+        num_device_pages=400, block_size=4, policy=lru(), make_tree=partial(ReportedTree, report=mirror)
+    )
     for _ in range(2):
         leave(cache, list(range(13)), "acme")
     assert mirror.blocks == {}
@@ -93,7 +101,9 @@ def test_equal_prompts_of_two_namespaces_have_hashes_of_their_own_and_again_the_
     found = []
     for _ in range(2):
         mirror = Mirror()
-        cache = UnifiedCache(num_device_pages=400, block_size=4, policy=lru(), make_tree=reported(mirror))
+        cache = UnifiedCache(
+            num_device_pages=400, block_size=4, policy=lru(), make_tree=partial(ReportedTree, report=mirror)
+        )
         cache.add_adapter(1, (1,), 0.0)
         for namespace in (None, 1):
             cache.hold(namespace, 0.0)
