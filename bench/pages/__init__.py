@@ -9,7 +9,13 @@ python -m bench.pages.blocks --write   # write the blocks anew
 TABLES = {
     "adapters-on-a-gpu": "gpu:adapters",
     "adapters-on-cpu": "engine:adapters",
+    "cache-cells": "cache:cells",
+    "cache-larger": "cache:larger",
+    "cache-means": "cache:means",
+    "cache-measured": "cache:measured",
+    "cache-measured-means": "cache:measured_means",
     "cache-rates": "cache:rates",
+    "cache-thresholds": "cache:thresholds",
     "cluster": "serving:cluster",
     "decode": "engine:decode",
     "decode-readme": "engine:readme",
