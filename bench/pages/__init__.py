@@ -21,6 +21,8 @@ TABLES = {
     "decode-readme": "engine:readme",
     "dlora-batching": "dlora:batching",
     "dlora-replicas": "dlora:queueing",
+    "dlora-worth": "dlora:worth",
+    "dlora-worth-less": "dlora:worth_of_less",
     "estimator": "estimator:errors",
     "gpu-adapters": "gpu:adapters_by_popularity",
     "gpu-decode": "gpu:decode",
