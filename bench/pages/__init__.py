@@ -16,6 +16,7 @@ TABLES = {
     "cache-measured-means": "cache:measured_means",
     "cache-rates": "cache:rates",
     "cache-thresholds": "cache:thresholds",
+    "claims": "claims:claims",
     "cluster": "serving:cluster",
     "decode": "engine:decode",
     "decode-readme": "engine:readme",

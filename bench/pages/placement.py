@@ -23,8 +23,8 @@ METHODS = {
     "everywhere": "everywhere, equal shares",
 }
 ROUTERS = ("rank_aware", "shortest_pending_time", "random", "first_fit", "least_outstanding")
-Cell = tuple[str, str, int]
-"""System, popularity, servers."""
+Column = tuple[str, int]
+"""Popularity, servers."""
 
 
 def shifting() -> str:
@@ -58,13 +58,13 @@ def clusters() -> str:
     columns = [(popularity, size) for popularity in reversed(POPULARITIES) for size in SIZES]
     rows: list[Sequence[str]] = []
     for name in (*PLACED, *(f"everywhere, {router}" for router in ROUTED)):
-        rates = (_mean(peaks[(name, *column)].values()) for column in columns)
+        rates = (_mean(peaks[name][column].values()) for column in columns)
         rows.append((f"`{name}`", *rates, _held(name)))
     for name in PLACED:
         for router in ROUTED:
             beside = f"everywhere, {router}"
             ratios = (
-                _mean(rate / peaks[(beside, *column)][seed] for seed, rate in peaks[(name, *column)].items())
+                _mean(rate / peaks[beside][column][seed] for seed, rate in peaks[name][column].items())
                 for column in columns
             )
             rows.append((f"`{name}` by `{router}`", *ratios, ""))
@@ -78,7 +78,7 @@ def forecasts() -> str:
     rows = [
         (
             f"`{name}`{forecast or ', last interval'}",
-            *(_mean(peaks[(name + forecast, *column)].values()) for column in columns),
+            *(_mean(peaks[name + forecast][column].values()) for column in columns),
         )
         for name in PLACED
         for forecast in FORECASTS
@@ -99,13 +99,13 @@ def routers() -> str:
     return table(("", *columns), rows)
 
 
-def _peaks() -> dict[Cell, dict[int, float]]:
-    """Draw -> highest rate of a server."""
-    found: dict[Cell, dict[int, float]] = defaultdict(dict)
+def _peaks() -> dict[str, dict[Column, dict[int, float]]]:
+    """System -> column -> draw -> highest rate of a server."""
+    found: dict[str, dict[Column, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for one in records(CLUSTERS_FILE):
         config = one["config"]
-        cell = config["system"], config["popularity"], config["num_servers"]
-        found[cell][config["seed"]] = one["result"]["peak_per_s"] / config["num_servers"]
+        cell = found[config["system"]][config["popularity"], config["num_servers"]]
+        cell[config["seed"]] = one["result"]["peak_per_s"] / config["num_servers"]
     return found
 
 
@@ -124,5 +124,5 @@ def _mean(values: Iterable[float]) -> str:
     return f"{fmean(found):.2f} ({min(found):.2f})"
 
 
-def _words(columns: Iterable[tuple[str, int]]) -> list[str]:
+def _words(columns: Iterable[Column]) -> list[str]:
     return [f"{popularity}, {size} servers" for popularity, size in columns]
