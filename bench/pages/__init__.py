@@ -46,6 +46,7 @@ TABLES = {
     "quantised-amx": "quantised:with_amx",
     "quantised-isa": "quantised:by_isa",
     "restarts": "serving:restarts",
+    "serving": "front_end:summary",
     "server-overlap": "server:overlap",
     "server-rates": "server:rates",
     "simulator": "simulated:nearness",

@@ -9,7 +9,7 @@ from bench.cluster.cluster_plan import PADDED, TRUE_RANK
 from bench.cluster.cluster_report import by_cell
 
 from . import engine, gpu
-from .evidence import records
+from .evidence import RecordError, records
 
 CHAOS = "chaos.jsonl"
 
@@ -63,11 +63,11 @@ def true_rank_gains() -> list[float]:
 
 
 def failures() -> str:
-    """Rounds, faults, requests and complaints of chaos.  Raises ValueError after a wrong answer."""
+    """Rounds, faults, requests and complaints of chaos.  Raises RecordError after a wrong answer."""
     found = [one["result"] for one in records(CHAOS)]
     complaints = [text for one in found for text in one["complaints"]]
     if any(" is not [" in text for text in complaints):
-        raise ValueError(f"{CHAOS} has wrong answers; say so on the page")
+        raise RecordError(f"{CHAOS} has wrong answers; say so on the page")
     requests, faults = sum(one["num_requests"] for one in found), sum(len(one["strikes"]) for one in found)
     slowest_s = max(strike["whole_after_s"] or 0.0 for one in found for strike in one["strikes"])
     return (
