@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batching and queueing of simulated replicas, from dlora_*.jsonl: docs/results/dlora.md."""
+"""Merging, batching and queueing of simulated replicas, from dlora_*.jsonl: docs/results/dlora.md."""
 
 from __future__ import annotations
 
 from .evidence import records
 from .markdown import table
 
-FILE, BATCHING_FILE = "dlora_replicas.jsonl", "dlora_batching.jsonl"
+FILE, BATCHING_FILE, WORTH_FILE = "dlora_replicas.jsonl", "dlora_batching.jsonl", "dlora_worth.jsonl"
 LOADS = ((1.0, "at the SLO's rate"), (0.5, "at half of it"))
 SYSTEMS = {
     ("rate", "round robin"): "round robin",
@@ -54,3 +54,34 @@ def queueing() -> str:
     rates = sorted({rate for cells in found.values() for rate in cells})
     rows = [(name, *(found[name][rate] for rate in rates)) for name in SYSTEMS.values()]
     return table(("", *(f"{rate:.0f} requests/s" for rate in rates)), rows)
+
+
+def worth() -> str:
+    """Average latency (P90) over unmerged steps, by the largest adapter's share: both policies."""
+    return _worth((0.8, 0.389), ("dlora", "auto"), ("average_s", "p90_s"))
+
+
+def worth_of_less() -> str:
+    """Average latency of `auto` over unmerged steps, where deltas are cheap."""
+    return _worth((0.2, 0.1, 0.05, 0.02), ("auto",), ("average_s",))
+
+
+def _worth(deltas: tuple[float, ...], systems: tuple[str, ...], keys: tuple[str, ...]) -> str:
+    """A column a share of deltas and system; cells by the first key (by the second)."""
+    found = {
+        (one["config"]["largest_share"], one["config"]["machine"]["delta_share"], one["config"]["system"]): (
+            one["result"]
+        )
+        for one in records(WORTH_FILE)
+    }
+    columns = [(delta, system) for delta in deltas for system in systems]
+    rows = []
+    for share in sorted({share for share, _, _ in found}):
+        cells = []
+        for delta, system in columns:
+            ours, unmerged = found[share, delta, system], found[share, delta, "unmerged"]
+            first, *more = (f"{ours[key] / unmerged[key]:.2f}" for key in keys)
+            cells.append(" ".join([first, *(f"({ratio})" for ratio in more)]))
+        rows.append((f"{share:.0%}", *cells))
+    head = (f"deltas {delta * 100:g} %: `{system}`" for delta, system in columns)
+    return table(("largest adapter's share of requests", *head), rows)

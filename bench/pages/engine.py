@@ -26,26 +26,26 @@ def _cell(dtype: str, system: str, num_requests: int, num_adapters: int) -> dict
     return result
 
 
-def _over(dtype: str, system: str, other: str, num_requests: int, num_adapters: int) -> float:
+def over(dtype: str, system: str, other: str, num_requests: int, num_adapters: int) -> float:
     found = _cell(dtype, system, num_requests, num_adapters)["speedup_over"][other]["median"]
     return float(found)
 
 
-def _cost(dtype: str, num_requests: int) -> float:
+def cost(dtype: str, num_requests: int) -> float:
     """Share that 8 adapters (a single request: 1) add to a step of the base model."""
-    return 1 / _over(dtype, "engine", "engine base", num_requests, min(8, num_requests)) - 1
+    return 1 / over(dtype, "engine", "engine base", num_requests, min(8, num_requests)) - 1
 
 
 Value = Callable[[str], str]
 
 
 def _transformers(dtype: str) -> str:
-    ratios = (f"{_over(dtype, 'engine base', 'transformers base', n, 0):.1f}" for n in BATCHES)
+    ratios = (f"{over(dtype, 'engine base', 'transformers base', n, 0):.1f}" for n in BATCHES)
     return f"{' / '.join(ratios)} ×"
 
 
 def _costs(dtype: str) -> str:
-    return f"{' / '.join(f'{_cost(dtype, n):.0%}'[:-1] for n in BATCHES)} %"
+    return f"{' / '.join(f'{cost(dtype, n):.0%}'[:-1] for n in BATCHES)} %"
 
 
 def _ceiling(dtype: str) -> str:
@@ -54,7 +54,7 @@ def _ceiling(dtype: str) -> str:
 
 
 def _times(system: str, other: str, digits: int) -> Value:
-    return lambda dtype: f"{_over(dtype, system, other, 16, 8):.{digits}f} ×"
+    return lambda dtype: f"{over(dtype, system, other, 16, 8):.{digits}f} ×"
 
 
 def _rows() -> Iterator[tuple[str, Value, str]]:

@@ -65,20 +65,33 @@ def prefill() -> str:
 
 def adapters() -> str:
     """Decode steps with adapters beside the base model's, by the number of requests."""
-    rows, commit = [], ""
+    rows, commit = [], _last("lora_launches", batch=BATCHES[-1], arm="base", way="after")[1]
     for name, arm, way in (
         ("8 adapters", "zipf of 8", "beside"),
         ("8 adapters, each site after its base layer", "zipf of 8", "after"),
         ("64 adapters", "zipf of 64", "beside"),
     ):
-        cells = []
-        for batch in BATCHES if arm == "zipf of 8" else BATCHES[-1:]:
-            base, commit = _last("lora_launches", batch=batch, arm="base", way="after")
-            step, _ = _last("lora_launches", batch=batch, arm=arm, way=way)
-            cells.append(f"{statistics.median(base['step_ms']) / statistics.median(step['step_ms']):.2f}")
+        cells = [f"{share:.2f}" for share in of_base(arm, way)]
         rows.append((name, *["–"] * (len(BATCHES) - len(cells)), *cells))
     head = (f"tokens/s, of the base model's (`{commit}`)", "1 request", *map(str, BATCHES[1:]))
     return table(head, rows)
+
+
+def of_base(arm: str, way: str) -> list[float]:
+    """Tokens/s over the base model's, by the number of requests."""
+    shares = []
+    for batch in BATCHES if arm == "zipf of 8" else BATCHES[-1:]:
+        base, _ = _last("lora_launches", batch=batch, arm="base", way="after")
+        step, _ = _last("lora_launches", batch=batch, arm=arm, way=way)
+        shares.append(statistics.median(base["step_ms"]) / statistics.median(step["step_ms"]))
+    return shares
+
+
+def of_roofline(model: str) -> list[float]:
+    """Shares of the roofline of a whole model's decode steps, by the number of requests."""
+    return [
+        _last("decode", model=model, layers=WHOLE[model], batch=batch)[0]["of_roofline"] for batch in BATCHES
+    ]
 
 
 def serving() -> str:
@@ -115,13 +128,27 @@ def _rounds(arm: str) -> list[dict[str, Any]]:
     return [one["result"] for one in _alone("zipf_adapters", arm=arm, layers=12)]
 
 
-def kernels() -> str:
-    """Decode cases of our kernel: share of the copy rate, and vLLM's time by ours."""
+def _cases() -> dict[str, dict[str, dict[str, Any]]]:
+    """Decode case -> kernel -> result."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for one in records(KERNELS, lambda config, result: config["group"] == "decode"):
         cases.setdefault(one["config"]["case"], {})[one["config"]["kernel"]] = one["result"]
+    return cases
+
+
+def peer_ratios() -> list[float]:
+    """vLLM's time by ours, of the cases that vLLM takes."""
+    return [
+        kernels["vLLM fused_moe_lora"]["time_ms"] / kernels["our sgmv"]["time_ms"]
+        for kernels in _cases().values()
+        if kernels["vLLM fused_moe_lora"].get("time_ms")
+    ]
+
+
+def kernels() -> str:
+    """Decode cases of our kernel: share of the copy rate, and vLLM's time by ours."""
     rows = []
-    for case, contestants in cases.items():
+    for case, contestants in _cases().items():
         ours, peer_ms = contestants["our sgmv"], contestants["vLLM fused_moe_lora"].get("time_ms")
         ratio = f"{peer_ms / ours['time_ms']:.2g}" if peer_ms else "does not take it"
         rows.append((case.removeprefix("decode "), _share(ours["of_copy"]["median"], GOALS["copy"]), ratio))

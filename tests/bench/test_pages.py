@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.harness.records import RESULTS, ROOT
-from bench.pages import TABLES, blocks, evidence, python_api
+from bench.pages import TABLES, blocks, claims, evidence, python_api
 from bench.pages.evidence import History, RecordError, exceptions, is_dirty, is_stateless, problem, records
 from bench.pages.table import table
 from moe_lora.report.results import read_results
@@ -233,6 +233,16 @@ def test_a_table_of_invalid_records_is_not_made(tmp_path: Path, monkeypatch: pyt
     target.write_text("", encoding="utf-8")
     with pytest.raises(RecordError, match="no such record"):
         records("provision_plans.jsonl")
+
+
+def test_a_wrong_answer_under_chaos_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = (RESULTS / claims.CHAOS).read_text(encoding="utf-8").splitlines()
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    changed = json.loads(first)
+    changed["result"]["complaints"].append("request 3 for base: [1, 2] is not [1, 3]")
+    (tmp_path / claims.CHAOS).write_text("\n".join([json.dumps(changed), *others]), encoding="utf-8")
+    with pytest.raises(RecordError, match="has wrong answers"):
+        claims.failures()
 
 
 def test_exceptions_only_shrink() -> None:
