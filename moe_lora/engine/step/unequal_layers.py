@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a model with unequal layers: recurrent states, or KV heads of two sizes.
 
-A sequence's states lie in the first pages of its block table.  The gated delta rule goes token by token: bits
-do not depend on the cut of a prompt into steps.  With heads of two sizes a page holds the layers with a
-window, then the full layers.
-
-Legend: T tokens of the sequence in a step, C channels of the convolution, W its width, J key heads, N value
-heads, K size of a key head, V of a value head.
+A sequence's states lie in the first pages of its block table.  With heads of two sizes a page holds the
+layers with a window, then the full layers.
 """
 
 from __future__ import annotations
@@ -16,14 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.ranks.exchange import ALONE, Exchanges
 from moe_lora.engine.sequence import Sequence
-from moe_lora.kernels.cpu.cpu import StepAttention
+from moe_lora.kernels.cpu.cpu import StepAttention, delta_rule
 from moe_lora.kernels.operands import KvLayout, StepTables, with_full_layers
 from moe_lora.lora.backend import LoraBackend
 from moe_lora.lora.row_routing import RowRouting
@@ -32,48 +27,6 @@ from moe_lora.scheduling.views import Scheduled
 from .execution_context import ExecutionContext
 from .runner import ModelRunner
 from .step_batch import StepBatch
-
-NORM_EPS = 1e-6
-"""Of the norms of q and k."""
-
-
-def delta_rule(
-    qkv_TC: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor,
-    conv_CW: torch.Tensor,
-    num_k_heads: int,
-    v_dim: int,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    """S = exp(log_decay) * S, then S = S + k (beta * (v - k S)), and out = q S / sqrt(K), per value head.
-
-    q, k, v: silu of the causal convolution of qkv; q and k have length 1.  state: of the tokens before, fp32
-    `DeltaShape.state_floats`: the last W - 1 rows of qkv, then S [N, K, V]; updated in place; zeros at first.
-    Returns [T, N, V] fp32.  Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
-    """
-    num_tokens, num_heads = beta_TN.shape
-    conv_WC = conv_CW.float().t().contiguous()
-    history_WC = state[: (len(conv_WC) - 1) * qkv_TC.shape[1]].view(len(conv_WC) - 1, -1)
-    memory_NKV = state[history_WC.numel() :].view(num_heads, -1, v_dim)
-    rows_TC = torch.cat([history_WC, qkv_TC.float()])
-    out_TNV = memory_NKV.new_empty(num_tokens, num_heads, v_dim)
-    for t in range(num_tokens):  # with the same shapes for each token: a shape decides the order of sums
-        mixed_C = F.silu((rows_TC[t : t + len(conv_WC)] * conv_WC).sum(0))
-        q_k_C, v_NV = mixed_C[: -num_heads * v_dim], mixed_C[-num_heads * v_dim :].view(num_heads, v_dim)
-        q_NK, k_NK = _unit_heads(q_k_C, num_k_heads).repeat_interleave(num_heads // num_k_heads, dim=1)
-        memory_NKV *= log_decay_TN[t].exp()[:, None, None]
-        change_NV = (v_NV - (memory_NKV * k_NK.unsqueeze(2)).sum(1)) * beta_TN[t].unsqueeze(1)
-        memory_NKV += k_NK.unsqueeze(2) * change_NV.unsqueeze(1)
-        out_TNV[t] = (memory_NKV * q_NK.unsqueeze(2)).sum(1) * q_NK.shape[1] ** -0.5
-    history_WC.copy_(rows_TC[num_tokens:])
-    return out_TNV
-
-
-def _unit_heads(q_k_C: torch.Tensor, num_k_heads: int) -> torch.Tensor:
-    """q and k with heads of length 1: [2, J, K]."""
-    heads = q_k_C.view(2, num_k_heads, -1)
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
 class StateCache(UnifiedCache):
@@ -114,22 +67,18 @@ class RecurrentContext(ExecutionContext):
         self._state_number = {layer: i for i, layer in enumerate(shape.delta.layers)}
         self._num_pages = shape.state_pages(page_bytes)
         self._layer_pages = self._num_pages // len(shape.delta.layers)
-        self._state_floats = shape.delta.state_floats
+        self._delta = shape.delta
         self._pages = arena[: arena.numel() // page_bytes * page_bytes].view(-1, page_bytes)
-        self._rows: list[tuple[slice, bool]] = []
-        self._tables = torch.empty(0)
+        self._numbers = self._pages.view(torch.float32)
+        self._spans = self._tables = torch.empty(0)
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Make `step` the batch of the operations.  A sequence's first step starts from zeros."""
         self._changed.clear()
-        starts, lengths = step.query_start.tolist(), step.seq_lens.tolist()
-        self._rows = [
-            (slice(start, end), length == end - start)
-            for start, end, length in zip(starts, starts[1:], lengths, strict=False)
-            if length
-        ]
-        live, num = step.seq_lens > 0, self._num_pages
+        starts, ends, live = step.query_start[:-1], step.query_start[1:], step.seq_lens > 0
+        num, spans = self._num_pages, (starts, ends, step.seq_lens == ends - starts)
+        self._spans = torch.stack([part[live].long() for part in spans], dim=1)
         self._tables = step.block_tables[live, :num].long()
         kv_tables = (
             step.block_tables[:, num:] if step.block_tables.shape[1] > num else step.block_tables[:, :1]
@@ -158,25 +107,20 @@ class RecurrentContext(ExecutionContext):
         log_decay: torch.Tensor,
         beta: torch.Tensor,
         conv: torch.Tensor,
-        num_k_heads: int,
         v_dim: int,
     ) -> torch.Tensor:
-        """`delta_rule` of each sequence."""
+        """`kernels.cpu.cpu.delta_rule` of each sequence."""
         first = self._state_number[layer] * self._layer_pages
-        out = qkv.new_zeros(*beta.shape, v_dim)
-        for (rows, is_first), pages in zip(self._rows, self._tables, strict=True):
-            where = pages[first : first + self._layer_pages]
-            held = self._pages.new_zeros(len(where), self._pages.shape[1]) if is_first else self._pages[where]
-            state = held.view(torch.float32).flatten()[: self._state_floats]
-            given = (qkv[rows], log_decay[rows], beta[rows], conv, num_k_heads, v_dim)
-            out[rows] = delta_rule(*given, state).to(out.dtype)
-            self._changed.append((where, held))
+        pages = self._tables[:, first : first + self._layer_pages]
+        assert v_dim == self._delta.v_dim
+        out, states = delta_rule(qkv, log_decay, beta, conv, self._delta, self._spans, pages, self._pages)
+        self._changed.append((pages, states))
         return out
 
     def store_states(self) -> None:
         """Write the states of the step to their pages."""
-        for where, held in self._changed:
-            self._pages[where] = held
+        for pages, states in self._changed:
+            self._numbers[pages.flatten()] = states.flatten(0, 1)
         self._changed.clear()
 
 
