@@ -112,7 +112,6 @@ class RecurrentContext(ExecutionContext):
         """`kernels.cpu.cpu.delta_rule` of each sequence."""
         first = self._state_number[layer] * self._layer_pages
         pages = self._tables[:, first : first + self._layer_pages]
-        assert v_dim == self._delta.v_dim
         out, states = delta_rule(qkv, log_decay, beta, conv, self._delta, self._spans, pages, self._pages)
         self._changed.append((pages, states))
         return out
