@@ -303,13 +303,14 @@ def make_cache(config: EngineConfig, size: ArenaSize, page_bytes: int, state_pag
         "max_kv_pages": size.max_kv_pages,
         "max_adapters": config.max_loras,
     }
+    settings["prefix_caching"] = config.prefix_caching
     if not state_pages:
-        return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
+        return UnifiedCache(**settings)
     from .step.unequal_layers import StateCache
 
     logger.info(
-        "the state of each request takes %d pages (%.3g MB); prefix caching is off: a prefix of a model with "
-        "recurrent layers would need its state too",
+        "the state of each request takes %d pages (%.3g MB), and so does each snapshot that lets a prompt "
+        "start from a known prefix",
         *(state_pages, state_pages * page_bytes / 1e6),
     )
     return StateCache(state_pages=state_pages, **settings)

@@ -49,13 +49,15 @@ class States:
         self.arena = torch.full((num_seqs * num_pages, page_bytes), 255, dtype=torch.uint8)  # NaN
         self.done = [0] * num_seqs
 
-    def run(self, given, rows):
+    def run(self, given, rows, marks=()):
         """A step of the first sequences; rows: of each."""
         num = len(rows)
         spans = torch.tensor([[r.start, r.stop, done == 0] for r, done in zip(rows, self.done, strict=False)])
         parts = (given["qkv"], given["log_decay"], given["beta"], given["conv"])
-        out, states = delta_rule(*parts, self.sizes, spans, self.pages[:num], self.arena)
-        self.arena.view(torch.float32)[self.pages[:num].flatten()] = states.flatten(0, 1)
+        marks = torch.tensor(marks, dtype=torch.int64).view(-1, 2)
+        out, states = delta_rule(*parts, self.sizes, (spans, marks), self.pages[:num], self.arena)
+        self.arena.view(torch.float32)[self.pages[:num].flatten()] = states[:num].flatten(0, 1)
+        self.at_marks = states[num:].flatten(1)[:, : self.sizes.state_floats]
         self.done = [done + len(r) for r, done in zip(rows, self.done, strict=False)] + self.done[num:]
         return out
 
@@ -130,11 +132,26 @@ def test_bits_do_not_depend_on_the_batch_or_on_threads(threads, isa):
         assert torch.equal(alone.state(0), together.state(sequence))
 
 
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_states_at_marks_are_those_of_a_step_that_ends_there(sizes, isa):
+    given = operands(sizes, 90, seed=4)
+    rows, marks = [range(40), range(40, 90)], [(1, 43), (0, 40), (1, 80), (0, 1)]
+    plain, marked = States(sizes, 2), States(sizes, 2)
+    assert torch.equal(marked.run(given, rows, marks), plain.run(given, rows))
+    for (sequence, end), found in zip(marks, marked.at_marks, strict=True):
+        assert torch.equal(marked.state(sequence), plain.state(sequence))
+        alone = States(sizes, 1)
+        alone.run(given, [range(rows[sequence].start, end)])
+        assert torch.equal(found, alone.state(0))
+
+
 def test_tables_that_do_not_fit_are_refused():
     sizes = SHAPES[0]
     given, states = operands(sizes, 4), States(sizes, 1)
     with pytest.raises(ValueError, match="query_start must ascend"):
         states.run(given, [range(3, 5)])
+    with pytest.raises(ValueError, match="query_start must ascend"):
+        states.run(given, [range(2)], [(0, 3)])
     states.pages += 1
     with pytest.raises(ValueError, match="a page outside the arena"):
         states.run(given, [range(4)])

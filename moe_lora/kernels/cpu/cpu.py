@@ -367,21 +367,22 @@ def delta_rule(
     beta_TN: torch.Tensor,
     conv_CW: torch.Tensor,
     shape: DeltaShape,
-    spans_S3: torch.Tensor,
+    spans: tuple[torch.Tensor, torch.Tensor],
     pages_SP: torch.Tensor,
     arena: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S = exp(log_decay) * S, then S = S + k (beta * (v - k S)), and out = q S / sqrt(K), per value head.
 
-    q, k, v: silu of the causal convolution of qkv; q and k have length 1.  spans: int64 first row, end, and 1
-    for a sequence's first rows.  pages: int64 pages of the state before, rows of arena [pages, bytes], which
-    does not change.  Returns out [T, N, V], zero outside the spans, and the states after: fp32 [S, P, numbers
-    of a page] from the last W - 1 rows of qkv, then S [N, K, V].  Bits do not depend on cuts, further
+    q, k, v: silu of the causal convolution of qkv; q and k have length 1.  spans: int64 [S, 3] first row,
+    end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64
+    pages of the state before, rows of arena [pages, bytes], which does not change.  Returns out [T, N, V],
+    zero outside the spans, and the states after, then at marks: fp32 [S + M, P, numbers of a page] from the
+    last W - 1 rows of qkv, then S [N, K, V].  Bits do not depend on cuts, further
     sequences or threads.  Raises ValueError for operands that don't fit.
     Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
     """
     num_rows, num_heads = beta_TN.shape
-    num_seqs, num_pages = pages_SP.shape
+    (num_seqs, num_pages), (spans_S3, marks_M2) = pages_SP.shape, spans
     num_pages_there, page_bytes = arena.shape
     is_short = num_seqs > 0 and num_pages * page_bytes < 4 * shape.state_floats
     if is_short or qkv_TC.shape != (num_rows, shape.conv_size):
@@ -389,7 +390,7 @@ def delta_rule(
             f"qkv {tuple(qkv_TC.shape)} with {num_pages} pages of {page_bytes} bytes do not fit {shape}"
         )
     code, heads = dtype_code(qkv_TC), num_rows * num_heads
-    states = torch.empty(num_seqs, num_pages, page_bytes // 4)
+    states = torch.empty(num_seqs + len(marks_M2), num_pages, page_bytes // 4)
     out_TNV = qkv_TC.new_zeros(num_rows, num_heads, shape.v_dim)
     refusal = lib.moe_lora_delta_rule(
         *(code, _threads(), qkv_TC.data_ptr(), row_stride(qkv_TC)),
@@ -397,8 +398,9 @@ def delta_rule(
         checked(log_decay_TN, "log_decay", torch.float32, heads),
         checked(beta_TN, "beta", torch.float32, heads),
         ctypes.byref(library.DeltaSizes(*(getattr(shape, name) for name in library.DELTA_SIZES))),
-        checked(spans_S3, "spans", torch.int64, 3 * num_seqs),
-        *(pages_SP.data_ptr(), num_seqs, row_stride(pages_SP)),
+        *(checked(spans_S3, "spans", torch.int64, 3 * num_seqs), num_seqs),
+        *(checked(marks_M2, "marks", torch.int64, marks_M2.numel()), len(marks_M2)),
+        *(pages_SP.data_ptr(), row_stride(pages_SP)),
         *(checked(arena, "arena", torch.uint8, arena.numel()), page_bytes, num_pages_there * page_bytes),
         *(num_rows, states.data_ptr(), num_pages * (page_bytes // 4), out_TNV.data_ptr()),
     )

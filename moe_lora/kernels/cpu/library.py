@@ -116,7 +116,10 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_draw.restype = None
     library.moe_lora_mask.argtypes = [i, p, n, p, n, p, n]
     library.moe_lora_mask.restype = None
-    library.moe_lora_delta_rule.argtypes = [*(i, i, p, n, p, p, p, p), *(p, p, n, n, p, n, n, n, p, n, p)]
+    library.moe_lora_delta_rule.argtypes = [
+        *(i, i, p, n, p, p, p, p),
+        *(p, n, p, n, p, n, p, n, n, n, p, n, p),
+    ]
     library.moe_lora_paged_attention.argtypes = [
         *(i, i, p, n, p, n, p, n, p, c_float, n, n),
         *(p, p, p, n, n, p, p, n, n, n, p),

@@ -15,12 +15,12 @@ constexpr int64_t kBlockTokens = 32;
 struct DeltaRule {
     const void *qkv, *conv;
     const float *log_decay, *beta;
-    const int64_t *spans, *pages;
+    const int64_t *spans, *marks, *pages;
     const char* arena;
     float* states;
     char* out;
     DeltaSizes sizes;
-    int64_t qkv_stride, num_seqs, pages_stride, page_bytes, arena_bytes, rows, state_stride;
+    int64_t qkv_stride, num_seqs, num_marks, pages_stride, page_bytes, arena_bytes, rows, state_stride;
     int32_t dtype;
 
     int64_t channels() const { return 2 * sizes.num_k_heads * sizes.k_dim + sizes.num_v_heads * sizes.v_dim; }
@@ -72,6 +72,10 @@ int32_t check(const DeltaRule& a) {
             const int64_t page = a.pages[seq * a.pages_stride + i];
             if (page < 0 || page >= num_pages) return kBadPage;
         }
+    }
+    for (int64_t i = 0; i < a.num_marks; i++) {
+        const int64_t seq = a.marks[2 * i], row = a.marks[2 * i + 1];
+        if (seq < 0 || seq >= a.num_seqs || row <= a.first_row(seq) || row > a.end_row(seq)) return kBadSequence;
     }
     return 0;
 }
@@ -126,8 +130,16 @@ void run_head(const DeltaRule& a, int64_t seq, int64_t head) {
                     s.memory.at(tile * tile_floats + row * kDeltaColumns));
     };
     each_run([&](int64_t at, int64_t count, float* to) { a.read(seq, at, count, to); });
-    for (int64_t row = a.first_row(seq); row < a.end_row(seq); row += kBlockTokens) {
-        const int64_t tokens = std::min(kBlockTokens, a.end_row(seq) - row);
+    const auto write = [&](float* state) {
+        for (const Part& part : parts)
+            for (int64_t w = 0; (part.to == 2 * k_padded || head % share == 0) && w < before; w++)
+                memcpy(state + w * a.channels() + part.from, s.x.at(w * channels + part.to), part.size * 4);
+        each_run([&](int64_t at, int64_t count, const float* from) { memcpy(state + at, from, count * 4); });
+    };
+    for (int64_t row = a.first_row(seq), tokens; row < a.end_row(seq); row += tokens) {
+        tokens = std::min(kBlockTokens, a.end_row(seq) - row);
+        for (int64_t i = 0; i < a.num_marks; i++)
+            if (a.marks[2 * i] == seq && a.marks[2 * i + 1] > row) tokens = std::min(tokens, a.marks[2 * i + 1] - row);
         for (int64_t i = 0; i < tokens; i++) {
             for (const Part& part : parts)
                 load(a.qkv, (row + i) * a.qkv_stride + part.from, part.size, s.x.at((before + i) * channels + part.to));
@@ -144,23 +156,22 @@ void run_head(const DeltaRule& a, int64_t seq, int64_t head) {
                       a.out + (((row + i) * z.num_v_heads + head) * z.v_dim + column) * item_size(a.dtype));
         }
         memmove(s.x.at(0), s.x.at(tokens * channels), before * channels * 4);
+        for (int64_t i = 0; i < a.num_marks; i++)
+            if (a.marks[2 * i] == seq && a.marks[2 * i + 1] == row + tokens) write(a.states + (a.num_seqs + i) * a.state_stride);
     }
-    float* state = a.states + seq * a.state_stride;
-    for (const Part& part : parts)
-        for (int64_t w = 0; (part.to == 2 * k_padded || head % share == 0) && w < before; w++)
-            memcpy(state + w * a.channels() + part.from, s.x.at(w * channels + part.to), part.size * 4);
-    each_run([&](int64_t at, int64_t count, const float* from) { memcpy(state + at, from, count * 4); });
+    write(a.states + seq * a.state_stride);
 }
 
 }  // namespace
 
 int32_t moe_lora_delta_rule(int32_t dtype, int32_t threads, const void* qkv, int64_t qkv_stride, const void* conv,
                             const float* log_decay, const float* beta, const DeltaSizes* sizes, const int64_t* spans,
-                            const int64_t* pages, int64_t num_seqs, int64_t pages_stride, const void* arena,
+                            int64_t num_seqs, const int64_t* marks, int64_t num_marks, const int64_t* pages,
+                            int64_t pages_stride, const void* arena,
                             int64_t page_bytes, int64_t arena_bytes, int64_t rows, float* states,
                             int64_t state_stride, void* out) {
-    const DeltaRule a{qkv, conv, log_decay, beta, spans, pages, static_cast<const char*>(arena), states,
-                      static_cast<char*>(out), *sizes, qkv_stride, num_seqs, pages_stride, page_bytes, arena_bytes,
+    const DeltaRule a{qkv, conv, log_decay, beta, spans, marks, pages, static_cast<const char*>(arena), states,
+                      static_cast<char*>(out), *sizes, qkv_stride, num_seqs, num_marks, pages_stride, page_bytes, arena_bytes,
                       rows, state_stride, dtype};
     const int32_t refusal = check(a);
     if (refusal) return refusal;

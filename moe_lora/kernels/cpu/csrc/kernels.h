@@ -127,14 +127,16 @@ struct DeltaSizes {
 };
 
 // qkv, conv [channels, conv_width] and out [rows, num_v_heads, v_dim] have `dtype`. spans: [num_seqs, 3] first row,
-// end, and 1 for a sequence without a state. pages: [num_seqs, pages_stride], of the states before the step. states:
-// [num_seqs, state_stride], those after it: conv_width - 1 rows of qkv, then [k_dim, v_dim] of each value head.
+// end, and 1 for a sequence without a state. marks: [num_marks, 2] a sequence, and an end of rows whose state is kept
+// too. pages: [num_seqs, pages_stride], of the states before the step. states: [num_seqs + num_marks, state_stride],
+// those after it, then those at marks: conv_width - 1 rows of qkv, then [k_dim, v_dim] of each value head.
 MOE_LORA_API int32_t moe_lora_delta_rule(int32_t dtype, int32_t threads, const void* qkv, int64_t qkv_stride,
                                          const void* conv, const float* log_decay, const float* beta,
-                                         const DeltaSizes* sizes, const int64_t* spans, const int64_t* pages,
-                                         int64_t num_seqs, int64_t pages_stride, const void* arena,
-                                         int64_t page_bytes, int64_t arena_bytes, int64_t rows, float* states,
-                                         int64_t state_stride, void* out);
+                                         const DeltaSizes* sizes, const int64_t* spans, int64_t num_seqs,
+                                         const int64_t* marks, int64_t num_marks, const int64_t* pages,
+                                         int64_t pages_stride, const void* arena, int64_t page_bytes,
+                                         int64_t arena_bytes, int64_t rows, float* states, int64_t state_stride,
+                                         void* out);
 
 // tokens[row]: of the logits [rows, vocab], overwritten. settings: [rows, 3] temperature (0: the likeliest token),
 // top_p, min_p. numbers: [rows, 3] top_k (0: all), seed, position.
