@@ -110,6 +110,17 @@ def test_answers_are_equal_with_and_without_shared_prefixes(settings, served):  
         assert logprobs == pytest.approx(others, abs=1e-5)  # torch's exp has other bits in tails of vectors
 
 
+def test_preempted_requests_answer_as_those_with_room(served):  # noqa: F811
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    found, sizes = [], {"block_size": 4, "max_num_seqs": 4, "max_model_len": 128}
+    for kv_cache_gb in (1e-4, 1e-2):
+        model_dir = served("qwen3_5_moe").model_dir
+        with LLM(model_dir, dtype="float32", eager=True, kv_cache_gb=kv_cache_gb, **sizes) as llm:
+            found.append([one.token_ids for one in llm.generate(next(chats()), None, params)])
+            assert (llm.stats().num_preemptions > 0) == (kv_cache_gb == 1e-4)
+    assert found[0] == found[1]
+
+
 def test_a_step_that_failed_is_computed_again_from_the_state_before(served, monkeypatch):  # noqa: F811
     compute, calls = RecurrentContext.delta_rule, itertools.count()
 
