@@ -192,7 +192,7 @@ class Node:
     pages.  leaves: device pages go after moving_out.  pins: users that keep the node and all ancestors on
     the device.  heir: the last found or added child.  gone: not findable, freed with the last user.  lost:
     gone for lack of bytes.  failed: an adapter with a failed last load, loaded on request only.  reachable:
-    False for an adapter without pages here and on the LoRA Server.
+    False for an adapter without pages here and on the LoRA Server.  is_whole: KV that is never cut.
     """
 
     namespace: Namespace
@@ -217,6 +217,7 @@ class Node:
     lost: bool = False
     failed: bool = False
     reachable: bool = True
+    is_whole: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -45,6 +45,8 @@ class UnifiedCache:
     executes and confirms (`copied`, `failed`) in the same thread.  counters: totals since the start.
     """
 
+    _make_table = BlockTable
+
     def __init__(
         self,
         *,
@@ -227,7 +229,7 @@ class UnifiedCache:
 
     def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
         """The table of a sequence without a lookup."""
-        return BlockTable(namespace, salt, self._tenant)
+        return self._make_table(namespace, salt, self._tenant)
 
     def match(
         self,
@@ -246,7 +248,7 @@ class UnifiedCache:
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
-        table = BlockTable(namespace, salt, self._tenant)
+        table = self._make_table(namespace, salt, self._tenant)
         path: list[Node] = []
         if self._sharing and not adapter.gone:
             path, partial, common = self._tree.walk(adapter, self._salted(tokens, salt) if salt else tokens)

@@ -320,16 +320,17 @@ def make_cache(
         "policy": caching_policy(config, size, page_bytes),
         "max_kv_pages": size.max_kv_pages,
         "max_adapters": config.max_loras,
+        "prefix_caching": config.prefix_caching,
     }
     if events is not None:
         settings["make_tree"] = events.make_tree
     if not state_pages:
-        return UnifiedCache(**settings, prefix_caching=config.prefix_caching)
+        return UnifiedCache(**settings)
     from .step.unequal_layers import StateCache
 
     logger.info(
-        "the state of each request takes %d pages (%.3g MB); prefix caching is off: a prefix of a model with "
-        "recurrent layers would need its state too",
+        "the state of each request takes %d pages (%.3g MB), and so does each snapshot that lets a prompt "
+        "start from a known prefix",
         *(state_pages, state_pages * page_bytes / 1e6),
     )
     return StateCache(state_pages=state_pages, **settings)

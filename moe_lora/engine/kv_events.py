@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 HASH_BYTES = 8
 VOCABULARY_BITS = 32
-"""A first token above them is of a prompt with a salt, without events."""
+"""Other tokens are of a prompt with a salt, or of a snapshot of a state: without events."""
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1
 DEVICE = "GPU"
@@ -87,7 +87,7 @@ class ReportedTree(DependencyTree):
     def add_kv(self, parent: Node, tokens: bytes, now_s: float) -> Node:
         node = super().add_kv(parent, tokens, now_s)
         first = int(np.frombuffer(tokens, np.int64, 1)[0])
-        if parent in self._hashes or (parent.is_adapter and first >> VOCABULARY_BITS == 0):
+        if first >> VOCABULARY_BITS == 0 and (parent.is_adapter or parent in self._hashes):
             self._hashes[node] = []
             self._store(node, tokens)
         return node

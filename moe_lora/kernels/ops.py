@@ -334,9 +334,9 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _rotated_like,
     ),
     "delta_rule(Tensor(a!) channel, Tensor qkv, Tensor log_decay, Tensor beta, Tensor conv, "
-    "int num_k_heads, int v_dim) -> Tensor": (
+    "int v_dim) -> Tensor": (
         _delta_rule,
-        lambda channel, qkv, log_decay, beta, conv, num_k_heads, v_dim: qkv.new_empty(*beta.shape, v_dim),
+        lambda channel, qkv, log_decay, beta, conv, v_dim: qkv.new_empty(*beta.shape, v_dim),
     ),
     "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": (
         _exchange_experts,

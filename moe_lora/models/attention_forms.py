@@ -155,7 +155,7 @@ class DeltaNet(nn.Module):
     ) -> torch.Tensor:
         qkv_TC, z_TNV, b_TN, a_TN = self.parts(self.qkvz(x, channel), self.ba(x, channel))
         log_decay_TN = -self.decay.weight.exp() * F.softplus(a_TN.float() + self.time_bias.weight)
-        how = (torch.sigmoid(b_TN.float()), self.conv, self.sizes.num_k_heads, self.sizes.v_dim)
+        how = (torch.sigmoid(b_TN.float()), self.conv, self.sizes.v_dim)
         heads_TNV = ops.delta_rule(channel, qkv_TC, log_decay_TN, *how)
         normed = ops.norm(heads_TNV, self.gated_norm, self.eps, False, None)
         gated = (normed.float() * F.silu(z_TNV.float())).to(x.dtype)

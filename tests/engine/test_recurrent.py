@@ -72,6 +72,55 @@ def test_merged_weights_answer_as_peft_does(served):  # noqa: F811
     assert stats.steps_merged > 0
 
 
+def chats(rounds=3):
+    """Turns of four chats, two with one prefix, in rounds: prompts and the kinds of their adapters."""
+    prompts = make_prompts((37, 37, 61, 18))
+    prompts[1][:30] = prompts[0][:30]
+    more = make_prompts((9, 14, 5, 23), seed=1)
+    for number in range(rounds):
+        yield [a + number * b for a, b in zip(prompts, more, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 24, "async_scheduling": "on"},
+        {"max_num_batched_tokens": 512, "expert_parallel": 2},
+        {"kv_cache_gb": 2e-4, "max_model_len": 128},
+    ],
+    ids=str,
+)
+def test_answers_are_equal_with_and_without_shared_prefixes(settings, served):  # noqa: F811
+    model = served("qwen3_5_moe")
+    adapters = {path.name: str(path) for path in model.adapters}
+    names = [None, None, *list(adapters)[:2]]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    found = {}
+    for prefix_caching in (True, False):
+        settings = settings | {"prefix_caching": prefix_caching, "block_size": 4, "max_num_seqs": 4}
+        with LLM(model.model_dir, adapters=adapters, dtype="float32", eager=True, **settings) as llm:
+            answers = [llm.generate(prompts, names, params) for prompts in chats()]
+            stats = llm.stats()
+        assert (stats.prefix_hit_tokens > 0) == prefix_caching
+        found[prefix_caching] = [one for turn in answers for one in turn]
+    for one, other in zip(found[True], found[False], strict=True):
+        assert one.token_ids == other.token_ids
+        logprobs, others = ([each.logprob for each in of.logprobs] for of in (one, other))
+        assert logprobs == pytest.approx(others, abs=1e-5)  # torch's exp has other bits in tails of vectors
+
+
+def test_preempted_requests_answer_as_those_with_room(served):  # noqa: F811
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    found, sizes = [], {"block_size": 4, "max_num_seqs": 4, "max_model_len": 128}
+    for kv_cache_gb in (1e-4, 1e-2):
+        model_dir = served("qwen3_5_moe").model_dir
+        with LLM(model_dir, dtype="float32", eager=True, kv_cache_gb=kv_cache_gb, **sizes) as llm:
+            found.append([one.token_ids for one in llm.generate(next(chats()), None, params)])
+            assert (llm.stats().num_preemptions > 0) == (kv_cache_gb == 1e-4)
+    assert found[0] == found[1]
+
+
 def test_a_step_that_failed_is_computed_again_from_the_state_before(served, monkeypatch):  # noqa: F811
     compute, calls = RecurrentContext.delta_rule, itertools.count()
 

@@ -103,7 +103,7 @@ class Harness:
         tables = StepTables(
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_tables=torch.tensor([s.pages for s, _ in batch], dtype=torch.int32),
+            block_tables=torch.tensor([self.columns(s.pages) for s, _ in batch], dtype=torch.int32),
         )
         token_slots += [-1] * num_padding
         self.context.begin_step(tables, self.routing(np.array(token_slots, dtype=np.int32)))
@@ -118,6 +118,14 @@ class Harness:
         if isinstance(self.context, RecurrentContext):
             self.context.store_states()
         return list(logits.split([len(new) for _, new in batch]))
+
+    def columns(self, pages: list[int]) -> list[int]:
+        """A row of the block table: a recurrent model's state is read and written in place."""
+        num = self.pages_per_sequence - BLOCKS_PER_SEQUENCE
+        if not num:
+            return pages
+        assert isinstance(self.context, RecurrentContext)
+        return [*pages[:num], *pages[:num], *[0] * (self.context.num_columns - 2 * num), *pages[num:]]
 
     def routing(self, token_slots: np.ndarray) -> RowRouting:
         """Where the rows of these slots have their deltas from."""

@@ -2,6 +2,8 @@
 """The operations on CPU: a binding of the C++ kernels in csrc/, equal in meaning to `reference`.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences, R LoRA rank.
+Of the gated delta rule: S sequences, P pages of a layer's state, C channels of the convolution, W its width,
+N value heads, K size of a key head, V of a value head.
 
 Calls release the GIL and use up to `torch.get_num_threads()` threads.  A row's bits do not depend on further
 rows, nor on the number of threads.  LoRA kernels, equal in bits:
@@ -26,6 +28,7 @@ from . import library
 from .library import check_rows, checked, dtype_code, kv_pages, lib, lora_site, lora_slots, row_stride
 
 if TYPE_CHECKING:
+    from moe_lora.core.attention_shapes import DeltaShape
     from moe_lora.core.shape import Site
 
 
@@ -356,3 +359,51 @@ def paged_attention(operands: AttentionOperands) -> torch.Tensor:
     """`StepAttention` of a single layer."""
     q, k, v, sinks, scale, window, layer, step, layout, arena = operands
     return StepAttention(step, layout, arena)(layer, q, k, v, sinks, scale, window)
+
+
+def delta_rule(
+    qkv_TC: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor,
+    conv_CW: torch.Tensor,
+    shape: DeltaShape,
+    spans: tuple[torch.Tensor, torch.Tensor],
+    pages_SP: torch.Tensor,
+    arena: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S = exp(log_decay) * S, then S = S + k (beta * (v - k S)), and out = q S / sqrt(K), per value head.
+
+    q, k, v: silu of the causal convolution of qkv; q and k have length 1.  spans: int64 [S, 3] first row,
+    end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64
+    pages of the state before, rows of arena [pages, bytes], which does not change.  Returns out [T, N, V],
+    zero outside the spans, and the states after, then at marks: fp32 [S + M, P, numbers of a page] from the
+    last W - 1 rows of qkv, then S [N, K, V].  Bits do not depend on cuts, further
+    sequences or threads.  Raises ValueError for operands that don't fit.
+    Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
+    """
+    num_rows, num_heads = beta_TN.shape
+    (num_seqs, num_pages), (spans_S3, marks_M2) = pages_SP.shape, spans
+    num_pages_there, page_bytes = arena.shape
+    is_short = num_seqs > 0 and num_pages * page_bytes < 4 * shape.state_floats
+    if is_short or qkv_TC.shape != (num_rows, shape.conv_size):
+        raise ValueError(
+            f"qkv {tuple(qkv_TC.shape)} with {num_pages} pages of {page_bytes} bytes do not fit {shape}"
+        )
+    code, heads = dtype_code(qkv_TC), num_rows * num_heads
+    states = torch.empty(num_seqs + len(marks_M2), num_pages, page_bytes // 4)
+    out_TNV = qkv_TC.new_zeros(num_rows, num_heads, shape.v_dim)
+    refusal = lib.moe_lora_delta_rule(
+        *(code, _threads(), qkv_TC.data_ptr(), row_stride(qkv_TC)),
+        checked(conv_CW, "conv", qkv_TC.dtype, shape.conv_size * shape.conv_width),
+        checked(log_decay_TN, "log_decay", torch.float32, heads),
+        checked(beta_TN, "beta", torch.float32, heads),
+        ctypes.byref(library.DeltaSizes(*(getattr(shape, name) for name in library.DELTA_SIZES))),
+        *(checked(spans_S3, "spans", torch.int64, 3 * num_seqs), num_seqs),
+        *(checked(marks_M2, "marks", torch.int64, marks_M2.numel()), len(marks_M2)),
+        *(pages_SP.data_ptr(), row_stride(pages_SP)),
+        *(checked(arena, "arena", torch.uint8, arena.numel()), page_bytes, num_pages_there * page_bytes),
+        *(num_rows, states.data_ptr(), num_pages * (page_bytes // 4), out_TNV.data_ptr()),
+    )
+    if refusal:
+        raise ValueError(library.step_error(refusal))
+    return out_TNV, states

@@ -80,6 +80,15 @@ class SiteRows(ctypes.Structure):
     ]
 
 
+DELTA_SIZES = ("num_k_heads", "num_v_heads", "k_dim", "v_dim", "conv_width")
+
+
+class DeltaSizes(ctypes.Structure):
+    """DeltaSizes of csrc/kernels.h."""
+
+    _fields_ = [(name, c_int64) for name in DELTA_SIZES]
+
+
 def _load() -> ctypes.CDLL:
     spec = importlib.util.find_spec("moe_lora.kernels.cpu._cpu")
     if spec is None or spec.origin is None:
@@ -107,6 +116,10 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_draw.restype = None
     library.moe_lora_mask.argtypes = [i, p, n, p, n, p, n]
     library.moe_lora_mask.restype = None
+    library.moe_lora_delta_rule.argtypes = [
+        *(i, i, p, n, p, p, p, p),
+        *(p, n, p, n, p, n, p, n, n, n, p, n, p),
+    ]
     library.moe_lora_paged_attention.argtypes = [
         *(i, i, p, n, p, n, p, n, p, c_float, n, n),
         *(p, p, p, n, n, p, p, n, n, n, p),

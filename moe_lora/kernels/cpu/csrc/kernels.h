@@ -121,6 +121,23 @@ MOE_LORA_API int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, co
                                               const KvPages* pages, void* arena, int64_t arena_bytes, int64_t rows,
                                               int64_t num_heads, void* out);
 
+// Heads of q, k and v side by side; k_dim, v_dim: of one head.
+struct DeltaSizes {
+    int64_t num_k_heads, num_v_heads, k_dim, v_dim, conv_width;
+};
+
+// qkv, conv [channels, conv_width] and out [rows, num_v_heads, v_dim] have `dtype`. spans: [num_seqs, 3] first row,
+// end, and 1 for a sequence without a state. marks: [num_marks, 2] a sequence, and an end of rows whose state is kept
+// too. pages: [num_seqs, pages_stride], of the states before the step. states: [num_seqs + num_marks, state_stride],
+// those after it, then those at marks: conv_width - 1 rows of qkv, then [k_dim, v_dim] of each value head.
+MOE_LORA_API int32_t moe_lora_delta_rule(int32_t dtype, int32_t threads, const void* qkv, int64_t qkv_stride,
+                                         const void* conv, const float* log_decay, const float* beta,
+                                         const DeltaSizes* sizes, const int64_t* spans, int64_t num_seqs,
+                                         const int64_t* marks, int64_t num_marks, const int64_t* pages,
+                                         int64_t pages_stride, const void* arena, int64_t page_bytes,
+                                         int64_t arena_bytes, int64_t rows, float* states, int64_t state_stride,
+                                         void* out);
+
 // tokens[row]: of the logits [rows, vocab], overwritten. settings: [rows, 3] temperature (0: the likeliest token),
 // top_p, min_p. numbers: [rows, 3] top_k (0: all), seed, position.
 MOE_LORA_API void moe_lora_draw(int32_t threads, float* logits, int64_t rows, int64_t vocab, const float* settings,

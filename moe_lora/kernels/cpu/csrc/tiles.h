@@ -79,6 +79,24 @@ struct SoftmaxState {
     float max, sum, rescale;
 };
 
+// Rows of a value head of the gated delta rule, and the convolution over them; see delta.inl.
+struct DeltaRows {
+    const float* x;     // [conv_width - 1 + tokens][channels]: k, q and v, each padded with zeros
+    const float* conv;  // [conv_width][channels]
+    float* mixed;       // [tokens][channels]
+    int64_t tokens, channels, conv_width, k_padded, k_size;
+};
+
+// Columns of the memory of a value head over tokens; see delta.inl.
+constexpr int64_t kDeltaColumns = 64;
+struct DeltaTile {
+    const float *mixed, *v;  // rows `channels` apart: of DeltaRows, and the values of these columns
+    const float *decay, *beta;
+    float* memory;  // [k_padded][kDeltaColumns]
+    float* out;     // [tokens][kDeltaColumns]
+    int64_t tokens, channels, k_padded;
+};
+
 // A dot over quantised weights, with its rows of x and weights per call. `rows` 0: unpack first.
 struct PackedDot {
     void (*run)(const PackedTile&);
@@ -108,6 +126,8 @@ struct IsaTable {
     void (*dynamic_int8_bf16)(const DynamicTile&);
     void (*dynamic_int4_f32)(const DynamicTile&);
     void (*dynamic_int4_bf16)(const DynamicTile&);
+    void (*delta_mix)(const DeltaRows&);
+    void (*delta_tokens)(const DeltaTile&);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)

@@ -248,6 +248,7 @@ static void dot_tile(const DotTile& t) {
 
 #include "sums.inl"
 #include "softmax.inl"
+#include "delta.inl"
 #include "unpack.inl"
 #include "dynamic.inl"
 
@@ -281,5 +282,7 @@ static IsaTable make_table(const char* name) {
                     dynamic_tile<I, float, false>,
                     dynamic_tile<I, bf16, false>,
                     dynamic_tile<I, float, true>,
-                    dynamic_tile<I, bf16, true>};
+                    dynamic_tile<I, bf16, true>,
+                    delta_mix<I>,
+                    delta_tokens<I>};
 }
