@@ -319,9 +319,7 @@ class Followers:
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
     def _silent(self, dist_rank: int, within_s: float) -> EngineDeadError:
-        cause = "this machine has too much other work"
-        if within_s == self.timeout_s:
-            cause = "its work takes longer than rank_timeout_s"
+        cause = "this machine is overloaded" if within_s != self.timeout_s else "rank_timeout_s is too short"
         how = f"does not answer within {within_s:g} s: it hangs, or {cause}"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
