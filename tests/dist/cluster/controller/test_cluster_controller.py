@@ -136,6 +136,7 @@ def test_an_adapter_of_an_instance_later_than_the_recovery_reaches_front_ends_an
             await until(lambda: len(controlled.instance_registry.live) == 2)
             assert [one.loop.adapters for one in made] == [loaded, loaded]
             assert routes.ranks["new"] == 1
+            assert [one.loop.calls.count(("list_adapters",)) for one in made] == [1, 1]
             assert log.write()
             assert log.state.served.versions == {"start": 1, "new": 2}
             assert [one.missing for one in log.state.holdings.values()] == [frozenset()] * 2
