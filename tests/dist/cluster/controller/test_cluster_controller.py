@@ -148,6 +148,32 @@ def test_an_adapter_of_an_instance_later_than_the_recovery_reaches_front_ends_an
             one.stop()
 
 
+@pytest.mark.parametrize("knows_unload", [False, True])
+def test_a_late_instance_brings_its_adapters_but_none_whose_unload_a_front_end_knows(tmp_path, knows_unload):
+    """An instance was away at the unload, and during the recovery of the next controller."""
+    path, loaded = str(tmp_path / "engines"), {"start": ("places/start", 1), "new": ("places/new", 2)}
+    cluster = cluster_config(FrontEndConfig(engines_address=path), adapters=(("start", "places/start"),))
+    made: list[Instance] = []
+
+    async def run() -> None:
+        routes, address = make_routes(cluster), Address(path=path)
+        async with controlled_fleet(cluster, routes, "engines_address", address) as controlled:
+            log = ClusterStateLog(controlled.instance_registry, routes, None)
+            log.recover(ClusterState(number=7, served=Served({}, {"new": 2} if knows_unload else {})))
+            controlled.catch_up.end_recovery()
+            made.append(Instance("late", path, adapters=dict(loaded)))
+            await until(lambda: len(controlled.instance_registry.live) == 1)
+            left = {"start": loaded["start"]} if knows_unload else loaded
+            assert made[0].loop.adapters == left
+            assert controlled.instance_registry.adapters.keys() == left.keys()
+
+    try:
+        asyncio.run(run())
+    finally:
+        for one in made:
+            one.stop()
+
+
 def test_a_call_under_way_when_the_controller_ends_is_told_so():
     async def test(cluster: Cluster) -> None:
         [one, _] = cluster.front_ends
