@@ -224,6 +224,7 @@ def main() -> None:
     """Fork until the other end hangs up."""
     for name in _LOADED:
         importlib.import_module(name)
+    importlib.import_module("tests.patient_workers").workers_have_time().__enter__()
     gc.collect()
     gc.freeze()
     _fork_when_asked(socket.socket(fileno=int(sys.argv[1])))

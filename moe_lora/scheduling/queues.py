@@ -7,7 +7,6 @@ Background requests compute in steps without other requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic
 
 from moe_lora.core.request import BACKGROUND
@@ -32,10 +31,9 @@ class TenantQueue(RequestQueue[Sequence]):
     def __init__(
         self, counter: VirtualTokenCounter, waiting: RequestQueue[Sequence], max_num_seqs: int
     ) -> None:
-        super().__init__(self._fair_order)
+        super().__init__(lambda requests: counter.order(waiting.order(requests)))
         self.counter = counter
         self.in_vain = False
-        self._order_of_one = waiting.order
         self._max_num_seqs = max_num_seqs
         self._max_returned = max_num_seqs
         """Slots to return at once: as many as found another tenant's request lately."""
@@ -53,9 +51,6 @@ class TenantQueue(RequestQueue[Sequence]):
     def remove(self, sequence: Sequence, /) -> None:
         super().remove(sequence)
         self.counter.dequeue(sequence.tenant)
-
-    def _fair_order(self, requests: Iterable[Sequence]) -> Iterator[Sequence]:
-        return self.counter.order(self._order_of_one(requests))
 
     def to_preempt(self, running: list[Sequence], loading: list[Sequence]) -> list[Sequence]:
         """Running requests to preempt in a full batch: the tenants exceed their shares of the slots, and
@@ -95,8 +90,8 @@ class Background(Generic[Sequence]):
         self._parked: RequestQueue[Sequence] = RequestQueue()
         self._arrived: list[Sequence] = []
         """Other requests since the last plan."""
-        self._others: tuple[RequestQueue[Sequence], TenantQueue[Sequence] | None] | None = None
-        """Queues of other requests while background requests run."""
+        self._others: TenantQueue[Sequence] | None = None
+        """Queue of other requests while background requests run."""
 
     @property
     def runs(self) -> bool:
@@ -123,20 +118,22 @@ class Background(Generic[Sequence]):
         """Before a plan: change between background and other requests if due."""
         scheduler = self._scheduler
         if self._arrived and self._others is not None:
-            self._put_back(*self._others)
+            self._put_back(self._others)
         if self._others is None:
             if scheduler.running or scheduler.loading or scheduler.waiting or not self._parked:
                 return
-            self._others = scheduler.waiting, scheduler.tenants
+            if scheduler.tenants is None:
+                scheduler.count_tenants()  # tokens of background requests count for no tenant
+            self._others = scheduler.tenants
             scheduler.waiting, scheduler.tenants = RequestQueue(), None
         scheduler.waiting.extend(self._parked)
         self._parked.clear()
 
-    def _put_back(self, waiting: RequestQueue[Sequence], tenants: TenantQueue[Sequence] | None) -> None:
+    def _put_back(self, others: TenantQueue[Sequence]) -> None:
         scheduler = self._scheduler
         scheduler.preempt_all()
         self._parked.extendleft(reversed(scheduler.waiting))
-        self._others, scheduler.waiting, scheduler.tenants = None, waiting, tenants
+        self._others, scheduler.waiting, scheduler.tenants = None, others, others
         arrived, self._arrived = self._arrived, []
         for sequence in arrived:
             scheduler.add(sequence)

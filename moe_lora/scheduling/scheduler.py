@@ -108,7 +108,7 @@ class Scheduler(Generic[Sequence]):
         if self._lane is None:
             self._lane = lane
         elif self.tenants is None and lane != self._lane:
-            self._count_tenants()
+            self.count_tenants()
         self.waiting.append(sequence)
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
@@ -120,7 +120,7 @@ class Scheduler(Generic[Sequence]):
             self.background = Background(self, self._adapters)
         self.background.add(sequence)
 
-    def _count_tenants(self) -> None:
+    def count_tenants(self) -> None:
         """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""
         from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_lora.core.request import BACKGROUND
@@ -101,6 +101,9 @@ def steps_of(arrivals, *, background: bool) -> list[dict[str, int]]:
 
 
 @given(ARRIVALS)
+@example(
+    [(0, 1, 1, "", 0, True), (0, 1, 1, "one", 0, False), (2, 3, 1, "", 0, False), (2, 10, 1, "one", 0, False)]
+)
 def test_steps_of_other_requests_are_those_without_background(arrivals):
     alone, both = (steps_of(arrivals, background=one) for one in (False, True))
     for without, beside in zip(alone, both, strict=True):

@@ -20,7 +20,7 @@ def decisions(seed: int, *, from_start: bool) -> list[object]:
     sizes = {"num_pages": rng.choice([24, 40, 80]), "max_num_seqs": rng.choice([2, 4, 8])}
     parts = Parts(ADAPTERS, max_num_batched_tokens=32, max_adapters=rng.choice([None, 3]), **sizes)
     if from_start:
-        parts.scheduler._count_tenants()
+        parts.scheduler.count_tenants()
         parts.cache._divide()
     found: list[object] = []
     arrival, shares = rng.randrange(5, 60), {"one": 1.0, "two": rng.choice([1.0, 2.0]), "three": 0.5}

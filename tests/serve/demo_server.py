@@ -22,6 +22,8 @@ PATIENT = (
     *("--set", f"front_end.heartbeat_timeout_s={PATIENCE_S}"),
     *("--set", f"front_end.heartbeat_dead_s={2 * PATIENCE_S}"),
 )
+PATIENT_FILE = f"front_end: {{}}\nfixed: {{front_end: {{check_timeout_s: {PATIENCE_S}}}}}\n"
+"""For a setting without an option: a test without a file of its own has this one."""
 
 
 class DemoServer:
@@ -91,9 +93,13 @@ def demo_server(
     """
     command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(model), "--port", "0"]
     command += ["--served-model-name", "demo", "--threads", "1", *PATIENT, *options]
-    with log.open("w") as file:
+    if "--config" not in options:
+        file = log.with_suffix(".yaml")
+        file.write_text(f"model_dir: {model}\n{PATIENT_FILE}")
+        command += ["--config", str(file)]
+    with log.open("w") as stderr:
         start = subprocess.Popen if anew else processes.subprocess.Popen  # forks, see `tests.forked_children`
-        process = start(command, stderr=file)
+        process = start(command, stderr=stderr)
     try:
         yield DemoServer(process, log)
     finally:

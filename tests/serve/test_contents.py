@@ -18,7 +18,7 @@ import pytest
 from demo.tasks import prompt_for
 
 from .demo_server import DEMO, DemoServer, demo_server
-from .test_instances import instance_values, until, until_both_up
+from .instance_parts import instance_values, until, until_both_up
 
 ADAPTERS = DEMO / "adapters"
 NAMES = list(json.loads((ADAPTERS / "index.json").read_text()))

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from .demo_server import DEMO, DemoServer, demo_server
+from .instance_parts import until
 from .neighbours import Neighbours, ask
-from .test_instances import until
 
 INJECTED = '''
 import os

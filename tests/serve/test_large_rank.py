@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from moe_lora import LLM, SamplingParams
 
 from .demo_server import DEMO, DemoServer, demo_server
+from .instance_parts import until
 from .neighbours import Neighbours, ask, stream
-from .test_instances import until
 
 RANK = 513
 UPPER = DEMO / "adapters" / "upper"

@@ -22,7 +22,7 @@ from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
 from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
-from .test_instances import command, gone, until
+from .instance_parts import command, gone, until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))
 # Fewer places than adapters, so that leases are waited for and adapters come and go.

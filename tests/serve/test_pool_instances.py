@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.shared_memory import names_in_shm
 
 from .demo_server import DEMO, DemoServer, demo_server
-from .test_instances import gone, until, until_both_up
+from .instance_parts import gone, until, until_both_up
 from .test_placement_instances import ADAPTERS, complete_all
 
 FLEET = ("--eager", "--instances", "2", "--dtype", "float32", "--routing", "round_robin", "--max-loras", "2")

@@ -11,7 +11,7 @@ import httpx
 from tests.stopped_processes import stop
 
 from .demo_server import demo_server
-from .test_instances import until
+from .instance_parts import until
 
 
 def test_engine_that_is_stopped_is_unhealthy_and_said_once_and_healthy_when_it_gets_on(tmp_path):

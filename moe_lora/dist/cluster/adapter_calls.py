@@ -246,9 +246,8 @@ class FleetAdapters:
             self.ranks[name] = info.lora_rank
             return info
 
-    async def _merge_late(self, client: EngineClient, have: Mapping[str, ServedVersion]) -> None:
+    async def _merge_late(self, have: Mapping[str, ServedVersion], ranks: Mapping[str, int]) -> None:
         """Serve an instance's adapters of an earlier controller, unless changed since the recovery."""
-        ranks = {one.name: one.lora_rank for one in await client.list_adapters()}
         registry = self.instance_registry
         await registry.at_rest()  # a version under load counts
         now, before = registry.served, registry.recovered or Served()

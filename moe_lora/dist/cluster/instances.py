@@ -220,7 +220,7 @@ class InstanceRegistry:
         """Called with a name that is no longer served; set as `on_move` is."""
         self.recovered: Served | None = None
         """The account at the end of the recovery, with late reports; None before."""
-        self.on_late: Callable[[EngineClient, Mapping[str, ServedVersion]], Awaitable[None]] | None = None
+        self.on_late: Callable[[dict[str, ServedVersion], dict[str, int]], Awaitable[None]] | None = None
         """Called with an engine's process new here and its adapters, after the recovery."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)

@@ -96,15 +96,18 @@ async def catch_up(
         have[name] = replace(adapter, content_hash=content_hash)
 
 
-async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> dict[str, ServedVersion]:
+async def held_by(
+    client: DialledClient, ranks: dict[str, int], pool: PoolDirectory | None = None
+) -> dict[str, ServedVersion]:
     """The engine's adapters, after all earlier commands.  Raises EngineDeadError.
 
-    pool: learns the engine's adapters and holdings.
+    ranks: learns the adapters' LoRA ranks.  pool: learns the engine's adapters and holdings.
     """
     await client.settled()
     if pool is not None:
         await pool.enter(client)
     infos: list[AdapterInfo] = await client.call("list_adapters")
+    ranks.update({info.name: info.lora_rank for info in infos})
     return {
         info.name: ServedVersion(info.path or "", info.version, info.pinned, info.content_hash or None)
         for info in infos
@@ -139,17 +142,18 @@ class CatchUp:
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put an engine into routing.  Raises EngineDeadError after the engine's end, or after `close`."""
         registry = self._instance_registry
-        have, missing = await held_by(client, registry.pool), set[str]()
-        instance.problems = {}
+        ranks, missing = dict[str, int](), set[str]()
+        have, instance.problems = await held_by(client, ranks, registry.pool), {}
         asleep, paused = [await client.call(verb) for verb in ("sleep_orders", "current_pauses")]
         if (asleep or paused) and (registry.recovered is None or not registry.live):
             registry.standing_orders().recover(asleep, paused)
         if registry.recovered is None:
             registry.recover(Served.of(have))
             await registry.at_rest()
-            have = await held_by(client, registry.pool)  # engines that start together get adapters meanwhile
+            # engines that start together get adapters meanwhile
+            have = await held_by(client, ranks, registry.pool)
         elif incarnation != instance.incarnation and registry.on_late is not None:
-            await registry.on_late(client, have)
+            await registry.on_late(have, ranks)
         may_differ = instance.silent or (registry.standing is not None and bool(registry.standing.pauses))
         known = await self._order(client, {}, may_differ=may_differ)
         while not await registry.join(instance, client, have, missing, incarnation):
@@ -419,7 +423,7 @@ class InstanceListener:
                 registry = self._instance_registry
                 if registry.standing is not None:
                     await registry.standing.until_given(caller.name, caller.epoch)
-                have = await held_by(client)
+                have = await held_by(client, {})
                 self._instance_registry.join_as_it_is(instance, client, have, caller.epoch)
             how = "gets on again" if was_silent else f"dialled in from {caller.host}"
             logger.info("instance %s %s", caller.name, how)

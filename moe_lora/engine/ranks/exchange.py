@@ -214,7 +214,7 @@ class RankLostError(EngineDeadError):
 
 def _lost(error: RuntimeError) -> RankLostError:
     return RankLostError(
-        "another rank of this instance ended or does not answer; "
+        "another rank of this instance ended or does not answer within rank_timeout_s; "
         f"restart the instance ({str(error).splitlines()[0]})"
     )
 

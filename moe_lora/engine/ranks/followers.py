@@ -199,7 +199,7 @@ class Followers:
                 ready = wait_for([*waiting, *([] if until is None else [until])], within_s)
                 if not ready:
                     assert within_s is not None
-                    raise _silent(min(waiting.values()), within_s)
+                    raise self._silent(min(waiting.values()), within_s)
                 if until in ready:
                     break
                 for connection in ready:
@@ -265,7 +265,7 @@ class Followers:
         num_ranks, now_s = len(self._connections) + 1, time.monotonic()
         for order in self._ended.values():
             if len(order.errors) < num_ranks and now_s - order.since_s > self.timeout_s:
-                raise _silent(min(set(range(num_ranks)) - set(order.errors)), self.timeout_s)
+                raise self._silent(min(set(range(num_ranks)) - set(order.errors)), self.timeout_s)
         whole = [number for number, order in self._ended.items() if len(order.errors) == num_ranks]
         results = [(number, self._ended.pop(number).error) for number in whole]
         self.lagging = bool(self._ended)
@@ -316,6 +316,11 @@ class Followers:
             child = self._children[dist_rank - 1]
             wait([child.ended], STOP_TIMEOUT_S)
             how = child.how_ended if child.ended.done() else "closed its connection"
+        return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
+
+    def _silent(self, dist_rank: int, within_s: float) -> EngineDeadError:
+        cause = "this machine is overloaded" if within_s != self.timeout_s else "rank_timeout_s is too short"
+        how = f"does not answer within {within_s:g} s: it hangs, or {cause}"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
     def attach(self, runner: ModelRunner, rank: Rank) -> None:
@@ -373,13 +378,6 @@ def start_followers(config: EngineConfig) -> Followers:
         raise
     followers.end_stopped()
     return followers
-
-
-def _silent(dist_rank: int, within_s: float) -> EngineDeadError:
-    return EngineDeadError(
-        f"rank {dist_rank} of this instance does not answer within {within_s:g} s: it hangs, or a step takes "
-        "longer than rank_timeout_s; restart the instance"
-    )
 
 
 class LoadedLayers:

@@ -153,11 +153,14 @@ class ClusterStateLog:
                 self._placement.resume(state.demand)
 
     def learn_orders(self, state: ClusterState) -> None:
-        """Learn an operator's orders to instances without an order here, and unknown aliases, even from a
-        late state.
+        """Learn an operator's orders to instances without an order here, unknown aliases, and unloads of
+        adapters not served here, even from a late state.
 
-        Otherwise a drained instance would get requests.
+        Otherwise a drained instance would get requests, and a late instance bring an adapter back.
         """
+        served, here = state.served, self._instance_registry.adapters
+        gone = {one: n for one, n in served.versions.items() if one not in {*served.adapters, *here}}
+        self._instance_registry.recover(Served({}, gone))
         drains, aliases = self._instance_registry.drains, self._instance_registry.aliases
         drains.learn({name: order for name, order in state.drains.items() if name not in drains.orders})
         if new := {name: one for name, one in state.aliases.items() if name not in aliases}:

@@ -196,11 +196,7 @@ class FrontEndListener:
         if before is not None:
             self._state_log.learn_orders(before)
         if before is not None and before.number >= now.number and before != now:
-            logger.warning(
-                "front end %s had state %d of an earlier controller, which is given up: it came too late",
-                session.name,
-                before.number,
-            )
+            logger.warning("front end %s: state %d given up: it came too late", session.name, before.number)
             self._state_log.count_above(before)
             # Front ends with the same state under a lower number would count as late.
             self._send_all()
