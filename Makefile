@@ -32,9 +32,9 @@ demo: venv
 
 # In four parts at a time: what mostly awaits other processes leaves cores to others.
 # Inductor generates code in the test's process: workers would import torch anew.
-CLUSTERS := tests/dist tests/config/test_cluster.py
+CLUSTERS := tests/dist tests/config/test_cluster.py tests/kernels
 SERVERS := tests/serve
-MODELS := tests/engine tests/models tests/kernels
+MODELS := tests/engine tests/models
 test: venv
 	@echo "Running all tests that need no GPU. Last time here: $$(cat $(TEST_TIME) 2>/dev/null || echo not known yet)."
 	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); export OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1; \
