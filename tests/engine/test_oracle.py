@@ -71,6 +71,7 @@ def test_mixed_batch_continues_as_peft_does(family, way, served):  # noqa: F811
     if way == "one_adapter_resident":  # and history leaves with its adapter
         assert stats.adapter_evictions > 0
     else:
-        assert (stats.prefix_hit_tokens > 0) == (family not in RECURRENT_FAMILIES)
+        has_room = way != "few_pages" or family not in RECURRENT_FAMILIES  # for snapshots of states
+        assert stats.prefix_hit_tokens > 0 or not has_room
     if way == "few_pages":
         assert stats.num_preemptions > 0
