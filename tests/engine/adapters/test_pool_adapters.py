@@ -278,9 +278,10 @@ def num_memory_files() -> int:
 
 @pytest.mark.parametrize("instances", ["shm"], indirect=True)
 def test_memory_of_an_adapter_goes_with_it(instances, packed):
-    def mapped() -> int:
+    def mapped() -> set[str]:
         gc.collect()
-        return Path("/proc/self/maps").read_text().count("memfd:moe_lora")
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {line for line in lines if "memfd:moe_lora" in line}
 
     one, two = instances(), instances()
     mapped()  # what earlier tests left is gone
@@ -289,11 +290,11 @@ def test_memory_of_an_adapter_goes_with_it(instances, packed):
     two.keep(bare(packed), "nowhere")
     two.set_sources(packed.content_hash, [source])
     assert fetched(two.reader(packed.content_hash), packed)
-    assert mapped() > before[1]
+    assert mapped() - before[1]
     one.drop(packed.content_hash)
     num_files, num_mapped = num_memory_files(), mapped()
     assert num_files <= before[0], "those of earlier tests may go meanwhile"
-    assert num_mapped == before[1]
+    assert num_mapped <= before[1]
 
 
 class Device:
