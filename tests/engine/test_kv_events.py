@@ -126,7 +126,7 @@ def test_a_subscriber_gets_batches_as_they_come_and_an_instance_adds_its_number_
     ("given", "message"),
     [
         ("{", "not vLLM's kv_events_config"),
-        ('{"enable_kv_cache_events": true, "endpiont": "tcp://*:5557"}', "endpiont"),
+        ('{"enable_kv_cache_events": true, "place": "tcp://*:5557"}', "place"),
         ('{"enable_kv_cache_events": true, "publisher": "kafka"}', "kafka"),
         ('{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/a"}', "tcp://HOST:PORT"),
         ('{"enable_kv_cache_events": true, "buffer_steps": 0}', "buffer_steps"),
