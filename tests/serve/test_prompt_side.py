@@ -238,10 +238,12 @@ def test_minus_one_shortens_to_the_context(demo, demo_ids):
         ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "between 1 and 256"),
         ({"truncate_prompt_tokens": 1, "truncation_side": "top"}, "truncation_side", "left"),
         ({"echo": "yes"}, "echo", "bool"),
+        ({"echo": True, "prompt": [-1]}, "prompt", "token id -1"),
+        ({"echo": True, "prompt": [5, 1 << 40]}, "prompt", "out of vocabulary"),
     ],
 )
 def test_wrong_values_are_refused(demo, body, param, message):
-    error = refused(demo, prompt="hello", **body)
+    error = refused(demo, **{"prompt": "hello", **body})
     assert error["param"] == param
     assert message in error["message"]
 

@@ -18,6 +18,7 @@ from moe_lora.serve.http_errors import ApiError, bad_request, to_json
 
 from .endpoints import LEAST_LOGPROB, ChatFormat, ChoiceFormat, CompletionFormat
 from .generation import Delta, Generation
+from .preparing import check_prompt
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def prompt_side(
             what = f"echo has more than {MAX_STREAMED_SCORES} log probabilities of a prompt in a stream"
             raise bad_request(f"{what}; leave stream out, or lower logprobs", "stream")
         sampling = replace(sampling, prompt_logprobs=-1 if -1 in asked else max(asked))
+    for part in kept:
+        check_prompt(part, sampling, info)
     texts = zip(cast("CompletionRequest", body).prompts, prompts, kept, strict=True)
     echo = tuple(
         given if isinstance(given, str) and len(whole) == len(part) else _decoded(part, tokenizer)
