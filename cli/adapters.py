@@ -146,7 +146,7 @@ def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | No
     help="Folder of the base model; adapters that do not fit are refused.",
 )
 @click.option("--name", help="Name for requests.  [default: the name of the folder]")
-@click.option("--owner", default="", help="Person or team to ask.")
+@click.option("--owner", show_default=False, default="", help="Person or team to ask.")
 @click.option("--link", is_flag=True, help="Refer to the files without copying.")
 @user_errors
 def add(

@@ -22,7 +22,6 @@ def server_options(command: Command) -> Command:
     return click.option(
         "--url",
         default="http://127.0.0.1:8000",
-        show_default=True,
         help="The server's URL, or the path of its socket for administrators.",
     )(command)
 
@@ -66,7 +65,6 @@ _LOOK_S = 0.2
     "--wait-s",
     type=click.FloatRange(min=0),
     default=60.0,
-    show_default=True,
     help="Time until the last request has ended or moved.",
 )
 @user_errors
@@ -120,7 +118,6 @@ _DRAIN_MOST_S = 3600.0
     "--limit-s",
     type=click.FloatRange(min=0, min_open=True, max=3600),
     default=300.0,
-    show_default=True,
     help="Time for each process to take part, at first and after its restart.",
 )
 @click.option(

@@ -20,7 +20,6 @@ def cluster() -> None:
     "--folder",
     type=click.Path(path_type=Path),
     default=Path("certificates"),
-    show_default=True,
     help="Folder to write; `certificates` in the file.",
 )
 @user_errors

@@ -41,7 +41,6 @@ def keys() -> None:
     "--share",
     type=click.FloatRange(1e-3, 1e3),
     default=1.0,
-    show_default=True,
     help="Weight of the tenant among competing tenants.",
 )
 @user_errors

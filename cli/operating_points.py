@@ -38,33 +38,21 @@ _ENGINE += QUANTISATION
     type=click.Path(exists=True, dir_okay=False),
     help="Simulate with a file of `profile-steps` instead of running MODEL_DIR.",
 )
-@click.option("--ranks", default="8,16,32,64,128", show_default=True, type=WholeNumbers(1, 512))
+@click.option("--ranks", default="8,16,32,64,128", type=WholeNumbers(1, 512))
 @click.option("--slo-ttft-s", required=True, type=float, help="P95 of TTFT.")
 @click.option("--slo-tpot-s", required=True, type=float, help="Mean TPOT over requests.")
-@click.option(
-    "--adapters", "num_adapters", default=8, show_default=True, type=int, help="Adapters of the rank."
-)
-@click.option("--prompt-tokens", default=64, show_default=True, type=int)
-@click.option("--output-tokens", default=32, show_default=True, type=int)
-@click.option("--num-requests", default=100, show_default=True, type=int, help="Least requests of a run.")
+@click.option("--adapters", "num_adapters", default=8, type=int, help="Adapters of the rank.")
+@click.option("--prompt-tokens", default=64, type=int)
+@click.option("--output-tokens", default=32, type=int)
+@click.option("--num-requests", default=100, type=int, help="Least requests of a run.")
 @click.option(
     "--duration-s",
     type=float,
     help="Least length of a run.  [default: 20 TTFT + an answer at the SLO's TPOT]",
 )
-@click.option(
-    "--repeats",
-    default=3,
-    show_default=True,
-    type=click.IntRange(1, 99),
-    help="Largest number of runs at a rate.",
-)
-@click.option(
-    "--tolerance", default=0.05, show_default=True, type=float, help="Relative width of the result."
-)
-@click.option(
-    "--start-per-s", default=4.0, show_default=True, type=float, help="First rate to try, in requests/s."
-)
+@click.option("--repeats", default=3, type=click.IntRange(1, 99), help="Largest number of runs at a rate.")
+@click.option("--tolerance", default=0.05, type=float, help="Relative width of the result.")
+@click.option("--start-per-s", default=4.0, type=float, help="First rate to try, in requests/s.")
 @user_errors
 def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
     """Search, rank by rank, the highest rate at which the model in MODEL_DIR holds the SLO.

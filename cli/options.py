@@ -101,17 +101,10 @@ _MODEL = (
         help="Serve every PEFT adapter below, by folder name.",
     ),
     headed(
-        "Adapters",
-        "--skip-bad-adapters",
-        is_flag=True,
-        help="Start without adapters that can't be served.",
+        "Adapters", "--skip-bad-adapters", is_flag=True, help="Start without adapters that can't be served."
     ),
     headed(
-        "More",
-        "--config",
-        "config_file",
-        metavar="FILE",
-        help="Read settings from a file; options override.",
+        "More", "--config", "config_file", metavar="FILE", help="Read settings from a file; options override."
     ),
     headed(
         "More",

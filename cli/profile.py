@@ -25,17 +25,11 @@ _BATCHES = tuple(2**power for power in range(9))
 @click.command()
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
-@click.option(
-    "--max-batch",
-    default=256,
-    show_default=True,
-    type=click.IntRange(2, 4096),
-    help="Largest number of rows.",
-)
-@click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 512))
-@click.option("--num-adapters", default=32, show_default=True, type=click.IntRange(min=1))
-@click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF.")
-@click.option("--context-tokens", default=512, show_default=True, type=click.IntRange(min=1))
+@click.option("--max-batch", default=256, type=click.IntRange(2, 4096), help="Largest number of rows.")
+@click.option("--lora-rank", default=16, type=click.IntRange(1, 512))
+@click.option("--num-adapters", default=32, type=click.IntRange(min=1))
+@click.option("--zipf", default=1.2, help="Popularity ~ 1 / place**ZIPF.")
+@click.option("--context-tokens", default=512, type=click.IntRange(min=1))
 @user_errors
 def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
     """Time one layer of the model in MODEL_DIR: attention, experts, LoRA deltas, transfers.

@@ -32,53 +32,34 @@ _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
     "kernels",
     multiple=True,
     default=(EngineConfig.lora_kernel,),
-    show_default=True,
     type=click.Choice(LORA_KERNELS),
     help="May be given several times; engines are timed in turn.",
 )
-@click.option("--ranks", default="8,16,32,64,128", show_default=True, type=WholeNumbers(1, 512))
-@click.option("--batches", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(1, 4096))
+@click.option("--ranks", default="8,16,32,64,128", type=WholeNumbers(1, 512))
+@click.option("--batches", default="1,2,4,8,16,32", type=WholeNumbers(1, 4096))
 @click.option(
-    "--adapters",
-    "num_adapters",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1, 1024),
-    help="Adapters of each rank.",
+    "--adapters", "num_adapters", default=8, type=click.IntRange(1, 1024), help="Adapters of each rank."
 )
 @click.option(
     "--mixed",
     "num_mixed",
     default=48,
-    show_default=True,
     type=click.IntRange(0, 10_000),
     help="Batches of drawn size and ranks.",
 )
+@click.option("--rounds", default=5, type=click.IntRange(1, 1000), help="Rounds of every batch.")
 @click.option(
-    "--rounds",
-    default=5,
-    show_default=True,
-    type=click.IntRange(1, 1000),
-    help="Rounds of every batch.",
-)
-@click.option(
-    "--decode-steps",
-    default=4,
-    show_default=True,
-    type=click.IntRange(1, 64),
-    help="Timed decode steps of each round.",
+    "--decode-steps", default=4, type=click.IntRange(1, 64), help="Timed decode steps of each round."
 )
 @click.option(
     "--max-tokens",
     default=512,
-    show_default=True,
     type=click.IntRange(1, 65536),
     help="Largest number of tokens of a prefill step.",
 )
 @click.option(
     "--quantile",
     default=0.5,
-    show_default=True,
     type=click.FloatRange(0, 1),
     help="Quantile of a batch's samples; 0.5: median.  Lower values suit a shared machine.",
 )
@@ -92,7 +73,7 @@ _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
     is_flag=True,
     help="Time one host worker, prompts and loads too, for the choice between host worker and load.",
 )
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0)
 @click.option("--force", is_flag=True, help=f"Write models with R2 below {LEAST_R2:g} too.")
 @user_errors
 def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **options: Any) -> None:

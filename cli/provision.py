@@ -46,13 +46,12 @@ _ADAPTERS = (
         "--adapter-form",
         type=click.Choice(["separate", "shared"]),
         default="separate",
-        show_default=True,
         help="separate: gate and up have an A each; shared: one A for both.",
     ),
 )
 _CLUSTER = (
     click.option("--model", required=True, help="Folder with a config.json, or a name such as Mixtral-8x7B."),
-    click.option("--hardware", default="hopper96", show_default=True, help="Profile: name, or JSON file."),
+    click.option("--hardware", default="hopper96", help="Profile: name, or JSON file."),
     click.option(
         "--assume",
         multiple=True,

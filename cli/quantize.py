@@ -26,9 +26,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 @click.command()
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--format", "kind", default="int8", show_default=True, type=click.Choice(["int8", "int4", "fp8"])
-)
+@click.option("--format", "kind", default="int8", type=click.Choice(["int8", "int4", "fp8"]))
 @click.option(
     "--group-size",
     type=int,

@@ -49,8 +49,8 @@ _PROMPTS = (
     click.option("--random-prompts", is_flag=True, help="Random token ids even if the trace has texts."),
 )
 _RESULT = (
-    click.option("--slo-ttft-s", default=0.25, show_default=True),
-    click.option("--slo-tpot-s", default=0.1, show_default=True),
+    click.option("--slo-ttft-s", default=0.25),
+    click.option("--slo-tpot-s", default=0.1),
     click.option("--label", help="Name of the run in tables and plots.  [default: the model]"),
     click.option("--emulates", metavar="DEVICE", help="Device that the server emulates; marks the results."),
     click.option("--quiet", is_flag=True, help="Print no table and no file names."),

@@ -11,7 +11,7 @@ from .errors import user_errors
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="HTML file to write.")
-@click.option("--title", default="Load test", show_default=True)
+@click.option("--title", default="Load test")
 @user_errors
 def report(runs: tuple[str, ...], out: str, title: str) -> None:
     """Compare RUNS, files of `moe-lora replay --save-result`, in one HTML page and a table."""
