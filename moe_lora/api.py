@@ -40,7 +40,7 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 from moe_lora.engine.text.adapter_text import log_adapter_text
 from moe_lora.engine.text.text import TextDelta, TextStream, served_tokenizer
-from moe_lora.engine.text.tokenizer_files import ChatSettings, log_generation_config
+from moe_lora.engine.text.tokenizer_files import log_generation_config
 
 __all__ = [
     "LLM",
@@ -200,9 +200,7 @@ class _Engine:
         )
         if config.pool is not None:
             raise ConfigError("an adapter pool is over several instances, but this is one; leave pool out")
-        self.tokenizer = served_tokenizer(
-            config.model_dir, ChatSettings(config.chat_template, config.chat_template_kwargs)
-        )
+        self.tokenizer = served_tokenizer(config)
         if config.generation_config == "auto":
             log_generation_config(config.model_dir)
         self.client = InProcessClient(build_engine(config))

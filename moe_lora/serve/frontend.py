@@ -16,7 +16,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.messages import KnownAliases
 from moe_lora.engine.text.text import served_tokenizer
-from moe_lora.engine.text.tokenizer_files import TEXT_FILES, ChatSettings, log_generation_config
+from moe_lora.engine.text.tokenizer_files import TEXT_FILES, log_generation_config
 from moe_lora.serve.metrics import Metrics
 
 from .limits import REFUSALS, Limits
@@ -107,13 +107,7 @@ def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
     A thread compiles the chat templates and searches adapter folders during the start of instances.
     """
     engine = cluster.engine
-    tokenizer = (
-        None
-        if cluster.front_end.tokens_only
-        else served_tokenizer(
-            engine.model_dir, ChatSettings(engine.chat_template, engine.chat_template_kwargs)
-        )
-    )
+    tokenizer = None if cluster.front_end.tokens_only else served_tokenizer(engine)
     if engine.generation_config == "auto":
         log_generation_config(engine.model_dir)
 

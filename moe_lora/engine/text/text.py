@@ -33,6 +33,8 @@ from .tokenizer_files import (
 if TYPE_CHECKING:
     import tokenizers
 
+    from moe_lora.config import EngineConfig
+
     from .chat_template import ChatTemplates
 
 LONG_TEXT_CHARS = 2000
@@ -176,15 +178,15 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
 
 
-def served_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
+def served_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """As `load_tokenizer`, with a line in the log if the tokenizer's size is not the model's vocabulary.
 
     Raises ConfigError, with the kind of the file, also for a file beside the tokenizer that is a pointer of
     Git LFS, a web page or empty.
     """
-    folder = Path(model_dir)
+    folder = Path(config.model_dir)
     check_text_files(folder, ("generation_config.json", "merges.txt"))
-    tokenizer = load_tokenizer(folder, chat)
+    tokenizer = load_tokenizer(folder, ChatSettings(config.chat_template, config.chat_template_kwargs))
     if tokenizer is not None and (folder / "config.json").is_file():
         _log_vocabulary(tokenizer.vocab_size, read_config(folder).get("vocab_size"))
     return tokenizer
