@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_lora.report.results import append_result, git_state, is_commit
+from moe_lora.report.results import append_result, git_state
 from moe_lora.report.results import environment as this_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def environment(out: str | Path | None) -> dict[str, Any]:
             raise SystemExit(
                 f"{COMMIT}={given!r} is no commit; give all 40 digits, as git rev-parse HEAD does"
             )
-        if is_commit(ROOT, given):
+        if _is_commit(given):
             raise SystemExit(
                 f"{COMMIT}={given} is a commit of this repository, which is at {env['git_commit']}; leave it "
                 "unset here: it is for copies"
@@ -78,6 +78,11 @@ def environment(out: str | Path | None) -> dict[str, Any]:
     if out is not None and env["git_dirty"]:
         _refuse(Path(out))
     return env
+
+
+def _is_commit(name: str) -> bool:
+    command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{name}^{{commit}}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _refuse(out: Path) -> None:

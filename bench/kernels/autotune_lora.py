@@ -30,6 +30,7 @@ from .lora_kernel_clock import COLD_BYTES, Passes
 from .lora_kernel_own import ALGORITHMS, gpu_phases
 from .lora_kernel_plan import ALL, CaseSpec, Shape
 from .lora_kernel_runs import check
+from .lora_spaces import config_space, save_table
 from .lora_tuning import Crossovers, Found, Pair, Target, descend, in_turn, rank_classes, together, updated
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -212,9 +213,9 @@ def main(budget_s: float, state: Path, dtype: str, dry_run: bool) -> None:
     commit = environment(None)["git_commit"]
     note = f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}."
     note += " Others are defaults."
-    configs.save_table(updated(table, list(shapes), found, {}, note))
+    save_table(updated(table, list(shapes), found, {}, note))
     classes = crossovers(tuner, found, deadline)
-    path = configs.save_table(updated(table, list(shapes), found, classes, note))
+    path = save_table(updated(table, list(shapes), found, classes, note))
     tuned = sum(found.best(target) is not None for target in shapes)
     click.echo(f"{path}: {tuned} of {len(shapes)} kernels tuned, {len(classes)} rules of ranks")
     click.echo("\n".join(tuner.failures[:20]))
@@ -223,7 +224,7 @@ def main(budget_s: float, state: Path, dtype: str, dry_run: bool) -> None:
 def plan_text(shapes: Mapping[Target, Shape], table: ConfigTable) -> str:
     """The planned searches, and their starts."""
     lines = [
-        f"{target.key(phase)}: {len(configs.config_space(target.kernel))} configurations, from {config}"
+        f"{target.key(phase)}: {len(config_space(target.kernel))} configurations, from {config}"
         for target in shapes
         for phase, config in known(table, target).items()
     ]

@@ -27,10 +27,11 @@ from moe_lora.kernels.triton.configs import (
     Config,
     ConfigEntry,
     ConfigTable,
-    config_space,
     order_of,
 )
 from moe_lora.report.results import read_json, write_json
+
+from .lora_spaces import config_space
 
 Pair = dict[str, Config]
 """A configuration for each of PHASES."""

@@ -185,11 +185,6 @@ def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
     return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
 
 
-def is_commit(folder: Path, name: str) -> bool:
-    """True if the folder's repository has this commit."""
-    return _git(folder, "cat-file", "-e", f"{name}^{{commit}}") is not None
-
-
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:

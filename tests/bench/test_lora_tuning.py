@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from bench.kernels.autotune_lora import TUNING_GPU, main, rank_mixes, targets
+from bench.kernels.lora_spaces import config_space
 from bench.kernels.lora_tuning import (
     Found,
     Pair,
@@ -19,7 +20,7 @@ from bench.kernels.lora_tuning import (
     rank_classes,
     updated,
 )
-from moe_lora.kernels.triton.configs import PHASES, Config, config_space, load_table, order_of
+from moe_lora.kernels.triton.configs import PHASES, Config, load_table, order_of
 from moe_lora.kernels.triton.lora.triton_lora import choose
 
 TARGET = Target(kernel="vector_expand", dtype="bf16", in_features=4096, out_features=4096)

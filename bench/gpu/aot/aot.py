@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 
+from bench.kernels.lora_spaces import config_space
 from moe_lora.core.shape import Site
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, Rotation, SlotTable, StepTables, Zeros
 from moe_lora.kernels.triton import configs
@@ -35,6 +36,7 @@ from .aot_check import check
 from .sass import COPIES, MARKS, TENSOR_CORES, TMA
 
 _ROWS, _RANK, _TOP_K = 2, 64, 8
+_DTYPE_OF = {name: dtype for dtype, name in configs.DTYPE_NAMES.items()}
 _HOPPER_SMS = 132
 _WIDTHS = {True: 1024, False: 1001}
 """Widths of a site with rows on, or off, multiples of 16 elements."""
@@ -232,7 +234,7 @@ def attention_builds() -> list[Build]:
     cases += [(dtype, 128, 8, plain) for dtype, plain in itertools.product(("fp16", "fp32"), (True, False))]
     builds: list[Build] = []
     for dtype, head_dim, group, plain in cases:
-        operands = _attention(configs.dtype_named(dtype), head_dim, group, plain)
+        operands = _attention(_DTYPE_OF[dtype], head_dim, group, plain)
         label = f"head_dim={head_dim} group={group}{'' if plain else ' window, sinks'}"
         with launches_recorded(dtype, label) as launched:
             for rows in ((1, 1), (2, 2)):
@@ -284,7 +286,7 @@ def _problem(
     width: of its modules, and by default of its input.
     """
     in_width = in_width or width
-    of_model = configs.dtype_named(dtype)
+    of_model = _DTYPE_OF[dtype]
     site = Site(
         name="aot",
         modules=("module",) * modules,
@@ -339,7 +341,7 @@ def main() -> int:
         split_of_default = table.config("vector_shrink", "bf16", "decode", 0, 0)["split_k"]
         builds = [
             build
-            for config in configs.config_space(kernel)
+            for config in config_space(kernel)
             for build in config_builds(kernel, config, "bf16", 2, split_of_default)
         ]
     wrong = check(builds, arguments.processes)

@@ -16,8 +16,8 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,48 +28,19 @@ from moe_lora.core.shape import MAX_CUDA_LORA_RANK
 
 Config = dict[str, Any]
 
-SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "wgmma_shrink": {
-        "block_t": (16, 32, 64),
-        "block_k": (64, 128, 256),
-        "split_k": (1, 2, 4, 8),
-        "part_k": (512, 1024, 2048),
-        "tma": (False, True),
-        "num_stages": (3, 4, 6),
-        "num_warps": (4,),
-        "programs_per_sm": (1, 2, 3, 4, 6),
-    },
-    "wgmma_expand": {
-        "block_t": (16, 32, 64),
-        "block_c": (64, 128),
-        "blocks_per_item": (1, 2, 4, 8),
-        "tma": (False, True),
-        "num_stages": (2, 3, 4),
-        "num_warps": (4,),
-        "programs_per_sm": (1, 2, 3, 4, 6),
-    },
-    "vector_shrink": {
-        "block_r": (4, 8, 16),
-        "block_k": (256, 512, 1024),
-        "split_k": (1, 2, 4),
-        "num_stages": (1, 2, 4),
-        "num_warps": (4, 8),
-        "programs_per_sm": (2, 4, 8),
-    },
-    "vector_expand": {
-        "block_r": (16, 32),
-        "block_c": (64, 128, 256),
-        "num_stages": (1, 2, 4),
-        "num_warps": (4, 8),
-        "programs_per_sm": (2, 4, 8),
-    },
+_COMMON = ("num_stages", "num_warps", "programs_per_sm")
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "wgmma_shrink": ("block_t", "block_k", "split_k", "part_k", "tma", *_COMMON),
+    "wgmma_expand": ("block_t", "block_c", "blocks_per_item", "tma", *_COMMON),
+    "vector_shrink": ("block_r", "block_k", "split_k", *_COMMON),
+    "vector_expand": ("block_r", "block_c", *_COMMON),
 }
-"""Values worth trying, by kernel and meta-parameter.  `block_t`: tokens of a tile (wgmma's N); `block_r`:
-rank rows; `block_k`: input columns per step; `split_k`: most separate sums over the input width, and
-`part_k`: least columns of a sum; `tma`: weights by TMA, or by pointer; `block_c`: output columns;
-`blocks_per_item`: column blocks per work item; `programs_per_sm`: programs of the persistent grid per SM.
+"""Meta-parameters by kernel.  `block_t`: tokens of a tile (wgmma's N); `block_r`: rank rows; `block_k`:
+input columns per step; `split_k`: most separate sums over the input width, and `part_k`: least columns of a
+sum; `tma`: weights by TMA, or by pointer; `block_c`: output columns; `blocks_per_item`: column blocks per
+work item; `programs_per_sm`: programs of the persistent grid per SM.
 """
-KERNEL_NAMES = tuple(SPACES)
+KERNEL_NAMES = tuple(PARAMETERS)
 ORDER_FIXING: dict[str, tuple[str, ...]] = {
     "wgmma_shrink": ("block_k", "split_k", "part_k"),
     "wgmma_expand": (),
@@ -79,43 +50,22 @@ ORDER_FIXING: dict[str, tuple[str, ...]] = {
 """Meta-parameters that change a row's order of sums.  Tensor cores add along the inner width for any token
 tile; for threads, the whole tile's layout decides.
 """
-_MAX_SHARED_BYTES = 200 * 1024
 
 
 def check_config(kernel: str, config: Config) -> None:
     """Raises ValueError if the kernel is unknown or a meta-parameter is missing, unknown or not a size."""
-    if kernel not in SPACES:
+    if kernel not in PARAMETERS:
         raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
-    if set(config) != set(SPACES[kernel]):
-        raise ValueError(f"{kernel} takes {sorted(SPACES[kernel])}, the config has {sorted(config)}")
+    if set(config) != set(PARAMETERS[kernel]):
+        raise ValueError(f"{kernel} takes {sorted(PARAMETERS[kernel])}, the config has {sorted(config)}")
     for name, value in config.items():
         if int(value) != value or (value < 1 and name != "tma"):
             raise ValueError(f"{name}={value!r} of {kernel} must be a positive integer")
 
 
-def config_space(kernel: str) -> list[Config]:
-    """Every configuration worth trying that fits in shared memory."""
-    if kernel not in SPACES:
-        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
-    names = list(SPACES[kernel])
-    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*SPACES[kernel].values())]
-    return [config for config in every if _staged_bytes(kernel, config) <= _MAX_SHARED_BYTES]
-
-
 def order_of(kernel: str, config: Config) -> tuple[Any, ...]:
     """The configuration's values that fix the order of sums."""
     return tuple(config[name] for name in ORDER_FIXING[kernel])
-
-
-def _staged_bytes(kernel: str, config: Config) -> int:
-    if kernel.startswith("vector"):
-        return 0
-    stages, tokens = config["num_stages"], config["block_t"]
-    if kernel == "wgmma_shrink":
-        per_program = stages * (64 + tokens) * config["block_k"]
-    else:
-        per_program = 64 * (stages * config["block_c"] + 2 * tokens)
-    return 2 * per_program * config["programs_per_sm"]
 
 
 FALLBACK = "default"
@@ -209,7 +159,6 @@ class ConfigTable:
 
 
 _overrides: ContextVar[dict[str, Config]] = ContextVar("overrides", default={})  # noqa: B039
-_tables: dict[str, ConfigTable] = {}
 
 
 def matches(have: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
@@ -224,47 +173,26 @@ def _first_fit(entries: Iterable[ConfigEntry], wanted: tuple[Any, ...]) -> Confi
     return None
 
 
+@cache
 def load_table(gpu_name: str) -> ConfigTable:
     """The table of this GPU (`torch.cuda.get_device_name()`), or the fallback.
 
     Raises ValueError for a bad table: unknown fields, or see `ConfigTable`.
     """
-    if gpu_name not in _tables:
-        path = table_path(gpu_name)
-        path = path if path.exists() else table_path(FALLBACK)
-        data = json.loads(path.read_text())
-        try:
-            entries = tuple(ConfigEntry(**entry) for entry in data["entries"])
-            choices = tuple(Choice(**choice) for choice in data["choices"])
-        except TypeError as error:
-            raise ValueError(f"{path} has a field that tables don't have: {error}") from None
-        dependent = data.get("dependent_launch", False)
-        _tables[gpu_name] = ConfigTable(data["gpu"], data["note"], entries, choices, dependent)
-    return _tables[gpu_name]
-
-
-def save_table(table: ConfigTable, path: Path | None = None) -> Path:
-    """Write the table to `path`, by default the path of `load_table`; returns the path."""
-    path = path or table_path(table.gpu)
-    data = {
-        "gpu": table.gpu,
-        "note": table.note,
-        "dependent_launch": table.dependent_launch,
-        "choices": [_given(choice) for choice in table.choices],
-        "entries": [_given(entry) for entry in table.entries],
-    }
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    _tables.pop(table.gpu, None)
-    return path
+    path = table_path(gpu_name)
+    path = path if path.exists() else table_path(FALLBACK)
+    data = json.loads(path.read_text())
+    try:
+        entries = tuple(ConfigEntry(**entry) for entry in data["entries"])
+        choices = tuple(Choice(**choice) for choice in data["choices"])
+    except TypeError as error:
+        raise ValueError(f"{path} has a field that tables don't have: {error}") from None
+    return ConfigTable(data["gpu"], data["note"], entries, choices, data.get("dependent_launch", False))
 
 
 def table_path(gpu_name: str) -> Path:
     """File of this GPU's table; the name's spaces and slashes become underscores."""
     return CONFIG_DIR / f"{gpu_name.replace(' ', '_').replace('/', '_')}.json"
-
-
-def _given(row: ConfigEntry | Choice) -> dict[str, Any]:
-    return {name: value for name, value in asdict(row).items() if value is not None}
 
 
 @contextmanager
@@ -280,11 +208,6 @@ def override(kernel: str, config: Config) -> Iterator[None]:
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTERPRETED_SMS = 3
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Inverse of the dtype's name."""
-    return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
 
 
 def kernels(name: str) -> ModuleType:

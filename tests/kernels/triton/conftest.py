@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.kernels.lora_spaces import SPACES
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import interpreted
 
@@ -67,6 +68,6 @@ def device() -> torch.device:
 def small_blocks() -> Iterator[None]:
     with ExitStack() as stack:
         for kernel, blocks in SMALL.items():
-            config = {name: values[0] for name, values in configs.SPACES[kernel].items()} | blocks
+            config = {name: values[0] for name, values in SPACES[kernel].items()} | blocks
             stack.enter_context(configs.override(kernel, config))
         yield

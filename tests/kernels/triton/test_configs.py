@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.kernels.lora_spaces import config_space, save_table
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.lora.triton_lora import choose, forced
 from tests.kernels.kernel_cases import QKV
@@ -33,14 +34,14 @@ def test_committed_tables_serve_every_kernel_dtype_and_phase(path):
 
 def test_space_is_made_of_configs_that_tables_take():
     for kernel in configs.KERNEL_NAMES:
-        space = configs.config_space(kernel)
+        space = config_space(kernel)
         assert len({tuple(config.items()) for config in space}) == len(space) > 1
         for config in space:
             configs.check_config(kernel, config)
 
 
 def test_first_entry_that_fits_counts_and_an_override_comes_before(tmp_path):
-    config = configs.config_space("vector_shrink")[0]
+    config = config_space("vector_shrink")[0]
     special = configs.ConfigEntry(
         kernel="vector_shrink", config=config, dtype="bf16", in_features=96, out_features=146, state="tuned"
     )
@@ -48,7 +49,7 @@ def test_first_entry_that_fits_counts_and_an_override_comes_before(tmp_path):
     assert table.config("vector_shrink", "bf16", "decode", 96, 146) == config
     general = TABLE.config("vector_shrink", "bf16", "decode", 96, 146)
     assert table.config("vector_shrink", "bf16", "decode", 96, 147) == general != config
-    other = configs.config_space("vector_shrink")[-1]
+    other = config_space("vector_shrink")[-1]
     with configs.override("vector_shrink", other):
         assert table.config("vector_shrink", "bf16", "decode", 96, 146) == other
     assert table.config("vector_shrink", "bf16", "decode", 96, 146) == config
@@ -57,7 +58,7 @@ def test_first_entry_that_fits_counts_and_an_override_comes_before(tmp_path):
 def test_saved_table_is_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
     saved = replace(TABLE, gpu="NVIDIA Test/1")
-    assert configs.save_table(saved).name == "NVIDIA_Test_1.json"
+    assert save_table(saved).name == "NVIDIA_Test_1.json"
     assert configs.load_table("NVIDIA Test/1") == saved
 
 
@@ -65,7 +66,7 @@ def test_saved_table_is_read_back(tmp_path, monkeypatch):
 def test_table_says_whether_kernels_begin_while_the_ones_before_end(tmp_path, monkeypatch, dependent):
     """As read back from its file; only those that wait for the ones before."""
     monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
-    configs.save_table(replace(TABLE, gpu="Test", dependent_launch=dependent))
+    save_table(replace(TABLE, gpu="Test", dependent_launch=dependent))
     table, launched = configs.load_table("Test"), []
     monkeypatch.setattr(configs, "table_of", lambda device: table)
     monkeypatch.setattr(configs, "interpreted", lambda: False)
@@ -155,7 +156,7 @@ def test_unknown_gpu_gets_the_fallback():
 
 
 def test_wrong_configs_are_refused():
-    config = configs.config_space("vector_shrink")[0]
+    config = config_space("vector_shrink")[0]
     for kernel, bad in [
         ("gemm", config),
         ("vector_shrink", {}),
@@ -165,7 +166,7 @@ def test_wrong_configs_are_refused():
         with pytest.raises(ValueError):
             configs.check_config(kernel, bad)
     with pytest.raises(ValueError):
-        configs.config_space("gemm")
+        config_space("gemm")
     with pytest.raises(ValueError):
         configs.ConfigEntry(kernel="vector_shrink", config=config, state="guessed")
     with pytest.raises(ValueError):

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from bench.kernels.lora_spaces import config_space
 from moe_lora.kernels import reference
 from moe_lora.kernels.operands import LoraOperands, Zeros
 from moe_lora.kernels.triton import configs
@@ -139,7 +140,7 @@ def test_weights_by_tma_give_the_bits_of_weights_by_pointer(device):
         for tma in (False, True):
             with ExitStack() as stack:
                 for kernel in ("wgmma_shrink", "wgmma_expand"):
-                    config = {**configs.config_space(kernel)[0], **SMALL[kernel], "tma": tma}
+                    config = {**config_space(kernel)[0], **SMALL[kernel], "tma": tma}
                     stack.enter_context(configs.override(kernel, config))
                 outs.append(batch.output())
                 with recorded(launched):
@@ -208,7 +209,7 @@ def recorded(launched):
 @pytest.mark.parametrize(("part_k", "parts"), [(32, 2), (33, 1), (64, 1), (1024, 1)])
 def test_input_is_split_only_where_parts_are_wide_enough(device, part_k, parts):
     batch = make_batch(QKV, torch.bfloat16, "uniform", device)
-    config = {**configs.config_space("wgmma_shrink")[0], **SMALL["wgmma_shrink"], "part_k": part_k}
+    config = {**config_space("wgmma_shrink")[0], **SMALL["wgmma_shrink"], "part_k": part_k}
     with configs.override("wgmma_shrink", config):
         shrunk = lora.lora_shrink(batch.operands(), decode=True, algorithm="wgmma")
     [(_, h)] = shrunk.parts
