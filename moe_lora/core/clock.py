@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as an argument: wall clock for engines, virtual clock for simulation and tests."""
+"""Time as an argument: a wall clock for engines; simulation and tests bring their own."""
 
 from __future__ import annotations
 
@@ -15,18 +15,3 @@ class Clock(Protocol):
 
 class WallClock:
     now_s = staticmethod(time.monotonic)
-
-
-class VirtualClock:
-    """Time advances only by calls."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"seconds={seconds} would turn the clock back")
-        self._now_s += seconds

@@ -15,7 +15,6 @@ from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from moe_lora.engine.adapters.copies import Arenas, RankCopier, Steps
@@ -30,6 +29,7 @@ from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.scheduling.scheduler import Scheduler, StepLimits
 from moe_lora.scheduling.views import RequestQueue
 from moe_lora.scheduling.views import shortest_first as shortest_first_order
+from tests.virtual_clock import VirtualClock
 
 PAGE_BYTES = 64
 BLOCK_SIZE = 4

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from moe_lora.config import EngineConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Pulse, Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
+from tests.virtual_clock import VirtualClock
 
 DEMO = Path(__file__).parents[2] / "demo"
 CONFIG = EngineConfig(model_dir=str(DEMO / "model"), eager=True, max_num_seqs=2, num_threads=1)

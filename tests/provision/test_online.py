@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.records import Outlook
 from moe_lora.core.request import RequestTiming
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import immediate_admissibility_rate
 from moe_lora.provision.online import AT_ONCE_S, Demand, DemandWindow, outlook, resized
+from tests.virtual_clock import VirtualClock
 
 
 def timing(prefill_s: float = 0.0, adapter_wait_s: float = 0.0) -> RequestTiming:

@@ -10,7 +10,6 @@ from typing import Any
 
 from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.admission.host_start import HostLoads
 from moe_lora.policies.caching.caching import CachingPolicy, make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler, StepLimits
@@ -20,6 +19,7 @@ from moe_lora.sim.adapters import CachedAdapters
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.host_times import CacheCosts, ColdAdapter
 from moe_lora.workload.replay_plan import TurnRequest
+from tests.virtual_clock import VirtualClock
 
 BLOCK_SIZE = 4
 TOKEN = 7

@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.cli.main import main
 from moe_lora.config import ProvisionConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.cluster.controller import capacity_controller
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
 from moe_lora.provision.online import DemandWindow
 from tests.patience import PATIENCE_S
+from tests.virtual_clock import VirtualClock
 
 from .conftest import app_of, as_served
 from .live_server import Served

@@ -9,7 +9,6 @@ import json
 import pytest
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
@@ -20,6 +19,7 @@ from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance_models import FORMAT
 from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
+from tests.virtual_clock import VirtualClock
 
 NAMES = tuple("abcd")
 

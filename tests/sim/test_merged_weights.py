@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from moe_lora.cache.orders import Readiness
-from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.merging.merging import BATCHINGS, Batching, MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts
@@ -17,6 +16,7 @@ from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
+from tests.virtual_clock import VirtualClock
 
 MERGE_S = 0.03
 TIME = TransformerTime(

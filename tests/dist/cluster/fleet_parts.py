@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.clock import Clock, VirtualClock
+from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
@@ -20,6 +20,7 @@ from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.messages import Alias, CurrentPause, DrainOrder, PauseScope, SleepOrder
 from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routing import Router
+from tests.virtual_clock import VirtualClock
 
 INFO = ModelInfo(
     name="base",

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.dist.cluster.health import HealthMonitor
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.engine.client.messages import Beat, DrainOrder, Hearing, Heartbeat, Pulse
+from tests.virtual_clock import VirtualClock
 
 from .fleet_parts import CountingEngine
 

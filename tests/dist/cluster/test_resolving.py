@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterNotFoundError, AdapterVersionError, BusyError
 from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenOutput
 from moe_lora.dist.cluster import resolving
@@ -20,6 +19,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVers
 from moe_lora.dist.cluster.resolving import MARK, MissingNames, Resolver, ResolvingClient
 from moe_lora.engine.client.messages import PauseScope
 from moe_lora.policies.routing.routing import RoundRobin
+from tests.virtual_clock import VirtualClock
 
 from .fleet_parts import CountingEngine
 

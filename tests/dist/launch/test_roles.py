@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lora.config.cluster import read_cluster
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch import roles, server_role
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.dist.launch.server_role import serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Pulse
+from tests.virtual_clock import VirtualClock
 
 ROOT = Path(__file__).parents[3]
 SERVER = "lora_server: {layout: EP2-PP1, address: '127.0.0.1:1', store_dir: store}\n"

@@ -10,13 +10,13 @@ from typing import Any
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.leases.leases import Grant, LeaseTable
-from moe_lora.core.clock import VirtualClock
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.sequence import Sequence
 from moe_lora.lora.row_routing import Lease
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 from tests.engine.parts import Parts, packed
+from tests.virtual_clock import VirtualClock
 
 
 class TableClient:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.core.clock import VirtualClock
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from tests.engine.parts import Parts, packed
+from tests.virtual_clock import VirtualClock
 
 from .leased_parts import LeasedParts, TableServer
 

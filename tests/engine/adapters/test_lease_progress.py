@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError
+from tests.virtual_clock import VirtualClock
 
 from .leased_parts import LeasedParts, TableServer
 

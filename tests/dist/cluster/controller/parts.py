@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 from moe_lora.config import FrontEndConfig, ProvisionConfig
 from moe_lora.core.address import Address
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
@@ -27,6 +26,7 @@ from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import Keys
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config
 from tests.patience import PATIENCE_S
+from tests.virtual_clock import VirtualClock
 
 START = (("a", "places/a"), ("b", "places/b"))
 NAMES = ("one", "two")

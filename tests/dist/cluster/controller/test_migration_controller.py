@@ -11,7 +11,6 @@ import pytest
 
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.migration_controller import MigrationController, request_of
 from moe_lora.dist.cluster.instances import InstanceRegistry
@@ -21,6 +20,7 @@ from moe_lora.engine.client.messages import MoveOrder, RequestLoad
 from moe_lora.policies.routing.routing import InstanceView
 from tests.dist.cluster.fleet_parts import CountingEngine
 from tests.dist.cluster.test_migration import ADAPTERS, CONFIG
+from tests.virtual_clock import VirtualClock
 
 
 class First:

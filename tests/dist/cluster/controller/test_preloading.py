@@ -13,7 +13,6 @@ import pytest
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import PoolConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, take_table
@@ -26,6 +25,7 @@ from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.provision.performance_models import FORMAT
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 from tests.dist.cluster.test_migration import CONFIG, DEMO
+from tests.virtual_clock import VirtualClock
 
 NAMES = tuple(json.loads((DEMO / "adapters" / "index.json").read_text()))[:4]
 ADAPTERS = tuple((name, str(DEMO / "adapters" / name)) for name in NAMES)

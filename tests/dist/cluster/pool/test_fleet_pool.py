@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterFacts, AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
@@ -24,6 +23,7 @@ from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import LeastOutstanding
 from tests.dist.cluster.fleet_parts import cluster_config
+from tests.virtual_clock import VirtualClock
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
 Log = list[tuple[Any, ...]]
