@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from bench.harness.peak import highest_rate
-from moe_lora.sim.instance import CachedConfig, simulate_cached
+from bench.sim.cached_runs import simulate_cached
+from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.requests import PARTS
 from moe_lora.workload.replay_plan import TurnRequest
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.sim.cached_runs import simulate_cached
 from moe_lora.config.optional_parts import DLoraConfig
-from moe_lora.sim.instance import CachedInstance, simulate_cached
+from moe_lora.sim.instance import CachedInstance
 from moe_lora.sim.requests import CachedRequest
 
 from .dlora_plan import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -386,19 +386,6 @@ class CachedInstance:
             "num_preemptions": self.scheduler.num_preemptions,
             "aborted": self.aborted,
         }
-
-
-def simulate_cached(
-    config: CachedConfig, policy: CachingPolicy, requests: Sequence[TurnRequest], *, max_waiting: int = 10**9
-) -> CachedInstance:
-    """The instance after every request's last token.  Deterministic.
-
-    requests: by arrival; each answer has at least one token.  max_waiting: stop at more waiting requests (far
-    above saturation).  Raises CapacityError for a request that never finds room.
-    """
-    instance = CachedInstance(replace(config, max_waiting=max_waiting), policy, requests)
-    instance.events.run()
-    return instance
 
 
 def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:

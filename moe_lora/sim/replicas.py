@@ -90,7 +90,7 @@ class Replicas:
 
     requests: by arrival.  on_done: called with each finished request, in place of `done`.
     num_moves: moved requests by kind: waiting, by tokens, by KV.  policy: None without migration.
-    Deterministic.  Raises CapacityError as `simulate_cached`.
+    Deterministic.  Raises CapacityError for a request that never finds room.
     """
 
     def __init__(

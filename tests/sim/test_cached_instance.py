@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from bench.cache.conversations import DialogueShape, dialogues
+from bench.sim.cached_runs import simulate_cached
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission.host_start import HostStart
 from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
-from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
+from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.sim.requests import PARTS
 from moe_lora.timing.host_times import HostTimes, PartTime
 from moe_lora.timing.step_model import TransformerTime

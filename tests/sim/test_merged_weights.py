@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from bench.sim.cached_runs import simulate_cached
 from moe_lora.cache.orders import Readiness
 from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.merging.merging import BATCHINGS, Batching, MergingPolicy, make_merging_policy
 from moe_lora.policies.merging.merging_costs import MergingCosts
 from moe_lora.sim.adapters import LoraWork, SimMergedWeights, SimMerging
-from moe_lora.sim.instance import CachedConfig, CachedInstance, simulate_cached
+from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest

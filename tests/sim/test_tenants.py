@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from bench.sim.cached_runs import simulate_cached
 from moe_lora.policies.caching.caching import lru
-from moe_lora.sim.instance import CachedConfig, simulate_cached
+from moe_lora.sim.instance import CachedConfig
 from moe_lora.workload.replay_plan import TurnRequest
 
 from .test_cached_instance import EVEN_STEPS
