@@ -12,18 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from moe_lora.core.errors import SloError
-from moe_lora.provision.admission.admitted import rates_at
-from moe_lora.provision.admission.corrected import corrected_wait
-from moe_lora.provision.admission.iar import expected_active
 from moe_lora.provision.device_profile import MissingRateError
 from moe_lora.workload.traces.records import Trace
 
 from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
 from .cluster_size import MS, Cluster
 from .coupled import MOST_PROMPTS, Coupled
-from .evidence import bound_of, evidence
+from .evidence import bound_of
 from .inputs import PlanInputs, SizedCluster
-from .plan import CHECK, TAIL, Plan, assumptions
+from .plan import CHECK, TAIL, Plan, assumptions, shared_fields
 from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
 
 GROWTH = 16
@@ -344,60 +341,36 @@ _NO_SERVER: dict[str, Any] = {
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     """The plan of a place from the simulated search.  Counts of adapters are per instance."""
     inputs, coupled = cluster.inputs, Coupled(cluster)
-    num_instances, probabilities = place.num_instances, inputs.probabilities
+    num_instances = place.num_instances
     batch = coupled.batch(num_instances)
     running = batch / (1 + cluster.margin)
     tpot_s, at_load_s = coupled.tpot_s(running), coupled.tpot_s(batch)
     queue = coupled.queue(place, running, tpot_s)
-    rate_per_s = inputs.rate_per_s
-    if rate_per_s is None or inputs.global_batch is not None:
-        rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
-    shown = evidence(inputs, place, rate_per_s)
     in_service = batch * inputs.adapter_share * cluster.in_service
     needed = {name: capacity(batch * cluster.in_service) for name, capacity in cluster.capacity_of.items()}
-    own = needed[inputs.estimator]
-    at_capacity, at_slots = (rates_at(probabilities, in_service, size) for size in (own, place.slots))
+    capacity = needed[inputs.estimator], in_service
+    shared = shared_fields(cluster, place, batch, running, tpot_s, capacity, queue)
     decode_s = coupled.p95_ttft_s(place, tpot_s, queue) - cluster.prefill_s(None, tpot_s)
-    queues = at_slots["corrected"] < TAIL
+    queues = shared["slots_iar_corrected"] < TAIL
     return Plan(
         kind="coupled",
         kv_gb_per_rank=_kv_bytes(cluster, place) / inputs.instance_gpus / 1e9,
-        capacity=own,
         capacity_paper=needed["paper"],
         capacity_corrected=needed["corrected"],
-        iar=at_capacity["paper"],
-        iar_corrected=at_capacity["corrected"],
-        expected_active=expected_active(probabilities, in_service),
-        mean_wait_s=corrected_wait(probabilities, in_service, own) * inputs.output_tokens * tpot_s,
         loads_per_s=queue.loads_per_s * num_instances,
-        loading_share=queue.utilisation,
         load_wait_s=queue.wait_s if math.isfinite(queue.wait_s) else 0.0,
         **_NO_SERVER,
-        instances=num_instances,
-        bytes_per_adapter=inputs.adapter_bytes,
         memory_gb_per_rank=place.slots * inputs.adapter_bytes / inputs.instance_gpus / 1e9,
         binding_constraint=CHECK,
-        slots=place.slots,
-        slots_iar=at_slots["paper"],
-        slots_iar_corrected=at_slots["corrected"],
-        total_gpus=place.num_gpus(inputs.instance_gpus),
-        instance_gpus=inputs.instance_gpus,
-        rate_per_s=rate_per_s,
-        global_batch=batch * num_instances,
-        requests_in_service=batch * num_instances * cluster.in_service,
-        batch_per_instance=batch,
-        running_per_instance=running,
         max_num_seqs=coupled.most_rows(place),
         p95_ttft_s=None if queues else decode_s + cluster.prefill_s(None, tpot_s),
         p95_decode_ttft_s=None if queues else decode_s,
         prompt_share=coupled.prompt_share(num_instances),
         max_num_batched_tokens=cluster.step_tokens(None, batch),
-        tpot_s=tpot_s,
         tpot_at_load_s=at_load_s,
         layer_ms=_layer_ms(cluster, batch),
         assumptions=assumptions(inputs, batch * num_instances, coupled=True),
-        inputs=inputs.to_json(),
-        **shown,
+        **shared,
     )
 
 

@@ -17,7 +17,7 @@ from moe_lora.provision.lower_bound import LowerBound
 from .cluster_size import MS, Cluster
 from .evidence import evidence
 from .inputs import PlanInputs, SizedCluster
-from .memory import KNOWN_MODELS, bytes_text, server_bytes
+from .memory import KNOWN_MODELS, LoadQueue, bytes_text, server_bytes
 from .sizing import (
     Candidate,
     ServerSize,
@@ -264,56 +264,77 @@ def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
     tpot_s, queue = cluster.step_s(layout, num_instances, running)
     decode_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
     p95_ttft_s = decode_s + cluster.prefill_s(layout.ep, tpot_s)
-    rate_per_s = inputs.rate_per_s
-    if rate_per_s is None or inputs.global_batch is not None:
-        rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
-    shown = evidence(inputs, SizedCluster(layout, num_instances), rate_per_s)
-    probabilities, capacity = inputs.probabilities, chosen.capacity
-    batch = load * inputs.adapter_share * cluster.in_service
-    slots = min(chosen.slots, len(probabilities))
-    at_capacity, at_slots = (rates_at(probabilities, batch, size) for size in (capacity, slots))
+    place = SizedCluster(layout, num_instances, min(chosen.slots, len(inputs.probabilities)))
+    active = load * inputs.adapter_share * cluster.in_service
+    shared = shared_fields(cluster, place, chosen.batch, running, tpot_s, (chosen.capacity, active), queue)
+    has_room = shared["slots_iar_corrected"] >= TAIL
     return Plan(
-        capacity=capacity,
         capacity_paper=cluster.capacity_of["paper"](load),
         capacity_corrected=cluster.capacity_of["corrected"](load),
-        iar=at_capacity["paper"],
-        iar_corrected=at_capacity["corrected"],
-        expected_active=expected_active(probabilities, batch),
-        mean_wait_s=corrected_wait(probabilities, batch, capacity) * inputs.output_tokens * tpot_s,
         loads_per_s=queue.loads_per_s,
-        loading_share=queue.utilisation,
         load_wait_s=queue.wait_s,
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
-        instances=num_instances,
-        bytes_per_adapter=inputs.adapter_bytes,
         memory_gb_per_rank=round(server_bytes(inputs.profile.gpu) / 1e9, 9),
         binding_constraint=server.binding if split is None else BUDGET,
         rate_limited_by=None if split is None else split.binding,
         gpus_by_constraint=server.gpus_by_constraint,
-        slots=slots,
-        slots_iar=at_slots["paper"],
-        slots_iar_corrected=at_slots["corrected"],
-        total_gpus=layout.num_ranks + num_instances * inputs.instance_gpus,
-        instance_gpus=inputs.instance_gpus,
-        rate_per_s=rate_per_s,
-        global_batch=load,
-        requests_in_service=load * cluster.in_service,
-        batch_per_instance=chosen.batch,
-        running_per_instance=running,
         max_num_seqs=most_rows(cluster, layout, num_instances),
-        p95_ttft_s=p95_ttft_s if at_slots["corrected"] >= TAIL else None,
-        p95_decode_ttft_s=decode_s if at_slots["corrected"] >= TAIL else None,
-        **_of_prompts(cluster, layout, num_instances, rate_per_s),
-        tpot_s=tpot_s,
+        p95_ttft_s=p95_ttft_s if has_room else None,
+        p95_decode_ttft_s=decode_s if has_room else None,
+        **_of_prompts(cluster, layout, num_instances, shared["rate_per_s"]),
         tpot_at_load_s=chosen.step_s,
         serviceable_rate_per_s=None if split is None else split.tokens_per_s / inputs.output_tokens,
         layer_ms=layer_ms(cluster, chosen),
         metrics=table_1_metrics(inputs, layout, chosen.batch),
         assumptions=assumptions(inputs, load),
-        inputs=inputs.to_json(),
-        **shown,
+        **shared,
     )
+
+
+def shared_fields(
+    cluster: Cluster,
+    place: SizedCluster,
+    batch: float,
+    running: float,
+    tpot_s: float,
+    needed: tuple[int, float],
+    queue: LoadQueue,
+) -> dict[str, Any]:
+    """Fields that a plan of either kind derives alike.
+
+    batch, running: of an instance, with and without the margin.  needed: capacity, and requests with an
+    adapter in service.
+    """
+    inputs, (capacity, active) = cluster.inputs, needed
+    rate_per_s, load = inputs.rate_per_s, batch * place.num_instances
+    if rate_per_s is None or inputs.global_batch is not None:
+        rate_per_s = running * place.num_instances / (inputs.output_tokens * tpot_s)
+    at_capacity, at_slots = (rates_at(inputs.probabilities, active, size) for size in (capacity, place.slots))
+    waits = corrected_wait(inputs.probabilities, active, capacity)
+    return {
+        "capacity": capacity,
+        "iar": at_capacity["paper"],
+        "iar_corrected": at_capacity["corrected"],
+        "expected_active": expected_active(inputs.probabilities, active),
+        "mean_wait_s": waits * inputs.output_tokens * tpot_s,
+        "loading_share": queue.utilisation,
+        "instances": place.num_instances,
+        "bytes_per_adapter": inputs.adapter_bytes,
+        "slots": place.slots,
+        "slots_iar": at_slots["paper"],
+        "slots_iar_corrected": at_slots["corrected"],
+        "total_gpus": place.num_gpus(inputs.instance_gpus),
+        "instance_gpus": inputs.instance_gpus,
+        "rate_per_s": rate_per_s,
+        "global_batch": load,
+        "requests_in_service": load * cluster.in_service,
+        "batch_per_instance": batch,
+        "running_per_instance": running,
+        "tpot_s": tpot_s,
+        "inputs": inputs.to_json(),
+        **evidence(inputs, place, rate_per_s),
+    }
 
 
 def _of_prompts(cluster: Cluster, layout: Layout, num_instances: int, rate_per_s: float) -> dict[str, Any]:

@@ -182,10 +182,9 @@ def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
     return is_new and all(state.ranks) and is_linked
 
 
-def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController | None:
-    """The controller of `ClusterConfig.provisioning`; None: no watch on the load."""
-    if cluster.provisioning is None:
-        return None
+def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController:
+    """The controller of `ClusterConfig.provisioning`."""
+    assert cluster.provisioning is not None
     server = cluster.instance().lora_server
     admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))
     return CapacityController(cluster.provisioning, client, admin)

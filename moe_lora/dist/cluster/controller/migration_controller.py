@@ -275,10 +275,8 @@ async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]
 
 def make_migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
-) -> MigrationController | None:
-    """None if requests stay on their instances."""
-    if cluster.front_end.migration == "off":
-        return None
+) -> MigrationController:
+    """The controller of the file's settings."""
     return MigrationController(
         cluster.front_end,
         instance_registry,
