@@ -103,9 +103,7 @@ def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) ->
     if opening and file is None and opening not in given:
         options = ", ".join(settings[name].rule.option or f"{kind.SECTION}.{name}" for name in given)
         raise click.UsageError(f"{options} needs {settings[opening].rule.option}, see its help")
-    if opening == "folder" and opening in given:
-        return given
-    return {**(file or {}), **given}
+    return given if opening == "folder" and opening in given else {**(file or {}), **given}
 
 
 def _base_names(content: dict[str, Any]) -> set[str]:
@@ -235,9 +233,7 @@ def _value_of(one: Setting, text: str) -> Any:
             return float(value)
     if str in one.kinds and text != "null" and (value is None or type(value) not in one.kinds):
         return text
-    if tuple[int, ...] in one.kinds and type(value) is int:
-        return [value]
-    return value
+    return [value] if tuple[int, ...] in one.kinds and type(value) is int else value
 
 
 def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:

@@ -120,9 +120,7 @@ CONVERTERS: dict[str, Callable[[str], list[str]]] = {
 
 def _places(name: str) -> list[Place]:
     """Settings of the file that an option of this name stood for."""
-    if not name.startswith("--"):
-        return []
-    return former_options().get(name, [])
+    return former_options().get(name, []) if name.startswith("--") else []
 
 
 class VllmWords:

@@ -110,7 +110,7 @@ class System:
         self._workers = set(psutil.Process().children()) - before
         self.vocab_size = cell.size.vocab_size
         if whole_loads:
-            self.llm.client.core._transfers._host_loads = None
+            self.llm.client.core.transfers._host_loads = None
         if name == CACHED:
             for number in range(len(adapters)):
                 self.llm.pin_adapter(f"a{number}")

@@ -81,9 +81,7 @@ class ReuseAges:
 
 
 def _bin(age_s: float) -> int:
-    if age_s < _FIRST_S:
-        return 0
-    return min(NUM_BINS - 1, 1 + int(math.log(age_s / _FIRST_S) * _STEPS))
+    return 0 if age_s < _FIRST_S else min(NUM_BINS - 1, 1 + int(math.log(age_s / _FIRST_S) * _STEPS))
 
 
 MAX_GHOSTS = 1 << 14

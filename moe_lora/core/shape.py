@@ -172,9 +172,7 @@ class ModelShape:
         qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_out, kv_size, kv_size))
         if self.fused_qkv:
             qkv = (("qkv",), (q_size + 2 * kv_size,))
-        gate_up: tuple[tuple[str, ...], tuple[int, ...]] = (("gate", "up"), (inner, inner))
-        if self.fused_gate_up:
-            gate_up = (("gate_up",), (2 * inner,))
+        gate_up = (("gate_up",), (2 * inner,)) if self.fused_gate_up else (("gate", "up"), (inner, inner))
         rows: list[SiteRow] = [("qkv", qkv[0], hidden, qkv[1], 0)]
         if self.mla is not None:
             rows, q_size = self.mla.site_rows(hidden, self.num_heads), self.num_heads * self.mla.v_dim

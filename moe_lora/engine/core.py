@@ -80,8 +80,8 @@ class EngineCore:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
-        self._adapters = adapters
-        self._transfers = transfers
+        self.adapters = adapters
+        self.transfers = transfers
         self.sampler = sampler
         self._clock = scheduler.clock
         self._merging: Merging | None = None
@@ -106,7 +106,7 @@ class EngineCore:
     @property
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
         """Of the model."""
-        contents = self._adapters.contents
+        contents = self.adapters.contents
         return contents.shape, contents.dtype
 
     @property
@@ -116,14 +116,6 @@ class EngineCore:
             assert self._make_moves is not None, "attach_moves comes first"
             self._moves = self._make_moves(self._sequences, self._scheduler, self._clock)
         return self._moves
-
-    @property
-    def adapters(self) -> AdapterManager:
-        return self._adapters
-
-    @property
-    def transfers(self) -> Transfers:
-        return self._transfers
 
     @property
     def sequences(self) -> Mapping[str, Sequence]:
@@ -148,9 +140,9 @@ class EngineCore:
         """Set callbacks for other threads: `on_loss` at the unexpected end of another process of this
         engine, `on_change` when a waiting request may start.
         """
-        self._transfers.on_change = self.sampler.on_change = on_change
-        self._adapters.store.on_change = on_change
-        self._transfers.followers.watch(on_loss)
+        self.transfers.on_change = self.sampler.on_change = on_change
+        self.adapters.store.on_change = on_change
+        self.transfers.followers.watch(on_loss)
 
     def attach_merging(self, merging: Merging) -> None:
         """Let `merging` choose the merged adapter before each step."""
@@ -163,20 +155,20 @@ class EngineCore:
     def attach_notes(self, notes: StepNotes) -> None:
         """Note adapters before loads and steps from now on, for diagnosis after this process's death."""
         self._notes = notes
-        self._transfers.on_bring = lambda adapter: notes.start_load(adapter.name)
+        self.transfers.on_bring = lambda adapter: notes.start_load(adapter.name)
 
     def close(self, *, at_once: bool = False) -> None:
         """End connections and the engine's other processes; `at_once`: without a wait for their work."""
         notes, self._notes = self._notes, None
         if notes is not None and not at_once:  # else the notes keep the cause of the engine's end
             notes.close()
-        self._transfers.close()
+        self.transfers.close()
         if self._moves is not None:
             self._moves.close()
         for close in self.at_close:
             close()
-        self._adapters.store.close()
-        self._transfers.followers.close(at_once=at_once)
+        self.adapters.store.close()
+        self.transfers.followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return the new tokens of requests.
@@ -206,7 +198,7 @@ class EngineCore:
                 raise
             return self._run_apart(plan, error)
         gains = self.catch_up()
-        if self._adapters.store.host is not None:
+        if self.adapters.store.host is not None:
             return gains + self._complete(step, plan)
         self._account(plan)
         self._under_way = step
@@ -242,8 +234,8 @@ class EngineCore:
         Requests without deltas from a host gain no tokens, and compute again.
         """
         drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
-        host = self._adapters.store.host
-        spoilt = self._adapters.stop_host({} if host is None else host.failures())
+        host = self.adapters.store.host
+        spoilt = self.adapters.stop_host({} if host is None else host.failures())
         if computed := [item for item in plan if item.sequence.adapter not in spoilt]:
             self._account(computed)
         return [self._take(*gain) for gain in drawn if gain[0].adapter not in spoilt]
@@ -259,10 +251,10 @@ class EngineCore:
         found = run_apart((i for i in plan if self._goes_on(i.sequence)), error, self._runner, complete)
         may_pass = not found.num_done and len(found.adapters) > 1
         for adapter, problem in found.adapters:
-            if self._adapters.readiness(adapter) is Readiness.HOST_COMPUTABLE:
-                self._adapters.stop_host({content_number(adapter.packed.content_hash): problem})
+            if self.adapters.readiness(adapter) is Readiness.HOST_COMPUTABLE:
+                self.adapters.stop_host({content_number(adapter.packed.content_hash): problem})
                 continue
-            self._adapters.failures.compute_failed(adapter, problem, may_pass=may_pass)
+            self.adapters.failures.compute_failed(adapter, problem, may_pass=may_pass)
             self._failed.append(adapter)
         for sequence, problem in found.requests:
             gains.append(self._finish(sequence, f"this request could not be computed: {problem}"))
@@ -272,26 +264,26 @@ class EngineCore:
         if self._notes is not None:
             self._notes.end_load(adapter.name)
         if error is None:
-            self._adapters.failures.loaded(adapter)
-        elif self._adapters.failures.load_failed(adapter, error):
+            self.adapters.failures.loaded(adapter)
+        elif self.adapters.failures.load_failed(adapter, error):
             self._failed.append(adapter)
 
     def _hear_failures(self) -> None:
         """Record other processes' reports of failed adapters, for the current versions only."""
-        reports = self._adapters.failures.reports
+        reports = self.adapters.failures.reports
         while not reports.empty():
             content_hash, error = reports.get()
-            for adapter in self._adapters.versions.values():
+            for adapter in self.adapters.versions.values():
                 if adapter.packed.content_hash == content_hash:
-                    self._adapters.failures.load_failed(adapter, error, may_repeat=False)
+                    self.adapters.failures.load_failed(adapter, error, may_repeat=False)
                     self._failed.append(adapter)
 
     def _end_failed(self) -> list[TokenOutput]:
         failed, self._failed = self._failed, []
         problems: dict[AdapterVersion | None, str] = {}
         for adapter in failed:
-            if self._adapters.failures.problem(adapter) is not None:  # else unloaded meanwhile
-                problems[adapter] = self._adapters.failures.message(adapter)
+            if self.adapters.failures.problem(adapter) is not None:  # else unloaded meanwhile
+                problems[adapter] = self.adapters.failures.message(adapter)
         ending = [one for one in self._sequences.values() if one.adapter in problems]
         return [self._finish(one, problems[one.adapter]) for one in ending]
 
@@ -324,10 +316,10 @@ class EngineCore:
             requests = [*scheduler.running, *scheduler.loading, *scheduler.waiting]
             only = self._merging.decide(requests, held_back=scheduler.held_back)
         plan = scheduler.schedule(only)
-        self._transfers.send()
-        while self._transfers.blocking and not self._failed and self._transfers.wait_for_adapters():
+        self.transfers.send()
+        while self.transfers.blocking and not self._failed and self.transfers.wait_for_adapters():
             plan = scheduler.schedule(only)
-            self._transfers.send()
+            self.transfers.send()
         return plan
 
     def tend(self) -> float | None:
@@ -335,24 +327,24 @@ class EngineCore:
 
         Returns the seconds until the next call; None: at the next event.
         """
-        self._transfers.settle()
-        if not self._adapters.failures.reports.empty():
+        self.transfers.settle()
+        if not self.adapters.failures.reports.empty():
             self._hear_failures()
         if self._moves is not None:
             self._moves.tend()
-        if self._adapters.to_bring:
-            self._adapters.bring_pinned()
+        if self.adapters.to_bring:
+            self.adapters.bring_pinned()
         if not self._sequences:
             if self._notes is not None:
                 self._notes.step(set())
             if self._merging is not None:
                 self._merging.tend()
-        return self._transfers.tick(len(self._scheduler.running))
+        return self.transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
         sequence = self._scheduler.oldest
-        waits = sequence in self._scheduler.waiting and self._adapters.waits_for_others
-        if sequence is None or waits or self._transfers.busy or self._any_held:
+        waits = sequence in self._scheduler.waiting and self.adapters.waits_for_others
+        if sequence is None or waits or self.transfers.busy or self._any_held:
             self._num_empty = 0
             return []
         self.stalled = False
@@ -394,7 +386,7 @@ class EngineCore:
         check_request(request, self.info)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        adapter = None if request.adapter is None else self._adapters.usable(request.adapter)
+        adapter = None if request.adapter is None else self.adapters.usable(request.adapter)
         if adapter is not None and request.adapter_version not in (None, adapter.version):
             raise AdapterVersionError(
                 f"the answer was begun with version {request.adapter_version} of adapter {adapter.name!r}, "
@@ -433,18 +425,18 @@ class EngineCore:
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
         with nullcontext() if self._notes is None else self._notes.load(name):
-            return self._adapters.store.prepare(self._adapters.contents.read(name, path, content_hash))
+            return self.adapters.store.prepare(self.adapters.contents.read(name, path, content_hash))
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return self._adapters.store.prepare(self._adapters.contents.pack(name, tensors, config))
+        return self.adapters.store.prepare(self.adapters.contents.pack(name, tensors, config))
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
         """Serve an adapter from now on (see `AdapterManager.add`), also in running requests that switch."""
         self._hear_failures()
-        adapter = self._adapters.add(packed, path, replace=replace, version=version)
+        adapter = self.adapters.add(packed, path, replace=replace, version=version)
         switching = [
             one
             for one in self._sequences.values()
@@ -453,8 +445,8 @@ class EngineCore:
         if switching:
             from .switching import switch
 
-            switch(switching, adapter, self._scheduler, self._adapters)
-        self._transfers.send()
+            switch(switching, adapter, self._scheduler, self.adapters)
+        self.transfers.send()
         logger.info(
             "adapter %s version %d: rank %d, %d bytes",
             adapter.name,
@@ -462,28 +454,28 @@ class EngineCore:
             packed.max_lora_rank,
             packed.nbytes,
         )
-        return self._adapters.info(adapter)
+        return self.adapters.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
         """Refuse new requests for an adapter; returns uids of versions still in use, with replaced
         versions.
         """
-        self._adapters.remove(name)
-        self._transfers.send()
+        self.adapters.remove(name)
+        self.transfers.send()
         logger.info("adapter %s removed", name)
-        return frozenset(a.uid for a in self._adapters.versions.values() if a.name == name)
+        return frozenset(a.uid for a in self.adapters.versions.values() if a.name == name)
 
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
         """True while a request of one of these versions runs."""
-        return not uids.isdisjoint(self._adapters.versions)
+        return not uids.isdisjoint(self.adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
         """The adapter's version for new requests, and its kept form.
 
         Raises AdapterNotFoundError.
         """
-        adapter = self._adapters.current(name)
-        return self._adapters.info(adapter), adapter.packed
+        adapter = self.adapters.current(name)
+        return self.adapters.info(adapter), adapter.packed
 
     def stats(self) -> EngineStats:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:
@@ -495,15 +487,15 @@ class EngineCore:
             num_deferred=self._scheduler.num_deferred,
             running_adapters=names(self._scheduler.running),
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
-            resident_adapters=tuple(sorted({a.name for a in self._adapters.resident()})),
+            resident_adapters=tuple(sorted({a.name for a in self.adapters.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
             num_put_back=self._scheduler.num_put_back,
             adapter_hits=self._scheduler.num_adapter_hits,
             adapter_misses=self._scheduler.num_adapter_misses,
-            adapters_preloaded=self._adapters.num_preloaded,
+            adapters_preloaded=self.adapters.num_preloaded,
             **self._runner.lora_rows(),
-            **self._adapters.store.counters(),
-            **self._transfers.figures(self._adapters.page_bytes, self.info.num_kv_blocks),
+            **self.adapters.store.counters(),
+            **self.transfers.figures(self.adapters.page_bytes, self.info.num_kv_blocks),
             step_counts=tuple(self._step_counts),
             **self._counters,
             **({} if self._merging is None else self._merging.figures()),

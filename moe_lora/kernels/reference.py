@@ -155,9 +155,7 @@ def rotate(
     first, second = x_TND[..., :num_dims].float().chunk(2, dim=-1)
     cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_TND.dtype)
-    if num_dims == x_TND.shape[-1]:
-        return rotated
-    return torch.cat([rotated, x_TND[..., num_dims:]], dim=-1)
+    return rotated if num_dims == x_TND.shape[-1] else torch.cat([rotated, x_TND[..., num_dims:]], dim=-1)
 
 
 def heads_of(qkv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:

@@ -98,9 +98,7 @@ class LocalBackend(LoraBackend):
         source: int = Source.LOCAL,
         beside: bool = False,
     ) -> None:
-        self._side: SideStream | None = None
-        if beside:
-            self._side = SideStream(arena.device)
+        self._side = SideStream(arena.device) if beside else None
         self._sites = shape.sites
         self._arena = arena
         self._slots = slots

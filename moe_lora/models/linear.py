@@ -29,9 +29,7 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x @ weight.T + bias, for a plain or quantised weight."""
-    if isinstance(weight, QuantisedWeight):
-        return weight.multiply(x, bias)
-    return ops.linear(x, weight, bias)
+    return weight.multiply(x, bias) if isinstance(weight, QuantisedWeight) else ops.linear(x, weight, bias)
 
 
 def site_linear(

@@ -109,9 +109,7 @@ def attainment_by_adapter(
 
 
 def _attained(shares: dict[str, float]) -> float | None:
-    if not shares:
-        return None
-    return sum(share > ATTAINED_SHARE for share in shares.values()) / len(shares)
+    return sum(share > ATTAINED_SHARE for share in shares.values()) / len(shares) if shares else None
 
 
 def _attainment(judged: Sequence[RequestRecord], num_good: int, slo: SloTargets) -> dict[str, Any]:

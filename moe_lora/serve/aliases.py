@@ -60,9 +60,7 @@ class AliasChoice:
 def usable(name: str, alias: Alias, key: ApiKey | None) -> tuple[str, ...]:
     """The key's adapters of the alias: by a right to its name all."""
     found = targets(alias)
-    if key is None or key.may_use(name):
-        return found
-    return tuple(filter(key.may_use, found))
+    return found if key is None or key.may_use(name) else tuple(filter(key.may_use, found))
 
 
 def choice_of(aliases: Mapping[str, Alias], bases: Sequence[str], scope: Scope) -> AliasChoice:

@@ -274,6 +274,4 @@ def limited(
 ) -> Callable[..., Connection | TlsConnection]:
     """Protocol factory for a server's connections.  context: of TLS."""
     kind = type("LimitedConnection", (Connection,), {"limits": limits, "for_files": for_files})
-    if context is None:
-        return kind
-    return lambda **words: TlsConnection(kind(**words), context)
+    return kind if context is None else lambda **words: TlsConnection(kind(**words), context)

@@ -165,7 +165,7 @@ def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, hol
         answered = ask_client(engine, model)
         assert answered == expected_of(model, answered)
         cold = engine.start_call("stats").result(PATIENCE_S)
-        store = engine.core._adapters.store.host.store
+        store = engine.core.adapters.store.host.store
         assert not list(store.directory.iterdir()), "once on the device they lie in the pool only"
         answered = ask_client(engine, model)
         assert answered == expected_of(model, answered)
@@ -260,7 +260,7 @@ def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(
     with pool_engines(model, "shm") as (_, engine):
         for path in model.adapters:
             engine.start_call("pool_load", path.name, str(path), False, 1).result(PATIENCE_S)
-        folder = engine.core._adapters.store.host.store.directory
+        folder = engine.core.adapters.store.host.store.directory
         folder.rmdir()
         folder.touch()
         answered = ask_client(engine, model)

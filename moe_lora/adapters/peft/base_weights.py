@@ -169,9 +169,7 @@ def _values(column: ColumnSource, tensors: Mapping[str, torch.Tensor], where: st
             f"{where}: {column.key}: the magnitude over the norm of its weights is not finite ({cause}); the "
             "training run diverged, or the file is damaged"
         )
-    shift_O = torch.zeros_like(factor_O)
-    if column.bias is not None:
-        shift_O = (1 - factor_O) * _read(column.bias)
+    shift_O = (1 - factor_O) * _read(column.bias) if column.bias is not None else torch.zeros_like(factor_O)
     return torch.stack([factor_O - 1, shift_O], dim=1)
 
 

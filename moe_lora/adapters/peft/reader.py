@@ -278,6 +278,4 @@ def _is_peft_config(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr)
-    return value
+    return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value

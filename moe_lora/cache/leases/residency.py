@@ -283,6 +283,4 @@ class Residency:
     def _may_leave(
         self, room: tuple[int, ...], tenant: int, standing: Standing[ServedAdapter] | None
     ) -> Sequence[ServedAdapter]:
-        if standing is None:
-            return by_recency(self.adapters.values())
-        return standing.may_leave(tenant, room)
+        return by_recency(self.adapters.values()) if standing is None else standing.may_leave(tenant, room)

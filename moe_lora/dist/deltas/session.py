@@ -141,9 +141,7 @@ def request_at(
     of_slot, of_generation, of_ids, of_x = starts(HEADER_BYTES, 4 * num_tokens, 8 * num_tokens, 4 * num_ids)
     slot = raw[of_slot : of_slot + 4 * num_tokens].view(np.int32)
     generation = raw[of_generation : of_generation + 8 * num_tokens].view(np.int64)
-    ids = None
-    if top_k:
-        ids = raw[of_ids : of_ids + 4 * num_ids].view(np.int32).reshape(num_tokens, top_k)
+    ids = raw[of_ids : of_ids + 4 * num_ids].view(np.int32).reshape(num_tokens, top_k) if top_k else None
     width = layout.shape.sites[site].in_features
     end = of_x + num_tokens * width * layout.dtype.itemsize
     x = frame[of_x:end].view(layout.dtype).view(num_tokens, width)
@@ -281,17 +279,13 @@ class ClientSession:
         self._next = 0
         self._first_kept = 0
         """Answers of earlier requests are abandoned."""
-        self._broken = False
+        self.broken = False
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
         self.observed: list[ExchangeTimes] | None = None
 
-    @property
-    def broken(self) -> bool:
-        return self._broken
-
     def break_off(self) -> None:
         """Stop sending, and end waits with SessionLostError."""
-        self._broken = True
+        self.broken = True
 
     def abandon(self) -> None:
         """Drop the requests under way; `frame` waits for each answer before a reuse."""
@@ -302,7 +296,7 @@ class ClientSession:
         oldest = self._under_way.get(self._next - self._depth)
         if oldest is not None:
             self._clear_frame(oldest)
-        if self._broken:
+        if self.broken:
             raise SessionLostError
         return self._requests.frame(self._next)
 
@@ -361,7 +355,7 @@ class ClientSession:
 
     def _wait(self, at_least: int) -> None:
         deadline_s = time.monotonic() + self._answer_timeout_s
-        while not self._broken:
+        while not self.broken:
             try:
                 self._transport.signal_wait_until(self._answers, 0, at_least, _SLICE_S)
                 return

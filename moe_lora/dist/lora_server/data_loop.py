@@ -89,9 +89,7 @@ class ServerSession:
         frame, num_host_rows = self.answers.frame(self.handled), self.num_host_rows if state == DONE else 0
         write_answer_header(frame, state, started_ns, time.monotonic_ns(), num_host_rows)
         self.num_host_rows = 0
-        end = HEADER_BYTES
-        if state == DONE:
-            end = answer_size(self.layout, request.site, request.num_rows)
+        end = answer_size(self.layout, request.site, request.num_rows) if state == DONE else HEADER_BYTES
         self.handled += 1
         self.answers.send(self.handled - 1, end)
 

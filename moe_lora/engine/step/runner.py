@@ -265,9 +265,7 @@ class ModelRunner:
 
     def _compute(self, batch: StepBatch) -> torch.Tensor:
         self._context.begin_step(batch.tables, batch.routing)
-        layer_forward = DecoderLayer.__call__
-        if batch.compiled:
-            layer_forward = self._compiled
+        layer_forward = self._compiled if batch.compiled else DecoderLayer.__call__
         if batch.any_rows:
             layer_forward = _marking_rows_dynamic(layer_forward)
         rows = (batch.tokens, batch.positions, batch.live, batch.logit_rows)

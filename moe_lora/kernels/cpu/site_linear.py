@@ -104,9 +104,7 @@ class SiteLinear:
             kind, packed = _PLAIN, PackedWeights(data=checked(weight, "weight", dtype, num_weights))
         most = LINEAR_MAX_ROWS if kind == _PLAIN else QUANTISED_MAX_ROWS
         self.max_rows = None if self._has_experts or kind == _DYNAMIC else most[dtype]
-        bias_ptr = None
-        if bias is not None:
-            bias_ptr = checked(bias, "bias", dtype, (*experts, 1)[0] * num_out)
+        bias_ptr = checked(bias, "bias", dtype, (*experts, 1)[0] * num_out) if bias is not None else None
         bits = weight.form.bits if isinstance(weight, QuantisedOperand) else 0
         self._table = library.SiteWeights(
             *(library.DTYPE_CODES[dtype], kind, bits, packed, bias_ptr),

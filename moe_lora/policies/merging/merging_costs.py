@@ -52,9 +52,7 @@ class MergingCosts:
 
     def swap_s(self, before: Uid, after: Uid) -> float:
         """A swap from `before` to `after`; 0 if equal."""
-        if before == after:
-            return 0.0
-        return self._modelled_swap_s(before, after) * self._ratio("swap")
+        return 0.0 if before == after else self._modelled_swap_s(before, after) * self._ratio("swap")
 
     def expect(self, rows: Rows, merged: Uid) -> None:
         """Announce the next step; `took` compares."""

@@ -349,9 +349,7 @@ def _leaving(
 def _whole(row: dict[int, float]) -> dict[int, float]:
     """Shares that sum to 1: the share of a removed server goes to the rest."""
     total = sum(row.values())
-    if total <= 0:
-        return {min(row): 1.0}
-    return {server: share / total for server, share in row.items()}
+    return {min(row): 1.0} if total <= 0 else {server: share / total for server, share in row.items()}
 
 
 _SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)

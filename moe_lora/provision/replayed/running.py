@@ -240,9 +240,7 @@ class WaitingRequests:
             return shortest_first(chain(self._refused.values(), self._new.values()))
         if self._freed:
             return [*self._refused.values(), *self._new.values()]
-        if not self._new:
-            return ()
-        return [*islice(self._refused.values(), 1), *self._new.values()]
+        return [*islice(self._refused.values(), 1), *self._new.values()] if self._new else ()
 
     def scanned(
         self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool

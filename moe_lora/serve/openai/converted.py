@@ -124,9 +124,7 @@ def content_of(value: Any, place: str, kinds: Sequence[str], unknown: dict[str, 
 
 def as_content(texts: Sequence[str]) -> Any:
     """Content of a chat's message: one text, or parts."""
-    if len(texts) < 2:
-        return "".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
 def joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -211,7 +211,7 @@ def test_merged_adapter_needs_no_lease_until_it_is_taken_out(served, monkeypatch
             EngineConfig(model_dir=str(model.model_dir), adapters=adapters, batching="merged", **options)
         )
         ends.callback(core.close)
-        [adapter], leases = core._adapters.known(), core._adapters.leases._leases
+        [adapter], leases = core.adapters.known(), core.adapters.leases._leases
 
         def step_until(condition) -> None:
             for _ in range(100_000):

@@ -125,7 +125,7 @@ def assert_new_version_reaches_all_ranks(llm: LLM, model) -> None:
     assert llm.generate(prompt, [first], GREEDY)[0].token_ids == before
     for path in model.adapters:
         llm.unload_adapter(path.name)
-    store = llm.client.core._transfers.followers.directory / HOST_STORE
+    store = llm.client.core.transfers.followers.directory / HOST_STORE
     assert not list(store.iterdir())
     store.rmdir()
     store.touch()  # a folder that is only missing would be made again
@@ -175,7 +175,7 @@ def two_ranks(**changes) -> Iterator[LLM]:
 
 def test_follower_killed_between_requests_ends_its_engine_and_no_other():
     with two_ranks() as llm:
-        directory = llm.client.core._transfers.followers.directory
+        directory = llm.client.core.transfers.followers.directory
         [follower] = followers_of(os.getpid())
         with two_ranks() as other:
             os.kill(follower, signal.SIGKILL)

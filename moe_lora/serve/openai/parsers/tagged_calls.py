@@ -209,6 +209,4 @@ def as_json(text: str, types: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     fits = not types or found in types or (found == "integer" and "number" in types)
-    if not fits and "string" in types:
-        return json.dumps(text, ensure_ascii=False)
-    return value
+    return json.dumps(text, ensure_ascii=False) if not fits and "string" in types else value
