@@ -39,10 +39,7 @@ _NAMES = {
     "deepseek_v2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     "deepseek_v3": ("deepseek_v3", "kimi_k2", "DeepseekV3ForCausalLM"),
-    "gemma4": (
-        *("gemma4", "gemma4_text"),
-        *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    ),
+    "gemma4": ("gemma4", "gemma4_text", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5_moe": (
         *("qwen3_5_moe", "qwen3_5_moe_text"),

@@ -19,9 +19,9 @@ from .schema.family import (
     TENSORS,
     Family,
     Place,
-    dense_layers,
     fused_experts,
     linear_mlp,
+    shared_and_dense,
     windows_by_type,
 )
 
@@ -54,11 +54,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
     num_dense = min(config.size("num_dense_layers", default=1, least=0), num_layers)
     num_shared = config.size("num_shared_experts", default=2, least=0)
-    return {
-        "has_output_gate": True,
-        "shared_size": num_shared * config.size("moe_intermediate_size"),
-        **dense_layers(config, range(num_dense), "intermediate_size"),
-    }
+    return {"has_output_gate": True, **shared_and_dense(config, num_shared, range(num_dense))}
 
 
 FAMILY = Family(

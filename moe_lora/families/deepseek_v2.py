@@ -16,7 +16,7 @@ from .schema.attention_forms import (
     latent_shape,
 )
 from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family
+from .schema.family import Family
 from .schema.routed import gate_groups, leading_dense
 
 
@@ -58,6 +58,4 @@ FAMILY = Family(
     tensors=LATENT_TENSORS,
     attention=LATENT_ATTENTION,
     beside=LATENT_BESIDE,
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

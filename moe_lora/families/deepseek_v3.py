@@ -19,7 +19,7 @@ from .schema.attention_forms import (
     latent_shape,
 )
 from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family
+from .schema.family import Family
 from .schema.routed import CORRECTION, corrected_gate, later_layers, leading_dense
 
 
@@ -54,6 +54,4 @@ FAMILY = Family(
     tensors={**LATENT_TENSORS, **CORRECTION},
     attention=LATENT_ATTENTION,
     beside=LATENT_BESIDE,
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

@@ -11,13 +11,11 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
-    EXPERT_FORMS,
     SIZES,
     TENSORS,
     Family,
-    dense_layers,
     linear_mlp,
+    shared_and_dense,
 )
 
 CORRECTION = "moe_statics.e_score_correction_bias"
@@ -39,10 +37,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
     last, step = num_layers - 1 if last == -1 else last, config.size("moe_layer_interval", default=1)
     num_shared = config.size("moe_num_shared_experts", default=2, least=0)
     dense = (layer for layer in range(num_layers) if not first <= layer <= last or (layer + 1) % step)
-    return {
-        "shared_size": num_shared * config.size("moe_intermediate_size"),
-        **dense_layers(config, dense, "intermediate_size"),
-    }
+    return shared_and_dense(config, num_shared, dense)
 
 
 FAMILY = Family(
@@ -61,6 +56,4 @@ FAMILY = Family(
     tensors={**TENSORS, "mlp.correction.weight": f"mlp.gate.{CORRECTION}"},
     older_tensors={"mlp.correction.weight": f"mlp.{CORRECTION}"},
     beside=(*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_")),
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

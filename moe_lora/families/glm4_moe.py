@@ -11,8 +11,6 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
-    EXPERT_FORMS,
     QK_NORMS,
     SIZES,
     TENSORS,
@@ -45,6 +43,4 @@ FAMILY = Family(
     norm_eps=1e-5,
     tensors={**TENSORS, **QK_NORMS, **CORRECTION},
     beside=(*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_")),
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

@@ -19,7 +19,7 @@ from .schema.attention_forms import (
     latent_shape,
 )
 from .schema.config_json import ConfigJson
-from .schema.family import ADAPTED_EXPERTS, EXPERT_FORMS, Family, dense_layers
+from .schema.family import Family, shared_and_dense
 from .schema.routed import CORRECTION, corrected_gate, later_layers
 
 _KINDS = ("dense", "sparse")
@@ -44,8 +44,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
     dense = (layer for layer, kind in enumerate(kinds) if kind == "dense")
     return {
         **latent_shape(config, q_rank=768, nope_dim=192, v_dim=256),
-        "shared_size": num_shared * config.size("moe_intermediate_size"),
-        **dense_layers(config, dense, "intermediate_size"),
+        **shared_and_dense(config, num_shared, dense),
     }
 
 
@@ -60,6 +59,4 @@ FAMILY = Family(
     tensors={**LATENT_TENSORS, **CORRECTION},
     attention=LATENT_ATTENTION,
     beside=LATENT_BESIDE,
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

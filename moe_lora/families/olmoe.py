@@ -8,8 +8,6 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
-    EXPERT_FORMS,
     EXPERT_SIZES,
     FULL_QK_NORMS,
     SIZES,
@@ -34,6 +32,4 @@ FAMILY = Family(
     layers=_layers,
     norm_eps=1e-5,
     tensors={**TENSORS, **FULL_QK_NORMS},
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

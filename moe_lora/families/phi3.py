@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from .schema.family import Family, Place, one_window
+from .schema.rope import rope_types
 
-ROPE_TYPES = ("default", "longrope", "su")
 MLP = (Place(path="mlp.gate_up_proj", site="gate_up"), Place(path="mlp.down_proj", site="down"))
 FAMILY = Family(
     title="Phi-3",
     fused_qkv=True,
     fused_gate_up=True,
-    supported={
-        f"{section}.{key}": ROPE_TYPES
-        for section in ("rope_parameters", "rope_scaling")
-        for key in ("rope_type", "type")
-    },
+    supported=rope_types("default", "longrope", "su"),
     windows=one_window,
     rotary_factor=1.0,
     norm_eps=1e-5,

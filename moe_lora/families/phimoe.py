@@ -21,12 +21,8 @@ from .schema.family import (
     linear_mlp,
     one_window,
 )
+from .schema.rope import rope_types
 
-ROPE_TYPES = {
-    f"{section}.{key}": ("default", "longrope")
-    for section in ("rope_parameters", "rope_scaling")
-    for key in ("rope_type", "type")
-}
 NORMS = {name.replace("weight", "bias"): key.replace("weight", "bias") for name, key in TENSORS.items()}
 GATE = Place(path="mlp.router", site="router", is_split=False)
 FUSED = fused_experts("mlp.experts", is_split=False)
@@ -55,7 +51,7 @@ FAMILY = Family(
     sizes={**SIZES, **EXPERT_SIZES},
     supported={
         "num_experts_per_tok": (2,),
-        **ROPE_TYPES,
+        **rope_types("default", "longrope"),
         "tie_word_embeddings": (False,),
     },
     layers=_layers,

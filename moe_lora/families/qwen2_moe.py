@@ -8,8 +8,6 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
-    EXPERT_FORMS,
     EXPERT_SIZES,
     SHARED_EXPERT,
     SIZES,
@@ -38,18 +36,12 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     return windows_by_type(config, config.size("sliding_window", default=4096), kinds)
 
 
-def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
-    return stepped_experts(config, num_layers, shared_size=5632)
-
-
 FAMILY = Family(
     title="Qwen2-MoE",
     tool_format="hermes",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
     layers=_layers,
     windows=_windows,
-    beside_experts=_beside,
+    beside_experts=lambda config, num_layers: stepped_experts(config, num_layers, shared_size=5632),
     beside=(*SHARED_EXPERT, *linear_mlp("mlp", kind="dense_")),
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

@@ -13,9 +13,7 @@ from typing import Any
 from .schema.attention_forms import DELTA, DELTA_TENSORS, delta_layers
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
     ATTENTION,
-    EXPERT_FORMS,
     EXPERT_SIZES,
     QK_NORMS,
     SHARED_EXPERT,
@@ -54,7 +52,5 @@ FAMILY = Family(
     recurrent_tensors=DELTA_TENSORS,
     attention=(*ATTENTION, *DELTA),
     beside=SHARED_EXPERT,
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
     wrapper="language_model",
 )

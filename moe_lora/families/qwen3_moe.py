@@ -8,8 +8,6 @@ from typing import Any
 
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
-    EXPERT_FORMS,
     EXPERT_SIZES,
     QK_NORMS,
     SIZES,
@@ -40,6 +38,4 @@ FAMILY = Family(
     layers=_layers,
     windows=_windows,
     tensors={**TENSORS, **QK_NORMS},
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

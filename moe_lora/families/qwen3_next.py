@@ -9,9 +9,7 @@ from typing import Any
 from .schema.attention_forms import DELTA_TENSORS, INTERLEAVED_DELTA, delta_layers
 from .schema.config_json import ConfigJson
 from .schema.family import (
-    ADAPTED_EXPERTS,
     ATTENTION,
-    EXPERT_FORMS,
     EXPERT_SIZES,
     QK_NORMS,
     SHARED_EXPERT,
@@ -51,6 +49,4 @@ FAMILY = Family(
     recurrent_tensors=DELTA_TENSORS,
     attention=(*ATTENTION, *INTERLEAVED_DELTA),
     beside=(*SHARED_EXPERT, *linear_mlp("mlp", kind="dense_")),
-    mlp=EXPERT_FORMS,
-    adapted=ADAPTED_EXPERTS,
 )

@@ -242,18 +242,16 @@ def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     return (0,) * num_layers
 
 
-def _same(config: ConfigJson) -> Mapping[str, Any]:
-    return {}
-
-
-def _experts_only(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
-    return {}
-
-
-def dense_layers(config: ConfigJson, layers: Iterable[int], *keys: str) -> Mapping[str, Any]:
-    """Fields of `ModelShape` of dense layers among layers with experts.  keys: of their width."""
+def dense_layers(config: ConfigJson, layers: Iterable[int]) -> Mapping[str, Any]:
+    """Fields of `ModelShape` of dense layers among layers with experts."""
     numbers = tuple(layers)
-    return {"dense_layers": numbers, "dense_size": config.size(*keys)} if numbers else {}
+    return {"dense_layers": numbers, "dense_size": config.size("intermediate_size")} if numbers else {}
+
+
+def shared_and_dense(config: ConfigJson, num_shared: int, layers: Iterable[int]) -> Mapping[str, Any]:
+    """Fields of `ModelShape` of shared experts of a routed expert's size, and of dense layers."""
+    shared_size = num_shared * config.size("moe_intermediate_size")
+    return {"shared_size": shared_size, **dense_layers(config, layers)}
 
 
 def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
@@ -266,7 +264,7 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
     return {
         "shared_size": config.size("shared_expert_intermediate_size", default=shared_size),
         "has_shared_gate": True,
-        **dense_layers(config, dense, "intermediate_size"),
+        **dense_layers(config, dense),
     }
 
 
@@ -299,9 +297,9 @@ class Family:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    layers: Callable[[ConfigJson], Mapping[str, Any]] = _same
+    layers: Callable[[ConfigJson], Mapping[str, Any]] = lambda config: {}
     windows: Callable[[ConfigJson, int], tuple[int, ...]] = _full
-    beside_experts: Callable[[ConfigJson, int], Mapping[str, Any]] = _experts_only
+    beside_experts: Callable[[ConfigJson, int], Mapping[str, Any]] = lambda config, num_layers: {}
     theta: float = 1e4
     theta_keys: tuple[str, ...] = ("rope_theta",)
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -317,8 +315,8 @@ class Family:
     recurrent_tensors: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[Place, ...] = ATTENTION
     beside: tuple[Place, ...] = ()
-    mlp: tuple[tuple[Place, ...], ...]
-    adapted: tuple[Place, ...]
+    mlp: tuple[tuple[Place, ...], ...] = EXPERT_FORMS
+    adapted: tuple[Place, ...] = ADAPTED_EXPERTS
     older_path: tuple[str, str] | None = None
     own_format: str | None = None
     experts_stay: bool = False

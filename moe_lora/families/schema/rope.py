@@ -111,6 +111,12 @@ def _rope(
     )
 
 
+def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:
+    """Allowed values of every key that names a rotation."""
+    sections, keys = ("rope_parameters", "rope_scaling"), ("rope_type", "type")
+    return {f"{section}.{key}": kinds for section in sections for key in keys}
+
+
 def _check_even(head_dim: int) -> None:
     if head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_json import ConfigJson
-from .family import dense_layers
+from .family import shared_and_dense
 
 ROUTED_SIZES: Mapping[str, tuple[str, ...]] = {
     "intermediate_size": ("moe_intermediate_size",),
@@ -73,7 +73,4 @@ def leading_dense(config: ConfigJson, num_layers: int, num_dense: int, num_share
     """
     num_dense = min(config.size("first_k_dense_replace", default=num_dense, least=0), num_layers)
     num_shared = config.size("n_shared_experts", default=num_shared, least=0)
-    return {
-        "shared_size": num_shared * config.size("moe_intermediate_size"),
-        **dense_layers(config, range(num_dense), "intermediate_size"),
-    }
+    return shared_and_dense(config, num_shared, range(num_dense))
