@@ -15,7 +15,7 @@ from moe_lora.policies.migration.problem import MigrationPlan, MigrationProblem
 from moe_lora.policies.routing.model_routing import CostModel, ShortestPendingTime
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import Router
-from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_by_burst_tolerance
+from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_and_preload
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 
 from .dlora_plan import (
@@ -67,7 +67,7 @@ def replicas(
     )
     ranks = dict.fromkeys(adapters, LORA_RANK)
     demand = dict(zip(adapters, popularity(work).probabilities, strict=True))
-    table = place_by_burst_tolerance(ranks, range(NUM_REPLICAS), {}, demand, memory=memory)
+    table = place_and_preload(ranks, demand, memory)[0]
     cost = CostModel(
         steps=one.time.step_model(LORA_RANK, adapter_bytes),
         adapter_load_s_per_rank=adapter_bytes / one.link_bytes_per_s / LORA_RANK,

@@ -344,7 +344,8 @@ class EngineCore:
     def _refuse_impossible(self) -> list[TokenOutput]:
         sequence = self._scheduler.oldest
         waits = sequence in self._scheduler.waiting and self.adapters.waits_for_others
-        if sequence is None or waits or self.transfers.busy or self._any_held:
+        held = any(one.held for one in self._sequences.values())
+        if sequence is None or waits or held or self.transfers.busy:
             self._num_empty = 0
             return []
         self.stalled = False
@@ -357,10 +358,6 @@ class EngineCore:
             "or raise arena_mb"
         )
         return [self._finish(sequence, problem)]
-
-    @property
-    def _any_held(self) -> bool:
-        return any(sequence.held for sequence in self._sequences.values())
 
     def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
         request_id = sequence.request.request_id

@@ -42,10 +42,6 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
     }
 
 
-def _rotary_factor(config: ConfigJson, head_dim: int) -> float:
-    return config.size("rotary_dim", default=head_dim) / head_dim
-
-
 FAMILY = Family(
     title="MiniMax-M2",
     tool_format="minimax_m2",
@@ -63,7 +59,7 @@ FAMILY = Family(
     },
     layers=_layers,
     theta=5e6,
-    rotary_factor=_rotary_factor,
+    rotary_factor=lambda config, head_dim: config.size("rotary_dim", default=head_dim) / head_dim,
     tensors={**TENSORS, **FULL_QK_NORMS, CORRECTION: f"mlp.{NAME}"},
     older_tensors={CORRECTION: f"block_sparse_moe.{NAME}"},
     mlp=((GATE, *FUSED), (OLDER_GATE, *linear_mlp("block_sparse_moe.experts.{}", LEAVES))),

@@ -130,7 +130,7 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
         else:
             num_out, width = weight.shape
             whole = torch.nn.functional.pad(weight, (0, -width % block[1], 0, -num_out % block[0]))
-            made = _torchao().Float8Tensor.from_hp(whole, granularity=_per_block(block))
+            made = _torchao().Float8Tensor.from_hp(whole, granularity=_torchao().granularity.PerBlock(block))
             return made.qdata[:num_out, :width], made.scale
     elif form.bits == 8:
         made = _torchao().Int8Tensor.from_hp(weight, _torchao().PerRow())
@@ -138,10 +138,6 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
         int4 = torch.int4  # type: ignore[attr-defined]
         made = _torchao().IntxUnpackedToInt8Tensor.from_hp(weight, (1, form.group_size), int4)
     return made.qdata, made.scale
-
-
-def _per_block(block: tuple[int, int]) -> Any:
-    return _torchao().granularity.PerBlock(block)
 
 
 def put(

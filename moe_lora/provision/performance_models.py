@@ -313,15 +313,11 @@ def measure(
 def _step(phase: str, batch: Batch, samples_s: Sequence[float], quantile: float) -> MeasuredStep:
     return MeasuredStep(
         phase=phase,
-        rows=batch.rows if phase == "prefill" else _decode_rows(batch.rows),
+        rows=batch.rows if phase == "prefill" else tuple(Row(r.adapter, r.lora_rank) for r in batch.rows),
         seconds=float(np.quantile(samples_s, quantile)),
         held_out=batch.held_out,
         samples_s=tuple(samples_s),
     )
-
-
-def _decode_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(Row(row.adapter, row.lora_rank) for row in rows)
 
 
 def _with_prompts(

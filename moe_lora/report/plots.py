@@ -48,11 +48,6 @@ def label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
     axis.set_ylabel(y_label, fontsize=9.5)
 
 
-def ms_text(value: float, _: object = None) -> str:
-    """Milliseconds as a tick label; whole seconds from 1000 on."""
-    return f"{value:g}" if value < 1e3 else f"{value / 1e3:g} s"
-
-
 def nothing(axis: Axes) -> None:
     axis.text(0.5, 0.5, "no values", transform=axis.transAxes, ha="center", va="center", color=GRAY)
 
@@ -63,7 +58,7 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
     ticks = [step * 10.0**power for power in range(-3, 8) for step in steps]
     axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(ms_text))
+    axis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}" if ms < 1e3 else f"{ms / 1e3:g} s"))
 
 
 def run_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:

@@ -207,7 +207,8 @@ class SimLeases:
     def dequeue(self, adapter: str) -> None:
         """A request waits no longer; an unneeded lease goes back."""
         self._waiting[adapter] -= 1
-        self._release_idle(adapter)
+        if not self._running[adapter] and not self._waiting[adapter]:
+            self._release_lease(adapter)
 
     def begin_round(self) -> None:
         """The server finds room."""
@@ -259,10 +260,6 @@ class SimLeases:
     def rest(self) -> None:
         """The instance is idle."""
         self._server.layer_s(self._instance, 0.0, 0.0)
-
-    def _release_idle(self, adapter: str) -> None:
-        if not self._running[adapter] and not self._waiting[adapter]:
-            self._release_lease(adapter)
 
     def _release_lease(self, adapter: str) -> None:
         if adapter in self._wanted:

@@ -16,7 +16,7 @@ from moe_lora.core.shape import ModelShape, rank_problem
 
 from .base import base_copies, one_place, quantised_base
 from .config import AdapterConfig, has_suffix, suffixes
-from .names import TINKER_HEAD, Names, OuterPaths, TensorName, read_names, stranger, unplaced
+from .names import TINKER_HEAD, Names, TensorName, read_names, stranger, unplaced
 from .places import (
     STACKED_NAMES,
     STRANGERS,
@@ -177,23 +177,15 @@ def _check_rare(
 ) -> None:
     """Refuses what replaced rows, tied pairs and activated LoRAs exclude."""
     _check_tying(config, expected, places, where)
-    if replaced:
-        _check_no_pair(replaced, expected, places.outer, where)
-    if config.alora_invocation_tokens:
-        _check_activated(config, sources, replaced, shape)
-
-
-def _check_no_pair(
-    replaced: Sequence[ReplacedRows], targeted: Mapping[str, object], outer: OuterPaths, where: str
-) -> None:
-    """Raises AdapterError for a LoRA pair on a module with replaced rows.  targeted: by path."""
     for rows in replaced:
-        path = getattr(outer, rows.site)
-        if path in targeted:
+        path = getattr(places.outer, rows.site)
+        if path in expected:
             raise AdapterError(
                 f"{where}: {rows.key} replaces rows of {path}, and {path} has a LoRA pair too; "
                 "train with one of them"
             )
+    if config.alora_invocation_tokens:
+        _check_activated(config, sources, replaced, shape)
 
 
 def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:

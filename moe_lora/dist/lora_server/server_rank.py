@@ -252,7 +252,7 @@ class ServerRank:
         self._listen(own, {})
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)
-        self.loop.server_store.on_failure = self._report_by(self._fail_load)
+        self.loop.server_store.on_failure = self._report_by(partial(self._call_leader, "fail_load"))
         self._start(stay_connected("membership", self._join_leader, self._obey))
 
     async def _join_leader(self) -> Peer:
@@ -286,9 +286,6 @@ class ServerRank:
 
     def _need(self, adapter_id: str) -> None:
         self._call_leader("need", adapter_id)
-
-    def _fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
-        self._call_leader("fail_load", adapter_id, generation, reason)
 
     def _call_leader(self, method: str, *args: Any) -> None:
         """Sends nothing without a leader: the next leader orders every load again."""

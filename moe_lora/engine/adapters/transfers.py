@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +102,7 @@ class Mover(threading.Thread):
 
     def _carry_out(self, steps: Steps, launched: torch.cuda.Event | None) -> None:
         start_s, num_bytes = time.monotonic(), 0
-        with self._on_stream():
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and launched is not None:
                 self._stream.wait_event(launched)
             for step_bytes in steps:
@@ -112,9 +111,6 @@ class Mover(threading.Thread):
                 num_bytes += step_bytes
                 if self._link is not None:
                     self._closing.wait(max(0.0, start_s + self._link.seconds(num_bytes) - time.monotonic()))
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 _Order = tuple[int, Steps, "torch.cuda.Event | None"]

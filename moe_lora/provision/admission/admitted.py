@@ -116,10 +116,7 @@ class NeededCapacity:
         def holds(global_batch: float) -> bool:
             return self._admits(float(global_batch), slots)
 
-        def half_used(global_batch: int) -> bool:
-            return expected_active(self._probabilities, float(global_batch)) <= slots / 2
-
-        held = largest(half_used, most)
+        held = largest(lambda batch: expected_active(self._probabilities, float(batch)) <= slots / 2, most)
         if not holds(held):
             return largest(holds, held) if holds(1) else 0
         while held < most:

@@ -178,9 +178,9 @@ class AdmissibilityModel:
     def __init__(self, probabilities: np.ndarray, global_batch: float) -> None:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
-        self.groups: RateGroups = group_rates(used, global_batch)
+        self.groups = groups = group_rates(used, global_batch)
         # A search returns to known capacities, and starts from the thresholds of neighbours.
-        self._expected_resident = cache(self._sum_of_tails)
+        self._expected_resident = cache(lambda tau: float(groups.counts @ poisson_tail(groups.rates, tau)))
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
         self._resident_above = lru_cache(RECENT)(partial(poisson_tail, self.groups.rates))
@@ -206,9 +206,6 @@ class AdmissibilityModel:
         if capacity >= self.num_used:
             return 1.0
         return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
-
-    def _sum_of_tails(self, tau: float) -> float:
-        return float(self.groups.counts @ poisson_tail(self.groups.rates, tau))
 
     def _solve(self, capacity: int) -> float:
         # tau falls with growing capacity.

@@ -66,43 +66,20 @@ def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[
     return found
 
 
-def burst_tolerance(
-    loads: Mapping[str, float], held: Mapping[str, Sequence[Server]], memory: DeviceMemory
-) -> dict[str, float]:
-    """Requests within the unallocated memory of an adapter's servers, over its load; inf without load."""
-    free = dict(memory.free_bytes)
-    for name, servers in held.items():
-        for server in servers:
-            free[server] -= memory.adapter_bytes[name]
-    return {
-        name: math.fsum(free[server] for server in held[name]) / (memory.request_bytes * load)
-        if load
-        else math.inf
-        for name, load in loads.items()
-    }
-
-
 def place_by_burst_tolerance(
     adapters: Mapping[str, int],
     servers: Sequence[Server],
     operating_points: Mapping[int, float],
     demand: Mapping[str, float],
     previous: Placed | None = None,
-    *,
-    memory: DeviceMemory | None = None,
 ) -> Table:
-    """The table of `place_and_preload`.
-
-    memory: None: bytes are ranks, and every server has room for all adapters twice.
-    """
+    """The table of `place_and_preload`, with ranks as bytes, and room for all twice on each server."""
     if not servers:
         raise ValueError("there are no servers; give at least one")
-    if memory is None:
-        room = 2.0 * sum(adapters.values())
-        memory = DeviceMemory(
-            free_bytes=dict.fromkeys(servers, room),
-            adapter_bytes={name: float(rank) for name, rank in adapters.items()},
-        )
+    memory = DeviceMemory(
+        free_bytes=dict.fromkeys(servers, 2.0 * sum(adapters.values())),
+        adapter_bytes={name: float(rank) for name, rank in adapters.items()},
+    )
     return place_and_preload(adapters, demand, memory)[0]
 
 

@@ -48,7 +48,10 @@ class LoadReport:
         """The header in the given format; none for an unknown format, and without figures in time."""
         form = given.upper()
         if form not in FORMATS:
-            self._log_unknown(given)
+            if not self._has_logged:
+                self._has_logged = True
+                what = "%s: %.50r is not allowed, and such requests get no report; allowed are %s"
+                logger.warning(what, LOAD_FORMAT, given, ", ".join(FORMATS))
             return {}
         figures = await self._current_figures()
         if not figures:
@@ -74,12 +77,6 @@ class LoadReport:
                 self._figures = {name: float(getattr(stats, field)) for field, name in NAMES.items()}
         finally:
             self._read_s, self._reading = time.monotonic(), None
-
-    def _log_unknown(self, given: str) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            what = "%s: %.50r is not allowed, and such requests get no report; allowed are %s"
-            logger.warning(what, LOAD_FORMAT, given, ", ".join(FORMATS))
 
 
 async def load_header(request: Request, frontend: Frontend) -> dict[str, str]:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.provision.placement.burst_tolerance import (
     DeviceMemory,
-    burst_tolerance,
     place_and_preload,
     place_by_burst_tolerance,
     preload,
@@ -18,6 +19,22 @@ from moe_lora.provision.placement.burst_tolerance import (
 
 def memory(free: list[float], sizes: dict[str, float], request: float = 1.0) -> DeviceMemory:
     return DeviceMemory(free_bytes=dict(enumerate(free)), adapter_bytes=sizes, request_bytes=request)
+
+
+def burst_tolerance(
+    loads: dict[str, float], held: dict[str, list[int]], memory: DeviceMemory
+) -> dict[str, float]:
+    """Requests within the unallocated memory of an adapter's servers, over its load; inf without load."""
+    free = dict(memory.free_bytes)
+    for name, servers in held.items():
+        for server in servers:
+            free[server] -= memory.adapter_bytes[name]
+    return {
+        name: math.fsum(free[server] for server in held[name]) / (memory.request_bytes * load)
+        if load
+        else math.inf
+        for name, load in loads.items()
+    }
 
 
 def test_the_greedy_by_hand() -> None:
@@ -49,13 +66,7 @@ def test_what_does_not_fit_or_has_no_load_is_not_preloaded() -> None:
 
 
 def test_as_a_placement_rows_are_shared_evenly_and_everybody_has_one() -> None:
-    table = place_by_burst_tolerance(
-        {"a": 8, "b": 8, "c": 8},
-        [0, 1],
-        {},
-        {"a": 4.0, "b": 1.0},
-        memory=memory([10, 10], dict.fromkeys("abc", 1)),
-    )
+    table, _ = place_and_preload("abc", {"a": 4.0, "b": 1.0}, memory([10, 10], dict.fromkeys("abc", 1)))
     assert table == {"a": [(0, 0.5), (1, 0.5)], "b": [(1, 1.0)], "c": [(0, 1.0)]}
     assert set(place_by_burst_tolerance({"a": 8, "b": 8}, [0, 1], {}, {})) == {"a", "b"}
 

@@ -27,7 +27,7 @@ _ALIGNED = 16
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     """h of all rows in parts: [S, M, R, h_width] fp32, undefined from a row's rank on."""
     x, rows, width = problem.x, problem.segments.rows, problem.x.shape[1]
-    config = _shrink_config(problem)
+    config = pipeline(problem.config("wgmma_shrink"), width % _ALIGNED == 0)
     split_k = num_parts(config, width)
     tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
     h = _workspace(problem, split_k)
@@ -40,7 +40,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
         TMA=config["tma"],
-        EVEN=_is_even(config, width),
+        EVEN=width % (config["block_k"] * split_k) == 0,
         INTERPRETED=configs.interpreted(),
         **_threads(config),
         BLOCK_T=config["block_t"],
@@ -80,10 +80,6 @@ def tile_rows(x: torch.Tensor, site: Site, decode: bool) -> int:
     return config_of("wgmma_shrink", x, site, decode)["block_t"] if x.dtype in _TENSOR_CORE_DTYPES else 0
 
 
-def _shrink_config(problem: Problem) -> Config:
-    return pipeline(problem.config("wgmma_shrink"), problem.x.shape[1] % _ALIGNED == 0)
-
-
 def _expand_config(problem: Problem) -> Config:
     aligned = all(width % _ALIGNED == 0 for width in problem.out_widths)
     return pipeline(problem.config("wgmma_expand"), aligned)
@@ -92,10 +88,6 @@ def _expand_config(problem: Problem) -> Config:
 def num_parts(config: Config, width: int) -> int:
     """S of `wgmma_shrink` at an input of this width."""
     return max(1, min(config["split_k"], width // config["part_k"]))
-
-
-def _is_even(config: Config, width: int) -> bool:
-    return width % (config["block_k"] * num_parts(config, width)) == 0
 
 
 def _column_groups(problem: Problem, config: Config) -> int:
