@@ -157,8 +157,7 @@ def capacity(adapters: int | None, url: str, api_key: str | None) -> None:
     if adapters is None:
         state = call(url, api_key, "GET", "/v1/lora_server", TIMEOUT_S)
     else:
-        body = {"capacity": adapters}
-        state = call(url, api_key, "POST", "/v1/lora_server/capacity", TIMEOUT_S, body)
+        state = call(url, api_key, "POST", "/v1/lora_server/capacity", TIMEOUT_S, {"capacity": adapters})
     limit = "unknown" if state["max_capacity"] is None else state["max_capacity"]
     click.echo(f"capacity {state['capacity']} (at most {limit}), resident {state['num_resident']}")
     click.echo(f"leases   {state['num_leases']} held, {state['num_waiting']} waited for")

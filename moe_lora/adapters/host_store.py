@@ -178,7 +178,6 @@ class WindowLayout:
 
 
 def facts_of(packed: PackedAdapter) -> AdapterFacts:
-    """The facts of an adapter."""
     first = packed.layers[0]
     return AdapterFacts(
         **{name: getattr(packed, name) for name in _SHARED},

@@ -345,7 +345,6 @@ def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[
     if not len(starts):
         return ()
     apart = [part[1:] != part[:-1] + sizes[:-1] for part in (starts, places)]
-    breaks = np.flatnonzero(apart[0] | apart[1]) + 1
-    begins = np.concatenate([[0], breaks])
+    begins = np.concatenate([[0], np.flatnonzero(apart[0] | apart[1]) + 1])
     counts = np.add.reduceat(sizes, begins)
     return tuple(zip(starts[begins].tolist(), places[begins].tolist(), counts.tolist(), strict=True))

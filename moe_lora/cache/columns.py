@@ -142,7 +142,6 @@ class Ghosts:
         return uses
 
     def forget(self, namespace: Namespace, now_s: float) -> None:
-        """Drop the namespace's ghosts without visits."""
         for place in np.flatnonzero((self._owner == hash(namespace)) & (self.uses > 0)).tolist():
             self._end(place, now_s, visited=False)
 
@@ -300,7 +299,6 @@ class Columns:
         return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)  # of booleans: much quicker
 
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
-        """The policy's view of these rows."""
         return NodeColumns(
             is_adapter=self.is_adapter.take(rows),
             pages=self.pages.take(rows),

@@ -169,7 +169,6 @@ class NodeMover:
         self.sweep()
 
     def failed(self, copy_id: int) -> None:
-        """An order failed."""
         node = self.moving.pop(copy_id)
         node.leaves = False
         if node.moving_out:

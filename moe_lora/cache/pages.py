@@ -124,7 +124,6 @@ class Tier(PageAllocator):
             owners[page] = owner
 
     def give_back(self, pages: Sequence[int], *, is_adapter: bool = False) -> None:
-        """The pages are free."""
         if pages:
             self.free_pages(pages)
             self.hand_over(pages, FREE)

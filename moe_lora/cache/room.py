@@ -156,8 +156,7 @@ class Room:
             victim = self.ranking.victim(kind, now_s)
             assert victim is not None
             if not (victim.is_adapter or victim.is_whole) and victim.num_pages > num_pages:
-                head = self.mover.split(victim, victim.num_pages - num_pages)
-                self.ranking.put_back(head, kind)
+                self.ranking.put_back(self.mover.split(victim, victim.num_pages - num_pages), kind)
             num_pages -= victim.num_pages
             self.mover.drop(victim)
 

@@ -41,7 +41,6 @@ class DependencyTree:
         self._child: dict[tuple[Node, bytes], Node] = {}
 
     def add_adapter(self, namespace: Namespace, layer_pages: Sequence[int], now_s: float) -> Node:
-        """A node on the second layer."""
         columns, row = self.columns, self.columns.new_row()
         node = Node(namespace, row, sum(layer_pages), layer_pages=tuple(layer_pages))
         node.adapter = node

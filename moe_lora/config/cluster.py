@@ -276,7 +276,7 @@ class ClusterConfig:
 
     @property
     def folder_of_sockets(self) -> str | None:
-        """Where roles of one host have their sockets (`dist.launch.host_roles`), None if they have none."""
+        """Folder of the sockets of a host's roles (`dist.launch.host_roles`), None without sockets."""
         if self.controller is not None:
             address = self.controller.address
         elif self.front_end.engines_address is not None:

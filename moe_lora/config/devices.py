@@ -31,7 +31,6 @@ class DeviceShare:
 
 
 def instance_names(num_instances: int) -> list[str]:
-    """Names of the instances of a host."""
     return [f"instance-{number}" for number in range(num_instances)]
 
 
@@ -196,5 +195,4 @@ def devices_text(devices: Devices, num_devices: int) -> str:
 
 
 def device_name(number: int) -> str:
-    """Name of a device in torch."""
     return f"cuda:{number}"

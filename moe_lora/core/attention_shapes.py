@@ -57,7 +57,6 @@ class DeltaShape:
         return self.conv_size * (self.conv_width - 1) + self.value_size * self.k_dim
 
     def site_rows(self, hidden: int) -> list[SiteRow]:
-        """Rows of the layers' sites for `ModelShape.sites`."""
         qkv, z, heads = self.conv_size, self.value_size, self.num_v_heads
         out = ("delta_out", ("delta_out",), z, (hidden,), 0)
         if self.is_interleaved:
@@ -129,7 +128,6 @@ class GlobalHeads:
         return "global_qk" if self.k_is_v else "global_qkv"
 
     def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
-        """Rows of the layers' sites for `ModelShape.sites`."""
         q_size, kv_size = heads * self.head_dim, self.num_kv_heads * self.head_dim
         modules = ("global_q", "global_k", "global_v")[: 2 if self.k_is_v else 3]
         widths = (q_size, kv_size, kv_size)[: len(modules)]

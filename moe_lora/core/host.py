@@ -175,7 +175,6 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory_bytes() -> int:
-    """Free host memory."""
     # Not MemFree (SC_AVPHYS_PAGES): the page cache, mostly checkpoint files, can be reclaimed.
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
@@ -185,7 +184,6 @@ def free_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -90,7 +90,6 @@ class Partition:
         return not self._experts_only or self.shape.sites[site_index].num_experts > 0
 
     def stage_of(self, layer: int) -> int:
-        """Pipeline stage of this layer."""
         return layer % self.layout.pp
 
     def stage_leader(self, stage: int) -> int:
@@ -98,12 +97,10 @@ class Partition:
         return stage * self.layout.ranks_per_stage
 
     def ranks_of_stage(self, stage: int) -> range:
-        """Server ranks of the stage."""
         first = self.stage_leader(stage)
         return range(first, first + self.layout.ranks_per_stage)
 
     def layers_of(self, server_rank: int) -> range:
-        """Layers with a part on this server rank."""
         return range(server_rank // self.layout.ranks_per_stage, self.shape.num_layers, self.layout.pp)
 
     def experts_of(self, server_rank: int) -> range:

@@ -198,12 +198,10 @@ class ModelShape:
             rows += self.global_heads.site_rows(hidden, self.num_heads)
         sites: list[Site] = []
         for row in rows:
-            entry_base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
-            sites.append(Site(*row, entry_base))
+            sites.append(Site(*row, sites[-1].entry_base + sites[-1].num_entries if sites else 0))
         return tuple(sites)
 
     def has_site(self, layer: int, name: str) -> bool:
-        """True if the layer has the site of this name."""
         if name not in self._site_names:
             return False
         held = DELTA_SITES if self.is_recurrent(layer) else ATTENTION_SITES
@@ -219,7 +217,6 @@ class ModelShape:
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers with KV."""
         return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
 
     def state_pages(self, page_bytes: int) -> int:

@@ -99,7 +99,6 @@ class ModelShard:
 
     @property
     def heads(self) -> range:
-        """Query heads."""
         return _share(self.whole.num_heads, self.tensor_parallel, self._of_heads)
 
     @property
@@ -129,7 +128,6 @@ class ModelShard:
         )
 
     def inputs(self, site: Site) -> range:
-        """Local inputs of a site of the whole model."""
         match site.name:
             case "o":
                 return _wide(self.heads, site.in_features // self.whole.num_heads)

@@ -57,8 +57,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     """
     mine = followers or Followers()
     try:
-        hf_config = config.hf_config()
-        shape = shape_of(hf_config)
+        shape = shape_of(config.hf_config())
         # Checked again after the model's load, with "auto" resolved.
         schedules_ahead(config, config.device)
         ModelShard(shape, config.tensor_parallel, config.expert_parallel)  # checks the numbers

@@ -105,7 +105,6 @@ class EngineCore:
 
     @property
     def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
-        """Of the model."""
         contents = self.adapters.contents
         return contents.shape, contents.dtype
 

@@ -159,7 +159,6 @@ class KvEvents:
         self._thread.start()
 
     def make_tree(self, block_size: int, **settings: Any) -> DependencyTree:
-        """The tree of the cache."""
         return ReportedTree(block_size, report=self, **settings)
 
     def stored(

@@ -131,7 +131,6 @@ class EngineVerbs:
 
     @of_instances
     def paused_scopes(self) -> list[PauseScope]:
-        """Scopes of the current pauses."""
         return [] if self.pauses is None else self.pauses.scopes
 
     @verb
@@ -150,7 +149,6 @@ class EngineVerbs:
     def sleep(
         self, parts: Sequence[SleepPart], drops_weights: bool, mode: PauseMode, timeout_s: float
     ) -> Steps[None]:
-        """As `Sleep.start`."""
         if self.asleep is None:
             self.asleep = self._make_sleep(partial(self.abort_requests, PauseScope()))
         try:
@@ -161,7 +159,6 @@ class EngineVerbs:
 
     @of_instances
     def wake_up(self, parts: Sequence[SleepPart]) -> Steps[None]:
-        """As `Sleep.stop`."""
         if self.asleep is not None:
             yield from self.asleep.stop(parts)
             self._apply_pauses()
@@ -225,7 +222,6 @@ class EngineVerbs:
 
     @verb
     def preload_adapters(self, names: Sequence[str]) -> int:
-        """As `AdapterManager.preload`."""
         return self._core.adapters.preload(names)
 
     @verb
@@ -235,7 +231,6 @@ class EngineVerbs:
 
     @verb
     def hold_request(self, request_id: str, since: int) -> HeldRequest:
-        """As `RequestMoves.hold`."""
         held = self._core.moves.hold(request_id, since)
         if self.pauses is not None:
             self.pauses.leave(request_id)
@@ -245,7 +240,6 @@ class EngineVerbs:
     def resume_request(
         self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int, unshared: bool
     ) -> None:
-        """As `RequestMoves.resume`."""
         self._core.moves.resume(request_id, tokens, kv_tokens, first_page, unshared)
         self._apply_pauses()
 
@@ -264,12 +258,10 @@ class EngineVerbs:
 
     @verb
     def kv_window(self, request_id: str) -> KvWindow | None:
-        """As `RequestMoves.kv_window`."""
         return self._core.moves.kv_window(request_id)
 
     @verb
     def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Steps[KvSent]:
-        """As `RequestMoves.kv_send`, in another thread."""
         moves = self._core.moves
         outgoing = (yield moves.threads.submit(moves.kv_send, request_id, descriptor, layout)).result()
         return moves.kv_sent(outgoing, request_id)
@@ -320,7 +312,6 @@ class PoolVerbs:
 
     @verb
     def pool_drop(self, content_hash: str) -> None:
-        """As `PoolAdapters.drop`."""
         self._pool.drop(content_hash)
 
     @verb
@@ -339,7 +330,6 @@ class PoolVerbs:
 
     @verb
     def pool_orphans(self) -> list[str]:
-        """As `PoolAdapters.orphans`."""
         return self._pool.orphans()
 
     @verb
@@ -349,7 +339,6 @@ class PoolVerbs:
 
     @verb
     def pool_free(self, content_hash: str) -> None:
-        """As `PoolAdapters.free_orphan`."""
         self._pool.free_orphan(content_hash)
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from .schema.family import Family, Place, one_window
-from .schema.rope import rope_types
+from .schema.family import Family, Place, one_window, rope_types
 
 MLP = (Place(path="mlp.gate_up_proj", site="gate_up"), Place(path="mlp.down_proj", site="down"))
 FAMILY = Family(

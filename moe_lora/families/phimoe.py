@@ -20,8 +20,8 @@ from .schema.family import (
     fused_experts,
     linear_mlp,
     one_window,
+    rope_types,
 )
-from .schema.rope import rope_types
 
 NORMS = {name.replace("weight", "bias"): key.replace("weight", "bias") for name, key in TENSORS.items()}
 GATE = Place(path="mlp.router", site="router", is_split=False)

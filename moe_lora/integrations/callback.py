@@ -40,5 +40,4 @@ class PublishEachEpoch(TrainerCallback):
         self._published_step = state.global_step
         tensors = adapter_tensors(model, self._adapter)
         if state.is_world_process_zero:
-            config = adapter_config(model, self._adapter)
-            self.versions.append(self._publisher.publish(tensors, config))
+            self.versions.append(self._publisher.publish(tensors, adapter_config(model, self._adapter)))

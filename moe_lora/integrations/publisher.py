@@ -80,13 +80,11 @@ class Publisher:
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
             body = {"lora_name": self.name, "lora_path": folder}
             _checked(self._http.post("/load_lora_adapter", json=body), self.name)
-        answer = self._http.get("/get_weight_version")
-        return int(_checked(answer, self.name)["adapters"][self.name])
+        return int(_checked(self._http.get("/get_weight_version"), self.name)["adapters"][self.name])
 
     def remove(self) -> None:
         """Unload the name.  Raises AdapterError with the server's reason."""
-        answer = self._http.post("/unload_lora_adapter", json={"lora_name": self.name})
-        _checked(answer, self.name)
+        _checked(self._http.post("/unload_lora_adapter", json={"lora_name": self.name}), self.name)
 
     def close(self) -> None:
         self._http.close()

@@ -44,7 +44,6 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
         return 4 if "4" in self.name else 8
 
     @property

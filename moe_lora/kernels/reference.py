@@ -135,8 +135,7 @@ def norm(
     x32 = x.float()
     if centred:
         x32 = x32 - x32.mean(-1, keepdim=True)
-    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    y32 = x32 * weight.float()
+    y32 = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)) * weight.float()
     return (y32 if bias is None else y32 + bias.float()).to(x.dtype)
 
 
@@ -228,5 +227,4 @@ def _attend(
     if operands.sinks is not None:
         sink = operands.sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
         logits = torch.cat([logits, sink], dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., : k.shape[0]]
-    return torch.einsum("hqc,chd->qhd", weights, v).to(q.dtype)
+    return torch.einsum("hqc,chd->qhd", torch.softmax(logits, dim=-1)[..., : k.shape[0]], v).to(q.dtype)

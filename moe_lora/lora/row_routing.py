@@ -70,7 +70,6 @@ def content_number(content_hash: str) -> int:
 
 
 def content_prefix(number: int) -> str:
-    """Prefix of the hash with this number."""
     return f"{number:0{_NUMBER_DIGITS}x}"
 
 

@@ -54,8 +54,7 @@ class LatentAttention(nn.Module):
         """q of all heads: [T, N * (P + R)]."""
         if not self.sizes.q_rank:
             return self.q(x, channel)
-        latent = ops.norm(self.q_a(x, channel), self.q_a_norm, LATENT_EPS, False, None)
-        return self.q_b(latent, channel)
+        return self.q_b(ops.norm(self.q_a(x, channel), self.q_a_norm, LATENT_EPS, False, None), channel)
 
     def forward(
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -158,8 +157,7 @@ class DeltaNet(nn.Module):
         how = (torch.sigmoid(b_TN.float()), self.conv, self.sizes.v_dim)
         heads_TNV = ops.delta_rule(channel, qkv_TC, log_decay_TN, *how)
         normed = ops.norm(heads_TNV, self.gated_norm, self.eps, False, None)
-        gated = (normed.float() * F.silu(z_TNV.float())).to(x.dtype)
-        return self.out(gated.flatten(1), channel)
+        return self.out((normed.float() * F.silu(z_TNV.float())).to(x.dtype).flatten(1), channel)
 
     def parts(self, qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k and v [T, C] by kind, then by head; z [T, N, V]; b and a [T, N]."""

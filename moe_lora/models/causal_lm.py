@@ -50,7 +50,6 @@ class OffsetNorm(Norm):
 
 
 def norm_of(size: int, spec: ModelSpec, *, kind: str | None = None) -> Norm:
-    """The norm of the family."""
     return (OffsetNorm if spec.norm_offset else Norm)(size, spec, kind=kind)
 
 
@@ -82,8 +81,7 @@ class DividedNormedQkv(NormedQkv):
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
         q, k, v = LoraLinear.forward(self, x, channel).split(self.widths, dim=1)
-        squares = [q.float().square().sum(1), k.float().square().sum(1) * self.share_of_k]
-        sums = torch.stack(squares)
+        sums = torch.stack([q.float().square().sum(1), k.float().square().sum(1) * self.share_of_k])
         ops.sum_over_ranks(channel, sums)
         q, k = (
             (y.float() * torch.rsqrt(total / width + norm.eps).unsqueeze(1) * norm.weight.float()).to(y.dtype)

@@ -166,7 +166,6 @@ class Checkpoint:
         return self._mappings[path]
 
     def __iter__(self) -> Iterator[str]:
-        """Names of all tensors."""
         return iter(self.file_of)
 
 

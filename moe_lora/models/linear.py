@@ -140,8 +140,7 @@ class ExpertLinear(nn.Module):
         if order is None or isinstance(self.weight, QuantisedWeight):
             return glu(self(x, ids_TK, channel, order), activation, limit)
         ops.lora_begin(channel, x, ids_TK, self.site)
-        rows_TK = numbered_from(self.experts.start, ids_TK)
-        weights = (self.weight, self.bias, rows_TK, order)
+        weights = (self.weight, self.bias, numbered_from(self.experts.start, ids_TK), order)
         how = (activation != "silu", limit, self.site, self.experts.start)
         return ops.gated_expert_linear(channel, x, *weights, *how)
 

@@ -160,7 +160,6 @@ class SharedMoeMlp(MoeMlp):
     def summand(
         self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `MoeMlp.summand`."""
         shared = self.shared.summand(x, channel)
         if self.shared_gate is not None:
             shared = (torch.sigmoid(self.shared_gate(x, channel).float()) * shared).to(x.dtype)
@@ -181,7 +180,6 @@ class SparseMixerMlp(MoeMlp):
     def choose(
         self, logits_TE: torch.Tensor, live_T: torch.Tensor, channel: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `MoeMlp.choose`."""
         scores = logits_TE.float()
         left, weights_TE = scores, torch.full_like(scores, float("-inf"))
         for _ in range(self.top_k):
@@ -214,7 +212,6 @@ class DenseBesideMlp(MoeMlp):
     def choose(
         self, logits_TE: torch.Tensor, live_T: torch.Tensor, channel: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `MoeMlp.choose`."""
         weights_TK, ids_TK, order = super().choose(logits_TE, live_T, channel)
         return weights_TK * self.expert_scale[ids_TK.clamp(min=0).long()].float(), ids_TK, order
 

@@ -71,7 +71,6 @@ class RandomCheckpoint:
                 ]
 
     def tensor(self, piece: Piece) -> torch.Tensor | StoredWeight:
-        """Tensor of the piece."""
         return self._mxfp4(piece.key) if piece.extra_keys else self[piece.key]
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:

@@ -187,7 +187,7 @@ class WeightMerge:
             yield module, float(lost), float(delta.square().sum())
 
     def checksum(self) -> str:
-        """Checksum of all mergeable weights; reads them once."""
+        """Checksum of the mergeable weights; reads weights once."""
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self._weights):
             digest.update(self._weights[key].detach().cpu().contiguous().view(torch.uint8).numpy().data)

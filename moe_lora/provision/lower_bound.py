@@ -63,7 +63,7 @@ class LowerBound:
 
     @property
     def text(self) -> str:
-        """One line: the bound and its three terms."""
+        """The bound and the three terms in a line."""
         return (
             f"{self.gpus} GPU{'' if self.gpus == 1 else 's'} at peak rates: operations {self.flop_gpus:.1f}, "
             f"KV reads {self.byte_gpus:.1f}, weights in memory {self.memory_gpus:.1f}"

@@ -116,7 +116,6 @@ def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) ->
 
 
 def overload(rate_per_s: float, waited_s: float) -> RateRun:
-    """A run stopped by a wait of waited_s."""
     return RateRun(rate_per_s=rate_per_s, p95_ttft_s=waited_s, mean_tpot_s=0.0, holds=False, overloaded=True)
 
 

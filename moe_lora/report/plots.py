@@ -127,8 +127,7 @@ def in_flight(run: dict[str, Any], times_s: FloatArray) -> FloatArray:
     """Finished requests in flight at each time."""
     starts = np.sort([run["start_times"][index] for index in finished(run)])
     started = np.searchsorted(starts, times_s, "right")
-    ended = np.searchsorted(np.sort(ends_s(run)), times_s, "right")
-    return (started - ended).astype(np.float64)
+    return (started - np.searchsorted(np.sort(ends_s(run)), times_s, "right")).astype(np.float64)
 
 
 def attainment(run: dict[str, Any]) -> list[tuple[str, int, float]]:

@@ -23,7 +23,6 @@ from .load_client import CompletionClient, ServedModels, ServerError, StreamedCo
 
 
 def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, Any]:
-    """The JSON body of one completion request."""
     prompt: str | list[int] | None = planned.prompt
     if prompt is None:
         prompt = random_token_ids(

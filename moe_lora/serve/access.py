@@ -134,7 +134,6 @@ class Caller:
         return adapter is None or self.key is None or self.key.may_use(adapter)
 
     def with_right(self, *adapters: str) -> Caller:
-        """The caller with a right to these adapters too."""
         found = copy(self)
         if self.key is not None:
             found.key = replace(self.key, adapters=(*self.key.adapters, *map(escape, adapters)))
@@ -156,7 +155,6 @@ ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """The caller in an ASGI scope."""
     found: Caller = scope["state"]["caller"]
     return found
 

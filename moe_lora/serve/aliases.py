@@ -64,7 +64,6 @@ def usable(name: str, alias: Alias, key: ApiKey | None) -> tuple[str, ...]:
 
 
 def choice_of(aliases: Mapping[str, Alias], bases: Sequence[str], scope: Scope) -> AliasChoice:
-    """The choice for the request of this scope."""
     return AliasChoice(aliases, bases, caller_of(scope).key, scope["state"]["request_id"])
 
 
@@ -116,7 +115,6 @@ def with_aliases(
 
 
 def share_family(model_name: str, aliases: Mapping[str, Alias], limit: int) -> Metric:
-    """Shares of the first `limit` aliases."""
     shown = islice(aliases.items(), limit)
     return family(
         GaugeMetricFamily,

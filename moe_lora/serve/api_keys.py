@@ -205,7 +205,6 @@ class KeyRing:
         return None if self._admins is None else self._admins.find(text)
 
     def by_id(self, identity: str) -> ApiKey | None:
-        """The entry with this id, or None."""
         self._look()
         found = self._keys.get(identity)
         return self._admins.by_id(identity) if found is None and self._admins is not None else found

@@ -342,7 +342,6 @@ def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
 
 
 def routing_families(model_name: str, routing: RoutingStats) -> Iterator[Metric]:
-    """Families of the router rank_aware."""
     yield family(
         CounterMetricFamily,
         "moe_lora:rank_aware_choices",

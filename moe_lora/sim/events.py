@@ -29,7 +29,6 @@ class EventQueue:
         heapq.heappush(self._heap, (time_s, self._num_asked, call))
 
     def stop(self) -> None:
-        """Stop after the current event."""
         self._stopped = True
 
     def run(self, until_s: float = math.inf) -> None:

@@ -79,7 +79,6 @@ class CachedConfig:
         return self.block_size * self.time.kv_token_bytes
 
     def costs(self) -> CacheCosts:
-        """Costs for the policies."""
         return CacheCosts(
             page_bytes=self.page_bytes,
             transfer_bytes_per_s=self.link_bytes_per_s,

@@ -59,8 +59,7 @@ class _Loading:
     left: int
 
     def has(self, layer: int) -> bool:
-        stage = layer % len(self.num_loaded)
-        return self.num_loaded[stage] > layer // len(self.num_loaded)
+        return self.num_loaded[layer % len(self.num_loaded)] > layer // len(self.num_loaded)
 
 
 class LayerLoads:
@@ -77,8 +76,7 @@ class LayerLoads:
 
     def start(self, name: str) -> None:
         """Load the adapter."""
-        num_stages = self._config.num_stages
-        loading = self._loading[name] = _Loading([0] * num_stages, self._config.num_layers)
+        loading = self._loading[name] = _Loading([0] * self._config.num_stages, self._config.num_layers)
         self.num_loads += 1
         for stage, turns in enumerate(self._turns):
             turns.append(loading)

@@ -195,8 +195,7 @@ class Replicas:
     def _pressure(self, instance: CachedInstance) -> ReplicaPressure:
         now_s = self.events.now_s()
         waits = (now_s - r.arrival_s for r in instance.scheduler.waiting if r.waits.admitted_s is None)
-        used = instance.cache.usage()["device_kv_used"]
-        free_share = 1 - used / self._config.instance.num_device_pages
+        free_share = 1 - instance.cache.usage()["device_kv_used"] / self._config.instance.num_device_pages
         return ReplicaPressure(instance.index, free_share, max(waits, default=0.0))
 
     def _problem(self, migration: SimMigration) -> MigrationProblem:

@@ -126,7 +126,7 @@ class CachedRequest:
 
     @property
     def prefill_s(self) -> float:
-        """From its first step to its first token."""
+        """From the first step to the first token."""
         return self.first_token_s - self._admitted_s
 
     @property

@@ -70,7 +70,6 @@ def gamma_arrivals_until(
 
 
 def cut_duration(arrivals_s: FloatArray, duration_s: float) -> FloatArray:
-    """Arrivals before duration_s."""
     return arrivals_s[arrivals_s < positive("duration_s", duration_s)]
 
 

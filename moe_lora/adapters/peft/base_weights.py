@@ -94,13 +94,11 @@ def _change(
 
 
 def parts_in_memory(tensor: torch.Tensor) -> Parts:
-    """The parts of a tensor in memory."""
     flat = tensor.detach().flatten()
     return lambda first, number: flat[first : first + number].cpu()
 
 
 def parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
-    """The parts of a tensor in an open file."""
     dtype = getattr(torch, entry.dtype.removeprefix("torch."))
 
     def read(first: int, number: int) -> torch.Tensor:

@@ -44,8 +44,7 @@ class _Index(msgspec.Struct):
 
 def read_config(folder: Path) -> AdapterConfig:
     """The folder's adapter_config.json.  Raises AdapterError with the file and the key."""
-    path = folder / CONFIG_FILE
-    return AdapterConfig.parse(read_json(folder), str(path))
+    return AdapterConfig.parse(read_json(folder), str(folder / CONFIG_FILE))
 
 
 def adapter_folder(path: str, name: str) -> str:
@@ -140,7 +139,6 @@ def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
 
 
 def max_rank(config: AdapterConfig) -> int:
-    """The largest LoRA rank in the config."""
     return max(config.lora_rank, *config.rank_pattern.values(), 0)
 
 

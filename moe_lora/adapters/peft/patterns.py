@@ -116,7 +116,6 @@ class Patterns:
         self._left_s = MAX_MATCH_S
 
     def matches(self, pattern: str, path: str) -> bool:
-        """True if the whole path matches."""
         return self._run(compiled(pattern).fullmatch, path) is not None
 
     def in_layers(self, path: str) -> bool:

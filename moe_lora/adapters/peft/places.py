@@ -218,8 +218,7 @@ def expected_shapes(
         outputs = shape.num_heads * (shape.mla.nope_dim + shape.mla.v_dim)
         return (rank, shape.mla.kv_rank), (outputs, rank)
     if place.form == "rows":
-        rows = shape.num_experts * shape.intermediate_size
-        return (rank, shape.hidden_size), (rows, rank)
+        return (rank, shape.hidden_size), (shape.num_experts * shape.intermediate_size, rank)
     return (rank, inputs), (outputs, rank)
 
 

@@ -158,8 +158,7 @@ def _outer_pair(pair: Pair, family: Family) -> PlainPair:
     if pair.site.name == "head":
         return _module_pair(family.head.removesuffix(".weight"), a, b, pair.scale)
     path = family.embedding.removesuffix(".weight")
-    names = ("lora_embedding_A", "lora_embedding_B")
-    return _module_pair(path, a, b, pair.scale, names)
+    return _module_pair(path, a, b, pair.scale, ("lora_embedding_A", "lora_embedding_B"))
 
 
 def _module_pair(

@@ -47,7 +47,6 @@ class ContentStore:
         self._sweep_unfinished()
 
     def path(self, content_hash: str) -> Path:
-        """Path of the content of this hash, present or not."""
         return self.folder / content_hash
 
     @contextmanager

@@ -215,12 +215,10 @@ class LeaseTable:
         return {*holders, *(waiter.instance for waiter in waiters)}
 
     def grant_due(self, now_s: float) -> None:
-        """`grant_waiting` if `is_due`."""
         if self.is_due:
             self.grant_waiting(now_s)
 
     def grant_waiting(self, now_s: float) -> None:
-        """Grant available leases to waiting instances."""
         while self._residency.is_over and self._residency.evict_idle(self._stand(now_s)):
             pass
         found = set() if self._residency.is_over else {waiter.adapter for waiter in self._queue}

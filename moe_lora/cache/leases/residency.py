@@ -53,7 +53,6 @@ class ServerPages:
         return runs
 
     def free(self, runs: Runs) -> None:
-        """Free the runs of `alloc`."""
         for rank, layers in runs.items():
             for first, num_pages in layers.values():
                 self._ranks[rank].free(first, num_pages)

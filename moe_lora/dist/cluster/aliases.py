@@ -47,7 +47,6 @@ def targets(alias: Alias) -> tuple[str, ...]:
 
 
 def of_adapter(aliases: Mapping[str, Alias], adapter: str) -> Iterator[str]:
-    """Names of the aliases of an adapter."""
     return (name for name, alias in aliases.items() if adapter in targets(alias))
 
 

@@ -300,8 +300,7 @@ class FrontEndLinks:
         self._stopping.set()
 
     async def _connect(self, name: str, address: Address, hello: Callable[[], Hello]) -> Peer:
-        connection = await dial(name, address, self._keys)
-        peer, heartbeat_s = await HANDSHAKE.open(connection, address, hello())
+        peer, heartbeat_s = await HANDSHAKE.open(await dial(name, address, self._keys), address, hello())
         self._heartbeat_s[peer] = heartbeat_s
         return peer
 

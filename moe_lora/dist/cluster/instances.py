@@ -450,7 +450,6 @@ class InstanceRegistry:
 
     @property
     def holdings(self) -> dict[str, Holding]:
-        """Holdings of the live instances, by name."""
         return {
             one.name: Holding(one.incarnation, frozenset(one.missing), dict(one.problems))
             for one in self.live
@@ -504,7 +503,6 @@ class InstanceRegistry:
         self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def forget(self, name: str) -> None:
-        """Serve this name on no instance."""
         self._adapters.pop(name, None)
         if len(self._versions) - len(self._adapters) > MAX_UNLOADED:
             oldest = next(one for one in self._versions if one not in self._adapters)

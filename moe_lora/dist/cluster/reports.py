@@ -33,8 +33,7 @@ BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", 
 
 def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
     """Counters added up; no gauges."""
-    stats = list(parts)
-    return EngineStats(**_counters(stats))
+    return EngineStats(**_counters(list(parts)))
 
 
 def merge_stats(

@@ -212,13 +212,11 @@ class FleetClient:
             await resumable.next.close()
 
     async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
-        """See `RequestMover.move`."""
         await self.mover.move(request_id, target, kind)
 
     async def migrate(
         self, source: str, target: str, num_requests: int, kind: MoveKind = "tokens"
     ) -> tuple[int, list[str]]:
-        """See `RequestMover.migrate`."""
         return await self.mover.migrate(source, target, num_requests, kind)
 
     def _leave(self, instance: Instance) -> None:

@@ -166,9 +166,7 @@ class HostCompute(Protocol):
         adapters: Sequence[RoutedAdapter],
         row_adapter: np.ndarray,
         out: torch.Tensor,
-    ) -> None:
-        """As `HostDeltas.compute`."""
-        ...
+    ) -> None: ...
 
     def close(self) -> None:
         """Stop; no further calls."""

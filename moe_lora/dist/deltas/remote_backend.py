@@ -85,9 +85,7 @@ class Division(Protocol):
         """Servers of the site; slot: [T] of all rows."""
         ...
 
-    def experts_of(self, server: int) -> range:
-        """Experts of a server."""
-        ...
+    def experts_of(self, server: int) -> range: ...
 
 
 class ServerPartition:

@@ -59,7 +59,6 @@ class FrameLayout:
 
     @property
     def request_bytes(self) -> int:
-        """Largest request."""
         top_k = max(1, self.shape.num_experts_per_token)
         width = max(site.in_features for site in self.shape.sites) * self.dtype.itemsize
         rows = self.max_rows
@@ -67,7 +66,6 @@ class FrameLayout:
 
     @property
     def answer_bytes(self) -> int:
-        """Largest answer."""
         width = max(site.total_out_features for site in self.shape.sites) * self.dtype.itemsize
         return starts(HEADER_BYTES, width * self.max_rows)[-1]
 

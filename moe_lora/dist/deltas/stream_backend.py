@@ -101,8 +101,7 @@ class StreamSession:
         if before is not None:
             self.take(before)
         frame = slots.request_frames[slot]
-        request = request_at(frame, slots.layout, *facts)
-        self._stream.queue(partial(fill, request))
+        self._stream.queue(partial(fill, request_at(frame, slots.layout, *facts)))
         header = frame[:HEADER_BYTES].view(torch.int64)
         self._stream.ask(header, facts, slots.request_words.tensor(slot), self._counters[slot])
         asked = self._asked[slot] = SlotUse(slot, facts[1], facts[4])
@@ -194,8 +193,7 @@ class StreamBackend(DividedBackend):
         pieces = self._once(self._pieces, self._routing.groups[layer][site], site)
         if not pieces:
             return None
-        asked = [self._ask(piece, layer, site, x, ids) for piece in pieces]
-        return partial(self._add_to, asked)
+        return partial(self._add_to, [self._ask(piece, layer, site, x, ids) for piece in pieces])
 
     def _pieces(self, group: int, site: int) -> list[_Piece]:
         rows, shares = self._shares(group, 0, site)  # workers have all layers

@@ -171,7 +171,6 @@ def placed(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def log_devices(cluster: ClusterConfig) -> None:
-    """Write the map of devices to the log."""
     if cluster.devices:
         visible = os.environ.get(VISIBLE)
         by = "" if visible is None else f" ({VISIBLE}={visible})"

@@ -103,8 +103,7 @@ def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[D
     """The smallest and the largest request at a site, without adapters, in `frame`; one of several experts
     per token is elsewhere.
     """
-    of_experts = layout.shape.sites[site].num_experts > 0
-    most = layout.shape.num_experts_per_token if of_experts else 0
+    most = layout.shape.num_experts_per_token if layout.shape.sites[site].num_experts else 0
     # The experts' second half has a row of x per expert of a token.
     for top_k in sorted({min(1, most), most}):
         for num_tokens in sorted({1, layout.max_rows // max(1, top_k)}):

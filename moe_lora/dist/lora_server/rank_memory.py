@@ -28,8 +28,7 @@ from .messages import Memory
 
 def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
     """[X] bool: the rank's entries of a layer; slot matters under data parallelism only."""
-    dp = partition.layout.dp
-    return _kept(partition, server_rank, layer, slot % dp)
+    return _kept(partition, server_rank, layer, slot % partition.layout.dp)
 
 
 @lru_cache(maxsize=4096)

@@ -76,8 +76,7 @@ def _from_plain(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"{kind} can't be received")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-encode = _ENCODER.encode
+encode = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
 """A message, or a value of one, as bytes.  Raises TypeError for unsupported values."""
 
 

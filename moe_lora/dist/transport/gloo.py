@@ -189,7 +189,6 @@ class GlooTransport(Transport):
             self._drop_unused_links()
 
     def end(self) -> None:
-        """End the threads."""
         atexit.unregister(self.close)
         if self._reception is not None:
             self._reception.close()

@@ -61,7 +61,6 @@ class SignalWords:
         self.doorbell_address = doorbell.data_ptr()
 
     def address(self, signal: int) -> int:
-        """Address of the signal's word."""
         return self._start + signal * LINE_BYTES
 
     def tensor(self, signal: int) -> torch.Tensor:

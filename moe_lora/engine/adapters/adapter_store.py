@@ -137,7 +137,6 @@ class AdapterStore:
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """Undo `prepare` without a `keep`."""
         self._prepared.pop(packed.content_hash, None)
         if packed.content_hash not in self._kept and self._store is not None and self._before_removal:
             self._store.remove(packed.content_hash)
@@ -158,7 +157,6 @@ class AdapterStore:
         return packed
 
     def find(self, content_hash: str) -> PackedAdapter:
-        """A kept adapter."""
         return self._kept[content_hash]
 
     def forget(self, packed: PackedAdapter) -> None:
@@ -242,7 +240,6 @@ class ShardSizes:
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
-        """Whole pages of each layer."""
         sizes = [layer.nbytes for layer in packed.layers]
         if not self._all_kept:
             sizes = [

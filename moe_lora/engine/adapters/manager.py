@@ -201,7 +201,6 @@ class AdapterManager:
         return self.leases is not None and self.leases.is_unused(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
-        """Readiness of an acquired adapter."""
         readiness = self._cache.readiness(adapter.uid)
         if readiness is Readiness.LOADING and self.store.host_has(adapter.packed.content_hash):
             return Readiness.HOST_COMPUTABLE

@@ -34,7 +34,6 @@ class Peers:
         self._lock = threading.Lock()
 
     def release(self, window: RemoteWindow) -> None:
-        """Detach the window."""
         before: RemoteWindow | None = window
         if self.transport.kind != "shm" and window.alive():
             with self._lock:

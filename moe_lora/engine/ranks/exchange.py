@@ -80,7 +80,6 @@ class ReduceExchange:
         self.group = group
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        """As `RowExchange.fill`."""
         try:
             self.group.allreduce([y.view(-1).view(torch.int32)]).wait()
         except RuntimeError as error:
@@ -98,9 +97,7 @@ class ExpertExchange(Protocol):
 class Sums(Protocol):
     """Sums the ranks' partial results."""
 
-    def add_up(self, y: torch.Tensor) -> None:
-        """See `RankSums.add_up`."""
-        ...
+    def add_up(self, y: torch.Tensor) -> None: ...
 
     def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `RankSums.gather`."""

@@ -93,8 +93,7 @@ def _find(store: HostStore, content_hash: str) -> PackedAdapter:
 def _obey(
     connection: Connection, rank: Rank, runner: ModelRunner, host: HostWorkers | None, directory: Path
 ) -> NoReturn:
-    store = HostStore(directory / HOST_STORE)
-    copier = rank.copier(partial(_find, store))
+    copier = rank.copier(partial(_find, HostStore(directory / HOST_STORE)))
     answers = Answers(connection)
     copies = FollowerCopies(rank.mover, copier, answers.send)
     steps = FollowedSteps(rank, runner, directory)
@@ -221,8 +220,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 def follow_rank_0() -> None:
     """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until the end."""
     store, dist_rank, _ = _rendezvous()
-    directory = store.get(_DIRECTORY_KEY).decode()
-    connection = Client(os.path.join(directory, _SOCKET), "AF_UNIX")
+    connection = Client(os.path.join(store.get(_DIRECTORY_KEY).decode(), _SOCKET), "AF_UNIX")
     connection.send(dist_rank)
     follow(connection)
 

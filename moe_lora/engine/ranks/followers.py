@@ -155,7 +155,6 @@ class Followers:
 
     @property
     def directory(self) -> Path:
-        """Directory of an instance with followers."""
         assert self._folder is not None
         return self._folder.path
 

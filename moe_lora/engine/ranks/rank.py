@@ -301,8 +301,7 @@ def _stored_dtype(hf_config: dict) -> str:
     text = hf_config.get("text_config")
     parts = (hf_config, text if isinstance(text, dict) else {})
     named = (one.get(key) for one in parts for key in ("dtype", "torch_dtype"))
-    stored = str(next(filter(None, named), "bfloat16"))
-    return stored.removeprefix("torch.")
+    return str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:

@@ -136,7 +136,6 @@ class ExecutionContext:
         return y
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
-        """See `LoraBackend.rows_to_sort`."""
         return self.backend.rows_to_sort(layer, site, x, ids)
 
     def has_deltas(self, layer: int, site: int) -> bool:

@@ -168,8 +168,7 @@ class PromptRows:
             if outer is not None:
                 outer.begin_step(batch.tables, batch.routing, rows_N)
             # The layers are done: the model adds its head to their result.
-            logits_NV = model(*inputs, rows_N, channels, lambda *_: x_TH, outer)
-            self._score(logits_NV, first)
+            self._score(model(*inputs, rows_N, channels, lambda *_: x_TH, outer), first)
             first += len(rows)
         for row, record in self._hidden:
             record.hidden = HostCopy(model.norm(x_TH[row : row + 1]).float()[0])

@@ -125,7 +125,6 @@ class Sampler:
         self._seeds = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
-        """See `sample`."""
         return sample(logits_SV, sequences, self._info.eos_token_ids, self.edit)
 
     def sequence(
@@ -240,8 +239,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits_SV.device)[:, None]
 
-    temperature = column([p.temperature for p in params])
-    probs_SV = torch.softmax(logits_SV / temperature, dim=-1)
+    probs_SV = torch.softmax(logits_SV / column([p.temperature for p in params]), dim=-1)
     if all(p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in params):
         return probs_SV
     ordered, order = probs_SV.sort(dim=-1, descending=True, stable=True)

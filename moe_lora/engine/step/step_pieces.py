@@ -139,7 +139,6 @@ class KeptMemory:
         return self._kept[key]
 
     def copy(self, role: object, x: torch.Tensor) -> torch.Tensor:
-        """A copy of x in the role's memory."""
         return self.of(role, x, x.shape).copy_(x)
 
 

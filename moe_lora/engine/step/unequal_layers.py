@@ -220,7 +220,6 @@ class StateCache(UnifiedCache):
         return True
 
     def release(self, table: BlockTable, now_s: float) -> None:
-        """As `UnifiedCache.release`, with the state."""
         if isinstance(table, StateTable):
             self._drop_kept(table)
             self._mover.device.give_back(table.state)
@@ -289,7 +288,6 @@ class RecurrentContext(ExecutionContext):
         super().abandon_step()
 
     def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:
-        """As `ExecutionContext.paged_attention`."""
         return super().paged_attention(self._kv_number[layer], *operands)
 
     def delta_rule(
@@ -326,7 +324,6 @@ class RecurrentRunner(ModelRunner):
         return super().can_repeat(error) and not self._has_stored and not self._is_with_others
 
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """As `ModelRunner.run`."""
         self._has_stored = False
         return super().run(plan, drawn)
 

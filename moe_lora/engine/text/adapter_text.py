@@ -84,8 +84,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
     check_text_files(folder)
     config, base_config = read_json(folder / CONFIG), read_json(base / CONFIG)
     templates, special = read_chat_templates(folder, config), read_special_tokens(folder, config)
-    base_special = read_special_tokens(base, base_config)
-    own, usual = special.get("eos_token"), base_special.get("eos_token")
+    own, usual = special.get("eos_token"), read_special_tokens(base, base_config).get("eos_token")
     return AdapterText(
         templates={} if templates == read_chat_templates(base, base_config) else templates,
         special_tokens=special,

@@ -127,7 +127,6 @@ class Place:
         return f"{self.path}.bias" if self.form == "matrix" else f"{self.path}.{self.parameter}_bias"
 
     def of(self, expert: int) -> Place:
-        """The place of one expert."""
         return replace(self, path=self.path.format(expert), expert=expert)
 
 
@@ -223,6 +222,12 @@ def late_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     num_full = min(config.size("max_window_layers", default=28, least=0), num_layers)
     kinds = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(config, config.size("sliding_window"), kinds)
+
+
+def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:
+    """Allowed values of every key that names a rotation."""
+    sections, keys = ("rope_parameters", "rope_scaling"), ("rope_type", "type")
+    return {f"{section}.{key}": kinds for section in sections for key in keys}
 
 
 def multipliers(config: ConfigJson) -> Mapping[str, float]:
@@ -328,8 +333,7 @@ class Family:
         part = config.get("text_config") if self.wrapper else None
         if not isinstance(part, Mapping):
             return config
-        rest = {key: value for key, value in config.items() if key != "text_config"}
-        return {**rest, **part}
+        return {**{key: value for key, value in config.items() if key != "text_config"}, **part}
 
     def named_in(self, checkpoint: Container[str]) -> Family:
         """The family with its names in the checkpoint: of a multimodal model or not."""

@@ -111,12 +111,6 @@ def _rope(
     )
 
 
-def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:
-    """Allowed values of every key that names a rotation."""
-    sections, keys = ("rope_parameters", "rope_scaling"), ("rope_type", "type")
-    return {f"{section}.{key}": kinds for section in sections for key in keys}
-
-
 def _check_even(head_dim: int) -> None:
     if head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
@@ -162,8 +156,7 @@ def _original_context(section: ConfigJson, config: ConfigJson) -> float:
     key = "original_max_position_embeddings"
     if config.get(key, default=None) is not None:
         return config.number(key, above=1.0)
-    whole = config.number("max_position_embeddings", "max_seq_len")
-    return section.number(key, default=whole, above=1.0)
+    return section.number(key, default=config.number("max_position_embeddings", "max_seq_len"), above=1.0)
 
 
 def _longrope(plain: list[float], section: ConfigJson, config: ConfigJson) -> RopeSpec:

@@ -280,7 +280,6 @@ def quantised_error(dtype: torch.dtype, width: int, weight: QuantisedOperand, nu
 
 
 def shrink_error(operands: LoraOperands, kernel: str) -> str:
-    """The fault in the operands of shrink."""
     x, ids, site, layer, _, slots, _ = operands
     _, num_layers, num_entries = slots.lora_rank.shape
     if x.dim() != 2 or x.shape[1] != site.in_features:
@@ -326,7 +325,6 @@ def _offset_error(operands: LoraOperands) -> str:
 
 
 def target_error(y: torch.Tensor, name: str, site: Site, num_rows: int, dtype: torch.dtype) -> str:
-    """The fault in the target tensor of deltas."""
     width = site.columns[-1] + site.out_features[-1]
     return (
         f"{name} must be {dtype} on the CPU with {num_rows} rows of at least {width} columns at site "
@@ -335,7 +333,6 @@ def target_error(y: torch.Tensor, name: str, site: Site, num_rows: int, dtype: t
 
 
 def attention_error(operands: AttentionOperands) -> str:
-    """The fault in the operands of attention."""
     q, k, v, _, scale, _, _, _, layout, _ = operands
     return (
         f"q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)} and "

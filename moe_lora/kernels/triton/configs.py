@@ -232,7 +232,6 @@ def _device_facts(device: torch.device) -> tuple[str, int]:
 
 
 def table_of(device: torch.device) -> ConfigTable:
-    """Configuration table of this device."""
     return load_table(FALLBACK if device.type == "cpu" else _device_facts(device)[0])
 
 

@@ -54,7 +54,6 @@ class HostStart:
         return num_tokens - 1
 
     def layer_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """A layer with num_tokens rows of deltas on the host."""
         host_s = 0.0
         if num_tokens:
             num_pieces = math.ceil(num_tokens / self.tokens_per_worker)

@@ -103,6 +103,5 @@ def _least(
     """The fewest least valued nodes with `needed` together, or all."""
     if amounts[nodes].sum() <= needed:
         return nodes
-    count = int(np.ceil(needed / max(1, amounts[nodes].min())))
-    ordered = ascending(nodes, values[nodes], count)
+    ordered = ascending(nodes, values[nodes], int(np.ceil(needed / max(1, amounts[nodes].min()))))
     return ordered[: int(np.searchsorted(np.cumsum(amounts[ordered]), needed)) + 1]

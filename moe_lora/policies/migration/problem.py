@@ -216,7 +216,6 @@ class Placement:
         return self._adapter_s[j]
 
     def adapter_at(self, j: int, k: int) -> float:
-        """`adapter_s` of one adapter."""
         if k == len(self.problem.adapters):
             return 0.0
         is_held = self.problem.adapters[k].name in self.problem.replicas[j].adapters

@@ -31,7 +31,6 @@ MOVE_STEPS = 3.0
 
 
 def make_planner(config: MigrationConfig) -> Planner:
-    """The planner of migration_solver."""
     if config.migration_solver == "exact":
         return partial(plan_exact, time_limit_s=config.migration_interval_s)
     plan = plan_fast if config.migration_solver == "fast" else plan_relaxed

@@ -110,7 +110,6 @@ class AnswerMean:
         self._weight = self.FIRST_WEIGHT
 
     def add(self, num_tokens: int) -> None:
-        """An answer has ended."""
         self._weight = min(self._weight + 1, self.MAX_WEIGHT)
         self.tokens += (num_tokens - self.tokens) / self._weight
 

@@ -45,8 +45,7 @@ class FirstFit:
         self._otherwise = JoinShortestQueue()
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        fitting = (one for one in instances if one.load.num_requests < self._max_requests)
-        found = next(fitting, None)
+        found = next((one for one in instances if one.load.num_requests < self._max_requests), None)
         return self._otherwise.choose(request, instances) if found is None else found
 
 

@@ -172,8 +172,7 @@ def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
                 for server, phi in had.items():
                     kept[part, server] += problem.nbytes[adapter] * (1 + _SHARE_WEIGHT * min(share, phi))
     # Equal sums must be equal floats: rounding must not prefer a permutation to staying.
-    kept = np.round(kept / max(kept.max(), 1e-300), 9)
-    _, server_of = linear_sum_assignment(kept, maximize=True)
+    _, server_of = linear_sum_assignment(np.round(kept / max(kept.max(), 1e-300), 9), maximize=True)
     moved = {
         adapter: {int(server_of[part]): share for part, share in row.items()}
         for adapter, row in shares.items()

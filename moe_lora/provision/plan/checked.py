@@ -200,7 +200,6 @@ def searched_loads(
 
 
 def place_of(plan: Plan) -> SizedCluster:
-    """The plan's place."""
     if plan.kind == "coupled":
         return SizedCluster(None, plan.instances, plan.slots)
     return SizedCluster(Layout.parse(plan.layout), plan.instances)

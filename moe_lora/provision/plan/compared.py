@@ -92,8 +92,7 @@ class CoupledSearch:
         return math.ceil(bound.gpus / inputs.instance_gpus)
 
     def _nearness(self, num_instances: int) -> float:
-        places = self._coupled.places(num_instances)
-        return min(map(self._coupled.nearness, places), default=math.inf)
+        return min(map(self._coupled.nearness, self._coupled.places(num_instances)), default=math.inf)
 
     def _rate_per_s(self, num_instances: int) -> float:
         inputs = self._cluster.inputs
@@ -173,8 +172,7 @@ class CoupledSearch:
             return f"coupled instances of {inputs.instance_gpus} GPUs: {self._why_no_place(num_instances)}"
         batch = coupled.batch(num_instances)
         tpot_s = coupled.tpot_s(batch)
-        queue = coupled.queue(places[0], batch, tpot_s)
-        ttft_s = coupled.p95_ttft_s(places[0], tpot_s, queue)
+        ttft_s = coupled.p95_ttft_s(places[0], tpot_s, coupled.queue(places[0], batch, tpot_s))
         return (
             f"coupled instances of {inputs.instance_gpus} GPUs, however many: P95 TTFT {ttft_s:.3f} s "
             f"without any queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long "

@@ -170,7 +170,6 @@ class PlanInputs(PlanGoals):
 
     @property
     def adapter_bytes(self) -> float:
-        """Mean bytes of an adapter."""
         return self.mix.adapter_bytes(self.shape)
 
     def to_json(self) -> dict[str, Any]:

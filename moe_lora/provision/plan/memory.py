@@ -123,8 +123,7 @@ class AdapterMix:
 
     def adapter_bytes(self, shape: ModelShape) -> float:
         """Mean bytes of a packed adapter: the larger of the means over requests and over adapters."""
-        targets = _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS
-        return self._mean(shape, targets, 1)
+        return self._mean(shape, _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS, 1)
 
     def bytes_on_rank(self, shape: ModelShape, layout: Layout) -> float:
         """Mean bytes of an adapter on the fullest rank of the layout.

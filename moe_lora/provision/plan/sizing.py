@@ -111,7 +111,6 @@ def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
 
 
 def with_capacity(one: Candidate, capacity: int) -> Candidate:
-    """The candidate with this needed capacity."""
     return replace(one, capacity=capacity, met={**one.met, MEMORY: one.slots >= capacity})
 
 

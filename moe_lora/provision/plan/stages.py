@@ -57,7 +57,6 @@ class PromptsPerRow:
     pairs: float = 0.0
 
     def step(self, rows: float) -> StepTokens:
-        """A mean step with `rows` decode rows."""
         return StepTokens(rows, rows * self.tokens, rows * self.prompts, rows * self.pairs)
 
 

@@ -106,8 +106,7 @@ def both(
     system = system_of(cluster, place, load.popular)
     first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
     since_s = first_s + WARM_UP_SHARE * (last_s - first_s)
-    most_rows = system.instance.max_num_seqs
-    asked = [*under_way(cluster, place, load, requests, most_rows), *requests]
+    asked = [*under_way(cluster, place, load, requests, system.instance.max_num_seqs), *requests]
     fast = [
         _Judged(one.ttft_s, one.tpot_s, one.prompt_tokens, one.num_cached)
         for one in simulate(system, asked).requests

@@ -93,7 +93,6 @@ class Stretch:
         return self.start_s + self.first_s + (self.num_steps - 1) * self.step_s
 
     def steps_done(self, now_s: float) -> int:
-        """Steps finished at now_s."""
         over_s = now_s - self.start_s - self.first_s
         if over_s < 0:
             return 0

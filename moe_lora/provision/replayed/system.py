@@ -168,11 +168,9 @@ class SimPlacement:
         self._events.at(self._interval_s, self._step)
 
     def start(self, request: SimRequest) -> None:
-        """The request has come."""
         self._meter.start(request.index, request)
 
     def stop(self, request: SimRequest) -> None:
-        """The request is done."""
         self._meter.stop(request.index, request.output_tokens)
 
     def _step(self) -> None:

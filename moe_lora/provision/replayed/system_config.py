@@ -152,7 +152,6 @@ class InstanceConfig(Settings):
 
     @property
     def has_prompts(self) -> bool:
-        """True if the instance computes prompts."""
         return self.prefill is not None or self.profile is None
 
 

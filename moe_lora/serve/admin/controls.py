@@ -176,8 +176,7 @@ class Endpoints:
         return Response()
 
     async def resume_memory(self, request: Request) -> Response:
-        body = await self._body(request, MemoryBody)
-        await self._call("wake_up", body.parts(get_args(SleepPart)))
+        await self._call("wake_up", (await self._body(request, MemoryBody)).parts(get_args(SleepPart)))
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:

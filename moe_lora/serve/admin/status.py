@@ -142,8 +142,7 @@ def models_router(frontend: Frontend) -> APIRouter:
             adapters = with_aliases(known, frontend.aliases.live, caller)
         else:
             adapters = [card for name, card in known.items() if caller.may_use(name)]
-        bases = [{**base, "id": name} for name in frontend.model_names]
-        return [*bases, *adapters]
+        return [*[{**base, "id": name} for name in frontend.model_names], *adapters]
 
     @router.get("/", response_model=None, include_in_schema=False)
     @router.get("", response_model=None)

@@ -60,8 +60,7 @@ def opened(frontend: Frontend, app: FastAPI) -> Batches:
             what = "files and batches need a server with one front end; use moe-lora batch --server"
             raise ApiError(400, what)
         config = frontend.config
-        store = Store(config.batch_dir, config.batch_bytes)
-        frontend.batches = Batches(frontend, app, store)
+        frontend.batches = Batches(frontend, app, Store(config.batch_dir, config.batch_bytes))
     return frontend.batches
 
 
@@ -126,7 +125,6 @@ class Endpoints:
         return FileResponse(path, media_type="application/jsonl")
 
     async def create_batch(self, request: Request) -> Response:
-        """Queue a batch."""
         body = await read_json(request, BatchBody, self._frontend)
         if body.endpoint not in URLS:
             what = f"endpoint={body.endpoint[:64]!r} is not allowed; allowed are {', '.join(URLS)}"

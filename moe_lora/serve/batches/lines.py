@@ -189,8 +189,7 @@ def body_at(file: BinaryIO, line: BatchLine) -> bytes:
 
 def result_line(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
     """A result in OpenAI's form: an error's body has `error`."""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return _line(custom_id, response, None)
+    return _line(custom_id, {"status_code": status, "request_id": request_id, "body": body}, None)
 
 
 def was_aborted(body: Any) -> bool:

@@ -152,7 +152,6 @@ def _form_of(method: str, path: str) -> dict[str, Any]:
 
 
 def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
-    """The endpoints of `LATER`."""
     router, loaded = APIRouter(tags=["generate"]), dict[str, Any]()
 
     def add(endpoint: str, module: str, name: str, description: str) -> None:

@@ -73,7 +73,7 @@ class Fields:
         return str(expect(self.get(name), str, f"{self.place}.{name}"))
 
     def refuse(self, **neutral: tuple[Any, ...]) -> None:
-        """Refuses values other than null and these."""
+        """Refuses values beside null and the given."""
         for name, allowed in neutral.items():
             value = self.get(name)
             if value is not None and value not in allowed:
@@ -300,8 +300,7 @@ class BlockFormat(ChatFormat):
         is_done = await unless_disconnected(request.receive, self._collect())
         if is_done is None:
             return Response(status_code=CLIENT_GONE)
-        answered = self.whole_answer()
-        return JsonResponse(answered, headers={**headers, **self.headers()})
+        return JsonResponse(self.whole_answer(), headers={**headers, **self.headers()})
 
     def headers(self) -> dict[str, str]:
         """Further headers, read after a whole answer."""

@@ -183,7 +183,6 @@ def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
 
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController:
-    """The controller of `ClusterConfig.provisioning`."""
     assert cluster.provisioning is not None
     server = cluster.instance().lora_server
     admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))

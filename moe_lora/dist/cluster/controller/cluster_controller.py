@@ -65,7 +65,6 @@ class ClusterController:
 
     @property
     def figures(self) -> Figures:
-        """The latest figures."""
         from .cluster_state import Figures
 
         placement = self.placement
@@ -79,7 +78,6 @@ class ClusterController:
 
     @verb
     async def change_alias(self, name: str, change: AliasChange) -> tuple[Alias, bool]:
-        """As `Rollouts.change`."""
         return await self.adapters.rollouts(self.registry).change(name, change)
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:

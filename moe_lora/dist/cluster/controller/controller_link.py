@@ -182,7 +182,6 @@ class ControllerLink:
         logger.warning("lost the controller: %s; requests go on by what it said last", peer.problem)
 
     def receive(self, message: Message | Asked) -> None:
-        """Execute a message of the controller."""
         if isinstance(message, ClusterState):
             self._take(message)
         elif isinstance(message, Figures):

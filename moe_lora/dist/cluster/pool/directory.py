@@ -70,7 +70,6 @@ class PoolDirectory:
         self.version += 1
 
     def content_hashes(self) -> dict[str, str]:
-        """Name -> content hash."""
         return {name: facts.content_hash for name, facts in self._facts.items()}
 
     def sizes(self) -> dict[str, int]:

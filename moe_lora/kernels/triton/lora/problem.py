@@ -114,7 +114,6 @@ class Problem:
         return int(ranks.max()) if ranks.numel() else 0
 
     def config(self, kernel: str) -> dict[str, Any]:
-        """Launch configuration of a kernel here."""
         return config_of(kernel, self.x, self.site, self.decode)
 
 

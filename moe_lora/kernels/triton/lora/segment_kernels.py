@@ -71,7 +71,6 @@ def sort_block(
     BLOCK_OTHER: tl.constexpr,
     BLOCK_CUT: tl.constexpr,
 ):
-    """Block `block` of rows of `sort_rows`."""
     mine = block * BLOCK + tl.arange(0, BLOCK)
     key = _row_keys(mine, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
     smaller = tl.zeros((BLOCK,), tl.int32)

@@ -70,8 +70,7 @@ class AnswerParsers:
         answer = parser_class(self.tool_format)(self.tools) if self.tool_format else Plain({})
         if not self.reasoning or HARMONY in (self.reasoning, self.tool_format):
             return answer
-        marks = REASONING_FORMATS[self.reasoning]
-        return Thinking(marks, answer, is_open=self.is_open)
+        return Thinking(REASONING_FORMATS[self.reasoning], answer, is_open=self.is_open)
 
     def new_id(self, name: str, index: int) -> str:
         return parser_class(self.tool_format).new_id(name, index)

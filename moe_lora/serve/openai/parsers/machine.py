@@ -184,8 +184,7 @@ class Parser:
             if text.strip() or not (self._ended and self._had_call):
                 self._emit("content", text)
             return False
-        text = self._consume(found.start())
-        self._emit("content", without_gap(text, self.GAP))
+        self._emit("content", without_gap(self._consume(found.start()), self.GAP))
         self._source = []
         if self._consume(len(found[0])) in self.OPEN:
             self._state = self._header

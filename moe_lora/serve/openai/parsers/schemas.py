@@ -56,8 +56,7 @@ def _arguments(function: Mapping[str, Any], path: str) -> dict[str, Any]:
             raise ValueError(f'the type of parameters is {json.dumps(kinds)[:64]}; send "object"')
         given = {**given, "type": "object"}
         if function.get("strict") is True:
-            alone = PlacedSchema(given, "", lenient=False).schema
-            grammars.check_grammar(grammars.json_grammar(alone))
+            grammars.check_grammar(grammars.json_grammar(PlacedSchema(given, "", lenient=False).schema))
         return PlacedSchema(given, path, lenient=function.get("strict") is not True).schema
     except ValueError as error:
         raise ValueError(f"function {name!r}: {error}") from error
@@ -185,7 +184,7 @@ def _split(base: str, given: str) -> tuple[str, str]:
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """The value at a pointer; None: none."""
+    """The value at a pointer, or None."""
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):

@@ -67,8 +67,7 @@ class BackgroundFormat(ResponseFormat):
 
     def _add(self, found: dict[str, Any]) -> None:
         """Stores a response without a conversation: no response continues it."""
-        answer = to_json({**found, "store": True})
-        self._runs.store.add(Stored(self.owner, self.response_id, answer, b""))
+        self._runs.store.add(Stored(self.owner, self.response_id, to_json({**found, "store": True}), b""))
 
 
 class Runs:

@@ -40,8 +40,7 @@ class Stored:
         cls, owner: str, response: dict[str, Any], asked: bytes, answered: Sequence[dict[str, Any]]
     ) -> Self:
         """asked: messages of the request, as JSON."""
-        more = json.dumps(answered).encode()
-        messages = b"%s, %s" % (asked[:-1], more[1:]) if answered else asked
+        messages = b"%s, %s" % (asked[:-1], json.dumps(answered).encode()[1:]) if answered else asked
         return cls(owner, response["id"], to_json(response), messages)
 
 

@@ -119,7 +119,6 @@ def _tag(given: Any, rules: TagRules) -> list[Tag]:
 
 
 def _options(tags: list[Tag], rules: TagRules) -> str:
-    """One of these tags."""
     return f"({' | '.join(rules.whole(tag) for tag in tags)})"
 
 
