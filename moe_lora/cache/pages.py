@@ -191,7 +191,7 @@ class Node:
     pages.  leaves: device pages go after moving_out.  pins: users that keep the node and all ancestors on
     the device.  heir: the last found or added child.  gone: not findable, freed with the last user.  lost:
     gone for lack of bytes.  failed: an adapter with a failed last load, loaded on request only.  reachable:
-    False for an adapter without pages here and on the LoRA Server.  is_whole: KV that is never cut.
+    False for an adapter without pages here and on the LoRA Server.  is_whole: never cut, as adapters are.
     """
 
     namespace: Namespace

@@ -18,6 +18,9 @@ from .devices import DeviceShare
 from .optional_parts import MAX_PUT_INSTANCES, DLoraConfig, EmulationConfig, LoraServerConfig, PoolConfig
 from .settings import Settings, setting
 
+if TYPE_CHECKING:
+    from .kv_events import KvEventSettings
+
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("safetensors", "dummy")
@@ -45,10 +48,6 @@ CACHE_POLICIES = (
 """The first is the default."""
 AUTO = "auto"
 CHOSEN = "chosen from the model and the memory that is free"
-
-
-if TYPE_CHECKING:
-    from .kv_events import KvEventSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,21 +97,21 @@ async def catch_up(
 
 
 async def held_by(
-    client: DialledClient, ranks: dict[str, int], pool: PoolDirectory | None = None
-) -> dict[str, ServedVersion]:
-    """The engine's adapters, after all earlier commands.  Raises EngineDeadError.
+    client: DialledClient, pool: PoolDirectory | None = None
+) -> tuple[dict[str, ServedVersion], dict[str, int]]:
+    """The engine's adapters and LoRA ranks, after all earlier commands.  Raises EngineDeadError.
 
-    ranks: learns the adapters' LoRA ranks.  pool: learns the engine's adapters and holdings.
+    pool: learns the engine's adapters and holdings.
     """
     await client.settled()
     if pool is not None:
         await pool.enter(client)
     infos: list[AdapterInfo] = await client.call("list_adapters")
-    ranks.update({info.name: info.lora_rank for info in infos})
-    return {
+    have = {
         info.name: ServedVersion(info.path or "", info.version, info.pinned, info.content_hash or None)
         for info in infos
     }
+    return have, {info.name: info.lora_rank for info in infos}
 
 
 RECOVERY_S = 2.0
@@ -142,8 +142,8 @@ class CatchUp:
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put an engine into routing.  Raises EngineDeadError after the engine's end, or after `close`."""
         registry = self._instance_registry
-        ranks, missing = dict[str, int](), set[str]()
-        have, instance.problems = await held_by(client, ranks, registry.pool), {}
+        (have, ranks), missing = await held_by(client, registry.pool), set[str]()
+        instance.problems = {}
         asleep, paused = [await client.call(verb) for verb in ("sleep_orders", "current_pauses")]
         if (asleep or paused) and (registry.recovered is None or not registry.live):
             registry.standing_orders().recover(asleep, paused)
@@ -151,7 +151,7 @@ class CatchUp:
             registry.recover(Served.of(have))
             await registry.at_rest()
             # engines that start together get adapters meanwhile
-            have = await held_by(client, ranks, registry.pool)
+            have, _ = await held_by(client, registry.pool)
         elif incarnation != instance.incarnation and registry.on_late is not None:
             await registry.on_late(have, ranks)
         may_differ = instance.silent or (registry.standing is not None and bool(registry.standing.pauses))
@@ -423,7 +423,7 @@ class InstanceListener:
                 registry = self._instance_registry
                 if registry.standing is not None:
                     await registry.standing.until_given(caller.name, caller.epoch)
-                have = await held_by(client, {})
+                have, _ = await held_by(client)
                 self._instance_registry.join_as_it_is(instance, client, have, caller.epoch)
             how = "gets on again" if was_silent else f"dialled in from {caller.host}"
             logger.info("instance %s %s", caller.name, how)

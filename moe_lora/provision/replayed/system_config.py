@@ -90,6 +90,11 @@ def _positive(place: str, value: float) -> None:
         raise ConfigError(f"{place}={value} brings nothing; choose more than 0")
 
 
+def _not_negative(place: str, value: float) -> None:
+    if not value >= 0:
+        raise ConfigError(f"{place}={value} must be 0 or more")
+
+
 class StepRows(Protocol):
     """The token rows of one step.
 
@@ -167,7 +172,7 @@ class LocalConfig(Settings):
     capacity: int = setting(least=1)
     load_bytes_per_s: float = setting(math.inf, check=_positive)
     fetch_bytes_per_s: float = setting(math.inf, check=_positive)
-    starvation_s: float = setting(5.0, least=0)
+    starvation_s: float = setting(5.0, check=_not_negative)
     blocking: bool = True
     prefetched: Sequence[str] = ()
 

@@ -119,63 +119,66 @@ def test_a_new_controller_goes_on_with_what_front_ends_know():
     in_cluster(test)
 
 
-def test_an_adapter_of_an_instance_later_than_the_recovery_reaches_front_ends_and_other_instances(tmp_path):
-    """The front ends are as new as the controller: only the instances know the adapter."""
-    path, loaded = str(tmp_path / "engines"), {"start": ("places/start", 1), "new": ("places/new", 2)}
+def with_later_instances(tmp_path, test):
+    """Run `test(controlled, log, start)` over a new controller; `start(name, adapters)` adds an instance."""
+    path, made = str(tmp_path / "engines"), list[Instance]()
     cluster = cluster_config(FrontEndConfig(engines_address=path), adapters=(("start", "places/start"),))
-    made: list[Instance] = []
 
     async def run() -> None:
         routes, address = make_routes(cluster), Address(path=path)
         async with controlled_fleet(cluster, routes, "engines_address", address) as controlled:
-            controlled.catch_up.end_recovery()
-            log = ClusterStateLog(controlled.instance_registry, routes, None)
-            made.append(Instance("first", path, adapters={"start": ("places/start", 1)}))
-            await until(lambda: len(controlled.instance_registry.live) == 1)
-            made.append(Instance("late", path, adapters=loaded))
-            await until(lambda: len(controlled.instance_registry.live) == 2)
-            assert [one.loop.adapters for one in made] == [loaded, loaded]
-            assert routes.ranks["new"] == 1
-            assert [one.loop.calls.count(("list_adapters",)) for one in made] == [1, 1]
-            assert log.write()
-            assert log.state.served.versions == {"start": 1, "new": 2}
-            assert [one.missing for one in log.state.holdings.values()] == [frozenset()] * 2
+
+            async def start(name, adapters):
+                made.append(Instance(name, path, adapters=adapters))
+                await until(lambda: len(controlled.instance_registry.live) == len(made))
+                return made
+
+            await test(controlled, ClusterStateLog(controlled.instance_registry, routes, None), start)
 
     try:
         asyncio.run(run())
     finally:
         for one in made:
             one.stop()
+
+
+LOADED = {"start": ("places/start", 1), "new": ("places/new", 2)}
+
+
+def test_an_adapter_of_an_instance_later_than_the_recovery_reaches_front_ends_and_other_instances(tmp_path):
+    """The front ends are as new as the controller: only the instances know the adapter."""
+
+    async def test(controlled, log, start) -> None:
+        controlled.catch_up.end_recovery()
+        await start("first", {"start": ("places/start", 1)})
+        made = await start("late", dict(LOADED))
+        assert [one.loop.adapters for one in made] == [LOADED, LOADED]
+        assert controlled.routes.ranks["new"] == 1
+        assert [one.loop.calls.count(("list_adapters",)) for one in made] == [1, 1]
+        assert log.write()
+        assert log.state.served.versions == {"start": 1, "new": 2}
+        assert [one.missing for one in log.state.holdings.values()] == [frozenset()] * 2
+
+    with_later_instances(tmp_path, test)
 
 
 @pytest.mark.parametrize("front_end", ["none", "in time", "late"])
 def test_a_late_instance_brings_its_adapters_but_none_whose_unload_a_front_end_knows(tmp_path, front_end):
     """An instance was away at the unload, and during the recovery of the next controller."""
-    path, loaded = str(tmp_path / "engines"), {"start": ("places/start", 1), "new": ("places/new", 2)}
-    cluster = cluster_config(FrontEndConfig(engines_address=path), adapters=(("start", "places/start"),))
-    made: list[Instance] = []
 
-    async def run() -> None:
-        routes, address = make_routes(cluster), Address(path=path)
-        async with controlled_fleet(cluster, routes, "engines_address", address) as controlled:
-            log = ClusterStateLog(controlled.instance_registry, routes, None)
-            state = ClusterState(number=7, served=Served({}, {"new": 2}))
-            if front_end == "in time":
-                log.recover(state)
-            controlled.catch_up.end_recovery()
-            if front_end == "late":
-                log.learn_orders(state)
-            made.append(Instance("late", path, adapters=dict(loaded)))
-            await until(lambda: len(controlled.instance_registry.live) == 1)
-            left = loaded if front_end == "none" else {"start": loaded["start"]}
-            assert made[0].loop.adapters == left
-            assert controlled.instance_registry.adapters.keys() == left.keys()
+    async def test(controlled, log, start) -> None:
+        state = ClusterState(number=7, served=Served({}, {"new": 2}))
+        if front_end == "in time":
+            log.recover(state)
+        controlled.catch_up.end_recovery()
+        if front_end == "late":
+            log.learn_orders(state)
+        [late] = await start("late", dict(LOADED))
+        left = LOADED if front_end == "none" else {"start": LOADED["start"]}
+        assert late.loop.adapters == left
+        assert controlled.instance_registry.adapters.keys() == left.keys()
 
-    try:
-        asyncio.run(run())
-    finally:
-        for one in made:
-            one.stop()
+    with_later_instances(tmp_path, test)
 
 
 def test_a_call_under_way_when_the_controller_ends_is_told_so():

@@ -417,7 +417,7 @@ def test_copy_that_is_made_while_an_engine_is_silent_is_counted_when_it_gets_on(
         silent.held.add("#big")
 
     monkeypatch.setattr(silent, "settled", settled)
-    asyncio.run(held_by(silent, {}, fleet.directory))
+    asyncio.run(held_by(silent, fleet.directory))
     clients = {engine: number for number, engine in enumerate(fleet.engines)}
     assert sorted(fleet.directory.held(clients)["#big"]) == [0, 1]
 
