@@ -43,7 +43,6 @@ from .arena_size import (
 from .core import EngineCore
 
 if TYPE_CHECKING:
-    from moe_lora.engine.kv_events import KvEvents
     from moe_lora.engine.moving import RequestMoves
 
 
@@ -147,8 +146,8 @@ class _Build:
                 runner = make_runner(rank, exchanges, followers, store.host, find=store.find)
                 followers.attach(runner, rank)
             followers.settle()
-            events = make_events(config, undo)
-            manager, transfers, scheduler = self._moving_parts(store, events)
+            self._events = make_events(config, undo)
+            manager, transfers, scheduler = self._moving_parts(store)
             info = model_info(config, rank, size.max_kv_pages)
             is_ahead = schedules_ahead(
                 config, rank.device.type, host=store.host is not None, merges=rank.merges
@@ -156,8 +155,8 @@ class _Build:
             sampler = Sampler(info, config.seed, ahead=is_ahead, jumps=rank.device.type == "cpu")
             core = EngineCore(info, scheduler, runner, manager, transfers, sampler)
             core.attach_moves(partial(_moves, config, rank))
-            if events is not None:
-                core.at_close.append(events.close)
+            if self._events is not None:
+                core.at_close.append(self._events.close)
             core.rank = rank
             if runner.merged is not None:
                 from moe_lora.engine.merging.merging import make_merging
@@ -180,14 +179,12 @@ class _Build:
         )
         return core
 
-    def _moving_parts(
-        self, store: AdapterStore, events: KvEvents | None
-    ) -> tuple[AdapterManager, Transfers, Scheduler[Any]]:
+    def _moving_parts(self, store: AdapterStore) -> tuple[AdapterManager, Transfers, Scheduler[Any]]:
         """The parts that decide and carry out, each step."""
         config, rank, size = self._config, self._rank, self._size
         clock = WallClock()
         state_pages = rank.shape.state_pages(self._page_bytes)
-        cache = make_cache(config, size, self._page_bytes, state_pages, events)
+        cache = make_cache(config, size, self._page_bytes, state_pages, self._events)
         manager = AdapterManager(
             cache,
             store,
@@ -197,8 +194,8 @@ class _Build:
             num_pages=size.num_pages - size.request_pages,
             host_loads=None if store.host is None else rank.host.loads(config.max_num_batched_tokens),
         )
-        if events is not None:
-            events.names = manager.versions
+        if self._events is not None:
+            self._events.names = manager.versions
         transfers = Transfers(
             cache,
             manager,
