@@ -87,7 +87,7 @@ def by_engine(model, policy, monkeypatch) -> list[tuple]:
 
     def make(*_):
         def name_of(uid):
-            return None if uid is None else core[0]._adapters.versions[uid].name
+            return None if uid is None else core[0].adapters.versions[uid].name
 
         noted.append(Noted(policy, name_of))
         return noted[0]
