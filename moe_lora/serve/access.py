@@ -35,7 +35,10 @@ GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, *_TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info", *(f"{path}/render" for path in _RENDERED)}
+_TOKENIZING = {
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/tokenizer_info"),
+    *(f"{path}/render" for path in _RENDERED),
+}
 _OWN = {"/inference/v1/abort_requests", "/abort_requests", "/v1/files", "/v1/batches"}
 _PAUSES = {"/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation", "/abort_request"}
 _FACTS = {

@@ -42,6 +42,8 @@ LATER = (
     ("POST /v1/messages/count_tokens", MESSAGES, "count", "Tokens of the conversation."),
     ("POST /tokenize", TOKENIZING, "tokenize", "Token ids of a prompt, or of rendered messages."),
     ("POST /detokenize", TOKENIZING, "detokenize", "Text of token ids."),
+    ("POST /v1/tokenize", TOKENIZING, "tokenize", "As /tokenize (SGLang)."),
+    ("POST /v1/detokenize", TOKENIZING, "detokenize_text", "Text of token ids (SGLang)."),
     ("GET /tokenizer_info", TOKENIZING, "info", "The tokenizer's configuration."),
     ("POST /v1/embeddings", EMBEDDING, "embed", "Hidden states of last tokens, of length 1."),
     ("POST /v2/embed", COHERE, "embed", "Hidden states of last tokens by type (Cohere)."),
