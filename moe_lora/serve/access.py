@@ -30,7 +30,7 @@ OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"
 _EMBEDDING = {"/v1/embeddings", "/v2/embed", "/pooling", "/invocations"}
 _CHAT = "/v1/chat/completions"
 _CHATS = {_CHAT, f"{_CHAT}/batch", f"{_CHAT}/tokens", "/v1/responses", *MESSAGES}
-_TOKENS = {"/inference/v1/generate", "/generate"}
+_TOKENS = {"/inference/v1/generate", "/generate", "/v1/score"}
 GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, *_TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""

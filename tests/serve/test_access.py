@@ -260,6 +260,7 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
         *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
         *(
             "/generate",
+            "/v1/score",
             "/abort_request",
             "/abort_requests",
             "/server_info",

@@ -27,6 +27,7 @@ BATCHES = "moe_lora.serve.batches.endpoints"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
 NATIVE = "moe_lora.serve.openai.native"
+SCORING = "moe_lora.serve.openai.scoring"
 RENDERING = "moe_lora.serve.openai.rendering"
 CONTROLS = "moe_lora.serve.admin.controls"
 RECEIVED = "moe_lora.serve.admin.received"
@@ -68,6 +69,7 @@ LATER = (
     ("GET /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /load", INVOCATIONS, "load", "Number of running choices."),
     ("POST /generate", NATIVE, "generate", "Answer a text or token ids (SGLang)."),
+    ("POST /v1/score", SCORING, "score", "How likely labels come next (SGLang)."),
     ("POST /abort_requests", TOKEN_IDS, "abort", "As /inference/v1/abort_requests."),
     ("POST /pause", CONTROLS, "pause", "Pause the caller's requests on all instances."),
     ("POST /resume", CONTROLS, "resume", "End the caller's pause; an administrator ends all."),
