@@ -81,12 +81,12 @@ class SamplingParams:
     temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
     likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
     truncation; -1: of the whole vocabulary.  processed_logprobs: also of the chosen token after edits,
-    temperature and truncation; greedy: after edits.  logprob_token_ids: these tokens in place of the n
-    likeliest.  prompt_logprobs n: the same of prompt tokens.  prompt_logprob_token_ids: log probabilities of
-    the row's tokens at each prompt token's place, from token prompt_logprob_start + 1 on; -1: of no token.
-    hidden_state: the last prompt token's state after the final norm.  routed_experts: chosen experts of all
-    tokens but the last.  on_publish: at a new version of the adapter during the answer.  max_tokens None: up
-    to the model's length limit.
+    temperature and truncation; greedy: after edits; "alone": in place of the others, for all n.
+    logprob_token_ids: these tokens in place of the n likeliest.  prompt_logprobs n: the same of prompt
+    tokens.  prompt_logprob_token_ids: log probabilities of the row's tokens at each prompt token's place,
+    from token prompt_logprob_start + 1 on; -1: of no token.  hidden_state: the last prompt token's state
+    after the final norm.  routed_experts: chosen experts of all tokens but the last.  on_publish: at a
+    new version of the adapter during the answer.  max_tokens None: up to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
@@ -109,7 +109,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
-    processed_logprobs: bool = False
+    processed_logprobs: bool | Literal["alone"] = False
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprob_start: int = 0

@@ -30,12 +30,15 @@ OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"
 _EMBEDDING = {"/v1/embeddings", "/v2/embed", "/pooling", "/invocations"}
 _CHAT = "/v1/chat/completions"
 _CHATS = {_CHAT, f"{_CHAT}/batch", f"{_CHAT}/tokens", "/v1/responses", *MESSAGES}
-_TOKENS = {"/inference/v1/generate", "/generate"}
+_TOKENS = {"/inference/v1/generate", "/generate", "/v1/score"}
 GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, *_TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
 """Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
 _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_TOKENIZING = {"/tokenize", "/detokenize", "/tokenizer_info", *(f"{path}/render" for path in _RENDERED)}
+_TOKENIZING = {
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/tokenizer_info"),
+    *(f"{path}/render" for path in _RENDERED),
+}
 _OWN = {"/inference/v1/abort_requests", "/abort_requests", "/v1/files", "/v1/batches"}
 _PAUSES = {"/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation", "/abort_request"}
 _FACTS = {

@@ -242,7 +242,14 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
             "/pooling",
             "/invocations",
         ),
-        *("/tokenize", "/detokenize", "/tokenizer_info", "/inference/v1/abort_requests"),
+        *(
+            "/tokenize",
+            "/detokenize",
+            "/v1/tokenize",
+            "/v1/detokenize",
+            "/tokenizer_info",
+            "/inference/v1/abort_requests",
+        ),
         *("/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/tokens"),
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
         *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
@@ -253,6 +260,7 @@ def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tena
         *("/pause", "/resume", "/is_paused", "/pause_generation", "/continue_generation"),
         *(
             "/generate",
+            "/v1/score",
             "/abort_request",
             "/abort_requests",
             "/server_info",

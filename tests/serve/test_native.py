@@ -68,7 +68,7 @@ class Logprob:
     num_reads = 0
 
     @property
-    def processed(self) -> float:
+    def logprob(self) -> float:
         self.num_reads += 1
         return -0.5
 
@@ -79,6 +79,7 @@ def test_an_event_encodes_its_own_tokens_alone():
         prompts=[(1,)],
         num_choices=1,
         usage_of=lambda index: {"prompt_tokens": 1, "completion_tokens": 0},
+        cached_tokens=[0],
     )
     frontend: Any = SimpleNamespace(tokenizer=None)
     body = NativeRequest.model_validate({"input_ids": [1]})

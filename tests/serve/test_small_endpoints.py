@@ -50,6 +50,23 @@ def test_texts_become_token_ids_and_texts_again(demo, text, special):  # noqa: F
     assert ask(demo, "/tokenize", prompt="a")["token_strs"] is None
 
 
+def test_lists_and_sglang_s_form(demo):  # noqa: F811
+    texts = ["hello", "a b=", ""]
+    lists = [TOKENIZER.encode(text, add_special_tokens=False) for text in texts]
+    found = ask(demo, "/v1/tokenize", prompt=texts, add_special_tokens=False)
+    assert (found["tokens"], found["count"]) == (lists, list(map(len, lists)))
+    assert ask(demo, "/tokenize", prompt="", add_special_tokens=False)["tokens"] == []
+    whole = ask(demo, "/tokenize", prompt=texts)["tokens"]
+    for path in ("/detokenize", "/v1/detokenize"):
+        assert ask(demo, path, tokens=whole, skip_special_tokens=True) == {"text": texts}
+        assert ask(demo, path, tokens=[], skip_special_tokens=True) == {"text": ""}
+    assert ask(demo, "/v1/detokenize", tokens=whole[0]) == {"text": "hello"}
+    assert ask(demo, "/detokenize", tokens=whole[0], skip_special_tokens=False)["text"] != "hello"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    plain = ask(demo, "/tokenize", messages=CHAT)["tokens"]
+    assert ask(demo, "/tokenize", messages=CHAT, tools=[tool], tool_choice="none")["tokens"] == plain
+
+
 def test_chats_become_the_token_ids_of_their_prompts(demo):  # noqa: F811
     found = ask(demo, "/tokenize", messages=CHAT)["tokens"]
     answer = ask(demo, "/v1/chat/completions", messages=CHAT, max_tokens=1, return_token_ids=True)
@@ -225,12 +242,15 @@ def test_a_model_of_several_widths_shortens_its_embeddings(tokenizer, tmp_path):
     [
         ("/tokenize", {}, "give either prompt or messages"),
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "give either prompt or messages"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": [5]}, "prompt"),
+        ("/tokenize", {"prompt": ["a"] * 2049}, "at most 2048"),
         ("/tokenize", {"messages": [{"role": 1}]}, "messages"),
         ("/tokenize", {"messages": CHAT, **BOTH}, "Cannot set both"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [128]}, "token id 128 is out of vocabulary"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [[5], 6]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [[5], [128]]}, "token id 128 is out of vocabulary"),
         ("/v1/embeddings", {"input": []}, "input is empty"),
         ("/v2/embed", {"texts": []}, "texts is empty"),
         ("/v2/embed", {"texts": ["a"], "images": ["b"]}, "images is not supported"),

@@ -200,19 +200,27 @@ _GREEDY = SamplingParams()
 
 
 def processed_logprobs(
-    logits_SV: torch.Tensor, sequences: Seq[Sequence], tokens_S: torch.Tensor
+    logits_SV: torch.Tensor, sequences: Seq[Sequence], tokens_S: torch.Tensor, logprobs_RV: torch.Tensor
 ) -> torch.Tensor:
     """out[s] = log(p[token] / sum(p)) with p of `truncated_probabilities`; NaN without the report.
 
-    logits_SV: [S, V] fp32, edited.  tokens_S: [S] int64.  out: [S] fp32.  Greedy: temperature 1.
+    logits_SV: [S, V] fp32, edited.  tokens_S: [S] int64.  logprobs_RV: [R, V] fp32, of the rows with log
+    probabilities; rows that want processed ones alone are overwritten.  out: [S] fp32.
+
+    Greedy: temperature 1.
     """
+    reported = [one.request.sampling for one in sequences if one.request.sampling.logprobs is not None]
     rows = [row for row, one in enumerate(sequences) if one.request.sampling.processed_logprobs]
     params = [sequences[row].request.sampling for row in rows]
     rows_P = sent(rows, logits_SV)
     probs_PV = truncated_probabilities(logits_SV[rows_P], [_GREEDY if p.greedy else p for p in params])
-    chosen_P = probs_PV.gather(1, tokens_S[rows_P, None])[:, 0]
+    logprobs_PV = torch.log(probs_PV / probs_PV.sum(dim=1, keepdim=True))
+    alone = [place for place, one in enumerate(params) if one.processed_logprobs == "alone"]
+    if alone:
+        places = [place for place, one in enumerate(reported) if one.processed_logprobs == "alone"]
+        logprobs_RV[sent(places, logits_SV)] = logprobs_PV[sent(alone, logits_SV)]
     out_S = torch.full(tokens_S.shape, math.nan, dtype=torch.float32, device=logits_SV.device)
-    out_S[rows_P] = torch.log(chosen_P / probs_PV.sum(dim=1))
+    out_S[rows_P] = logprobs_PV.gather(1, tokens_S[rows_P, None])[:, 0]
     return out_S
 
 

@@ -49,18 +49,24 @@ class HostCopy:
 
 
 class Drawn:
-    """Result of `sample`.  tokens: [S] int64, on the logits' device.  sampling: by sequence."""
+    """Result of `sample`.  tokens: [S] int64, on the logits' device.  sampling: by sequence.
+
+    processed: log probabilities [S] of the tokens after edits, temperature and truncation.
+    """
 
     def __init__(
-        self, tokens: torch.Tensor, logprobs_RV: torch.Tensor | None, sampling: Seq[SamplingParams]
+        self,
+        tokens: torch.Tensor,
+        logprobs_RV: torch.Tensor | None,
+        sampling: Seq[SamplingParams],
+        processed: HostCopy | None = None,
     ) -> None:
         num_top = [one.logprobs for one in sampling]
         self.tokens = tokens
         self._num_top = num_top
         self._host_tokens = HostCopy(tokens)
         self._report: LogprobReport | None = None
-        self.processed: HostCopy | None = None
-        """Log probabilities [S] of the tokens after edits, temperature and truncation."""
+        self._processed = processed
         if logprobs_RV is not None:
             rows = [row for row, num in enumerate(num_top) if num is not None]
             chosen = tokens if len(rows) == len(tokens) else tokens.index_select(0, sent(rows, tokens))
@@ -72,10 +78,10 @@ class Drawn:
         """The tokens and the reports; waits for the device."""
         found = iter([] if self._report is None else self._report.read())
         reports = [None if num is None else next(found) for num in self._num_top]
-        if self.processed is not None:
+        if self._processed is not None:
             from .logit_edits import with_processed
 
-            reports = with_processed(reports, self.processed.read().tolist())
+            reports = with_processed(reports, self._processed.read().tolist())
         return self._host_tokens.read().tolist(), reports
 
 
@@ -206,12 +212,12 @@ def sample(
         tokens = _draw(logits_SV.clone() if has_processed else logits_SV, sequences)
     else:
         tokens = logits_SV.argmax(dim=-1)
-    drawn = Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences])
-    if has_processed:
+    processed = None
+    if has_processed and logprobs is not None:
         from .logit_edits import processed_logprobs
 
-        drawn.processed = HostCopy(processed_logprobs(logits_SV, sequences, tokens))
-    return drawn
+        processed = HostCopy(processed_logprobs(logits_SV, sequences, tokens, logprobs))
+    return Drawn(tokens, logprobs, [sequence.request.sampling for sequence in sequences], processed)
 
 
 def _on_device(logits_SV: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 import moe_lora
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams
 from moe_lora.core.shape import rank_limit
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.engine.client.messages import PauseMode, PauseScope, SleepPart
@@ -194,7 +194,7 @@ class Endpoints:
         return PlainTextResponse("Cache flushed: running requests keep their KV.\n")
 
     async def server_info(self, request: Request) -> Response:
-        """The configuration under vLLM's names."""
+        """The configuration under vLLM's names, with SGLang's beside them."""
         await self._query(request, InfoQuery)
         info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
         limit = rank_limit(engine.max_lora_rank, info.devices)
@@ -216,7 +216,7 @@ class Endpoints:
             },
             "weight_transfer_config": None,
         }
-        return JsonResponse({"vllm_config": config, "version": moe_lora.__version__})
+        return JsonResponse({"vllm_config": config, **self._facts(info)})
 
     async def model_info(self, request: Request) -> Response:
         """The model under SGLang's names."""
@@ -235,8 +235,11 @@ class Endpoints:
     async def sglang_info(self, request: Request) -> Response:
         """The configuration under SGLang's names."""
         await self._query(request, Nothing)
-        info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
-        found = {
+        return JsonResponse(self._facts(await self._frontend.client.model_info()))
+
+    def _facts(self, info: ModelInfo) -> dict[str, Any]:
+        engine = self._frontend.cluster.engine
+        return {
             "model_path": self._frontend.model_name,
             "served_model_name": self._frontend.model_name,
             "dtype": info.dtype,
@@ -245,9 +248,10 @@ class Endpoints:
             "dp_size": sum(one.live for one in self._frontend.client.instances),
             "max_loras_per_batch": info.max_loras,
             "max_lora_rank": rank_limit(engine.max_lora_rank, info.devices),
+            "page_size": info.block_size,
+            "max_total_num_tokens": info.block_size * info.num_kv_blocks,
             "version": moe_lora.__version__,
         }
-        return JsonResponse(found)
 
     async def world_size(self, request: Request) -> Response:
         """Processes with the model: of one instance, or of all live ones."""

@@ -27,6 +27,7 @@ BATCHES = "moe_lora.serve.batches.endpoints"
 INVOCATIONS = "moe_lora.serve.openai.invocations"
 TOKEN_IDS = "moe_lora.serve.openai.token_ids"
 NATIVE = "moe_lora.serve.openai.native"
+SCORING = "moe_lora.serve.openai.scoring"
 RENDERING = "moe_lora.serve.openai.rendering"
 CONTROLS = "moe_lora.serve.admin.controls"
 RECEIVED = "moe_lora.serve.admin.received"
@@ -42,6 +43,8 @@ LATER = (
     ("POST /v1/messages/count_tokens", MESSAGES, "count", "Tokens of the conversation."),
     ("POST /tokenize", TOKENIZING, "tokenize", "Token ids of a prompt, or of rendered messages."),
     ("POST /detokenize", TOKENIZING, "detokenize", "Text of token ids."),
+    ("POST /v1/tokenize", TOKENIZING, "tokenize", "As /tokenize (SGLang)."),
+    ("POST /v1/detokenize", TOKENIZING, "detokenize_text", "Text of token ids (SGLang)."),
     ("GET /tokenizer_info", TOKENIZING, "info", "The tokenizer's configuration."),
     ("POST /v1/embeddings", EMBEDDING, "embed", "Hidden states of last tokens, of length 1."),
     ("POST /v2/embed", COHERE, "embed", "Hidden states of last tokens by type (Cohere)."),
@@ -66,6 +69,7 @@ LATER = (
     ("GET /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /load", INVOCATIONS, "load", "Number of running choices."),
     ("POST /generate", NATIVE, "generate", "Answer a text or token ids (SGLang)."),
+    ("POST /v1/score", SCORING, "score", "How likely labels come next (SGLang)."),
     ("POST /abort_requests", TOKEN_IDS, "abort", "As /inference/v1/abort_requests."),
     ("POST /pause", CONTROLS, "pause", "Pause the caller's requests on all instances."),
     ("POST /resume", CONTROLS, "resume", "End the caller's pause; an administrator ends all."),

@@ -18,8 +18,8 @@ from moe_lora.core.teardown import ignore_ctrl_c
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
-START_S = 30.0
-"""For the process to start, or to answer."""
+START_S = 120.0
+"""For the process to start, or to answer: its low priority makes a start slow beside other work."""
 FIRST_START_S = 300.0
 """For the start beside instances that load, and for the tokenizer."""
 EXIT_S = 60.0

@@ -178,11 +178,11 @@ class Generation:
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
     source: Any = None
+    cached_tokens: Counter[int] = field(default_factory=Counter)
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
     """Makes further fields beside the usage."""
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
-    _cached_tokens: Counter[int] = field(default_factory=Counter)
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
@@ -251,7 +251,7 @@ class Generation:
         Complete after the last delta.
         """
         usage: dict[str, Any] = _tokens(sum(map(len, self.prompts)), self._completion_tokens.total())
-        cached = sum(num for index, num in self._cached_tokens.items() if not index % self.num_choices)
+        cached = sum(num for index, num in self.cached_tokens.items() if not index % self.num_choices)
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if self.reasoning_tokens is not None:
             num_reasoning = self.reasoning_tokens.total()
@@ -411,8 +411,8 @@ class Generation:
             if stop is not None:
                 reason = "stop"
         self._completion_tokens[index] += len(token_ids)
-        if output.num_cached_tokens > self._cached_tokens[index]:
-            self._cached_tokens[index] = output.num_cached_tokens
+        if output.num_cached_tokens > self.cached_tokens[index]:
+            self.cached_tokens[index] = output.num_cached_tokens
         version = None if reason is None else output.adapter_version
         delta = Delta(index, piece, token_ids, logprobs, reason, output.prompt, stop, stop, version)
         if reason == "stop" and stop is None:

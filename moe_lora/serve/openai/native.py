@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from starlette.responses import Response
 
+from moe_lora.core.request import SamplingParams, TokenLogprobs
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.admin.controls import read_json, scope_of
-from moe_lora.serve.http_errors import JsonResponse
+from moe_lora.serve.http_errors import JsonResponse, bad_request
 
 from .converted import renaming
 from .endpoints import (
@@ -52,24 +54,37 @@ _SAMPLING = frozenset(
 _OUTER = frozenset({"on_publish", "priority", "require_reasoning", "return_routed_experts", "stream"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
-    "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
-    **dict.fromkeys(("return_text_in_logprobs", "log_metrics"), (None, False)),
-    **dict.fromkeys(("token_ids_logprob", "image_data", "custom_params"), (None, [], {})),
+    "log_metrics": (None, False),
+    **dict.fromkeys(("image_data", "custom_params"), (None, [], {})),
 }
 """Fields without an effect, and their values: of the body and of its sampling_params."""
 
 
+_OF_LOGPROBS = {
+    "top_logprobs_num": "logprobs",
+    "logprob_start_len": "logprob_start_len",
+    "token_ids_logprob": "logprob_token_ids",
+    "return_text_in_logprobs": "return_text_in_logprobs",
+}
+"""Fields that say how log probabilities are returned: SGLang's names and ours."""
+_SHOWN = {"prompt": "input_ids", "prompt_logprobs": "logprob_start_len"}
 MAX_ABORTED = 1024
 
 
 class NativeRequest(CompletionRequest):
-    """A body of /generate as a completion.  require_reasoning: the answer begins with reasoning."""
+    """A body of /generate as a completion.
+
+    logprob_start_len: first prompt token with a log probability; -1: none.  require_reasoning: the answer
+    begins with reasoning.
+    """
 
     default_max_tokens: ClassVar[int | None] = 128
     adapts_parsers: ClassVar[bool] = True
 
     require_reasoning: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
+    return_text_in_logprobs: bool | None = None
+    _is_batch: bool = PrivateAttr(default=False)
 
     @property
     def as_chat(self) -> ChatRequest | None:
@@ -87,6 +102,22 @@ class NativeRequest(CompletionRequest):
             check_unknown(data, (*cls.model_fields, *_RENAMED))
         return data
 
+    @model_validator(mode="after")
+    def _note_batch(self) -> Self:
+        self._is_batch = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return self
+
+    @property
+    def has_several(self) -> bool:
+        """True: the answer is a list."""
+        return self._is_batch or self.num_choices > 1
+
+    def sampling(
+        self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
+    ) -> SamplingParams:
+        found = super().sampling(logprobs, max_tokens, defaults)
+        return replace(found, processed_logprobs="alone") if found.processed_logprobs else found
+
 
 def _converted(data: dict[str, Any]) -> dict[str, Any]:
     """The body in the form of a completion.  Raises FieldError."""
@@ -102,19 +133,39 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
     for name, own in (("rid", "request_id"), ("lora_path", "model")):
         if (value := outer.pop(name, None)) is not None:
             found[own] = value
+    of_logprobs = {own: outer.pop(name, None) for name, own in _OF_LOGPROBS.items()}
     if outer.pop("return_logprob", None):
-        found |= {"logprobs": 0, "processed_logprobs": True}
+        found |= _logprobs(of_logprobs)
+    else:
+        for name in ("top_logprobs_num", "token_ids_logprob"):
+            if of_logprobs[_OF_LOGPROBS[name]]:
+                raise FieldError(name, f"{name} needs return_logprob=true")
     for values, allowed in ((outer, _OUTER), (sampling, _SAMPLING)):
         for name, value in values.items():
             own = _RENAMED.get(name, name)
-            if own in CompletionRequest.model_fields and name not in (*allowed, *_RENAMED, *_NEUTRAL):
+            if own in NativeRequest.model_fields and name not in (*allowed, *_RENAMED, *_NEUTRAL):
                 raise FieldError(name, f"{name} is not a field of this request; use /v1/completions")
             found[own] = value
     return found
 
 
+def _logprobs(given: dict[str, Any]) -> dict[str, Any]:
+    """The completion's fields for log probabilities.  given: by our names.  Raises FieldError."""
+    ids, start = given["logprob_token_ids"], given["logprob_start_len"]
+    if ids and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
+        what = "token_ids_logprob must be a flat list of integers, which holds for all prompts"
+        raise FieldError("token_ids_logprob", what)
+    found = {**given, "logprobs": given["logprobs"] or 0, "processed_logprobs": True}
+    if type(start) is not int or start < 0:
+        return found
+    if ids:
+        what = "token_ids_logprob is not served for prompt tokens; leave logprob_start_len out"
+        raise FieldError("token_ids_logprob", what)
+    return {**found, "prompt_logprobs": found["logprobs"]}
+
+
 class NativeFormat(CompletionFormat):
-    """Answers of /generate: a list for several prompts or choices.
+    """Answers of /generate: a list for lists of prompts and several choices.
 
     parsers: with marks, of required reasoning.  running: gets the generation by key and id of the answer.
     """
@@ -126,7 +177,7 @@ class NativeFormat(CompletionFormat):
         self, frontend: Frontend, body: NativeRequest, parsers: AnswerParsers | None, running: Running
     ) -> None:
         super().__init__(frontend.tokenizer, with_token_ids=True)
-        self._streams, self._running = bool(body.stream), running
+        self.body, self._running = body, running
         self._counts: defaultdict[int, ReasoningCount] | None = None
         if body.require_reasoning and parsers is not None and frontend.tokenizer is not None:
             closing = () if parsers.is_closed else closing_ids(parsers, frontend.tokenizer)
@@ -136,13 +187,26 @@ class NativeFormat(CompletionFormat):
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         add_running(self._running, generation, head["id"])
-        if self._streams:
+        if self.body.stream:
             return NativeStream(generation, self, head, StreamOptions(), headers)
         whole = await unless_disconnected(request.receive, generation.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
-        found = [self.item(delta, EncodedChoice(), generation, head["id"]) for delta in whole]
-        return JsonResponse(found if len(found) > 1 else found[0], headers=headers)
+        found = [self.item(delta, self.choice(), generation, head["id"]) for delta in whole]
+        if self.body.prompt_logprobs is not None:
+            from .native_logprobs import add_prompt_side
+
+            await add_prompt_side(found, whole, generation, self.body, self.token_text)
+        return JsonResponse(found if self.body.has_several else found[0], headers=headers)
+
+    def choice(self) -> EncodedChoice:
+        """A choice without tokens."""
+        body = self.body
+        if not (body.logprobs or body.logprob_token_ids or body.return_text_in_logprobs):
+            return EncodedChoice()
+        from .native_logprobs import ScoredChoice
+
+        return ScoredChoice(body, self.token_text)
 
     def item(
         self, delta: Delta, choice: EncodedChoice, generation: Generation, request_id: str
@@ -160,6 +224,7 @@ class NativeFormat(CompletionFormat):
             "finish_reason": reason,
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": generation.cached_tokens[delta.index],
             "weight_version": "default" if version is None else str(version),
         }
         if reason is not None:
@@ -167,7 +232,7 @@ class NativeFormat(CompletionFormat):
         if self._counts is not None:
             about["reasoning_tokens"] = self._counts[delta.index].add(delta.token_ids)
         if delta.logprobs is not None:
-            about["output_token_logprobs"] = msgspec.Raw(b"[%s]" % choice.logprobs)
+            about |= {name: msgspec.Raw(b"[%s]" % encoded) for name, encoded in choice.lists.items()}
         text, ids = msgspec.Raw(b'"%s"' % choice.text), msgspec.Raw(b"[%s]" % choice.token_ids)
         return {"text": text, "output_ids": ids, "meta_info": about}
 
@@ -189,21 +254,28 @@ class ReasoningCount:
 
 
 class EncodedChoice:
-    """JSON of a choice so far, without the brackets: each delta is encoded once."""
+    """JSON of a choice so far, without the brackets: each delta is encoded once.
+
+    lists: further lists, by their names.
+    """
 
     def __init__(self) -> None:
-        self.text, self.token_ids, self.logprobs = bytearray(), bytearray(), bytearray()
+        self.text, self.token_ids = bytearray(), bytearray()
+        self.lists: defaultdict[str, bytearray] = defaultdict(bytearray)
 
     def add(self, delta: Delta) -> None:
         self.text += to_json(delta.text)[1:-1]
-        _extend(self.token_ids, delta.token_ids)
+        extend(self.token_ids, delta.token_ids)
         if delta.logprobs is not None:
-            values = [max(one.processed or 0.0, LEAST_LOGPROB) for one in delta.logprobs]
-            pairs = zip(values, delta.token_ids, strict=True)
-            _extend(self.logprobs, [(value, token_id, None) for value, token_id in pairs])
+            self.add_logprobs(delta.token_ids, delta.logprobs)
+
+    def add_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        pairs = zip(logprobs, token_ids, strict=True)
+        entries = [(max(one.logprob, LEAST_LOGPROB), token_id, None) for one, token_id in pairs]
+        extend(self.lists["output_token_logprobs"], entries)
 
 
-def _extend(encoded: bytearray, items: Sequence[Any]) -> None:
+def extend(encoded: bytearray, items: Sequence[Any]) -> None:
     """Add items to a list's JSON without the brackets."""
     if items:
         encoded += b"," * bool(encoded) + to_json(items)[1:-1]
@@ -222,12 +294,13 @@ class NativeStream(EventStream):
     ) -> None:
         super().__init__(generation, form, head, options, headers)
         self._native, self._id = form, head["id"]
-        self._choices: defaultdict[int, EncodedChoice] = defaultdict(EncodedChoice)
-        self._has_several = len(generation.prompts) * generation.num_choices > 1
+        self._choices: defaultdict[int, EncodedChoice] = defaultdict(form.choice)
 
     def _events(self, delta: Delta) -> bytes:
         item = self._native.item(delta, self._choices[delta.index], self._generation, self._id)
-        return b"data: %s\n\n" % to_json({**item, **({"index": delta.index} if self._has_several else {})})
+        return b"data: %s\n\n" % to_json(
+            {**item, **({"index": delta.index} if self._native.body.has_several else {})}
+        )
 
 
 class AbortBody(BaseModel):
@@ -252,7 +325,7 @@ class Endpoints:
         self._running: Running = WeakValueDictionary()
 
     async def generate(self, request: Request) -> Response:
-        with renaming({"prompt": "input_ids"}):
+        with renaming({**_SHOWN, **{own: name for name, own in _OF_LOGPROBS.items()}}):
             prepare = self._preparer.prepare
             return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
 
@@ -267,6 +340,10 @@ class Endpoints:
 
     async def _answer(self, body: NativeRequest, request: Request) -> Response:
         parsers = request.state.prepared.parsers
+        start, prompts = body.logprob_start_len, request.state.prepared.prompts
+        if start is not None and start >= min(map(len, prompts)) and body.prompt_logprobs is not None:
+            what = f"logprob_start_len={start} must be below the prompt's {min(map(len, prompts))} tokens"
+            raise bad_request(what, "logprob_start_len")
         return await answer(
             self._frontend, request, NativeFormat(self._frontend, body, parsers, self._running)
         )

@@ -319,7 +319,8 @@ def asked_of(
             return sampling, [forwarded_prompt(body, bounds.info.vocab_size)]
         return sampling, [rendered(chat, tokenizer) for chat in chats]
     assert isinstance(body, CompletionRequest)
-    limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
+    scores = body.echo or body.prompt_logprobs is not None
+    limit = 1 if scores and body.max_tokens == 0 else body.max_tokens
     sampling = body.sampling(body.logprobs, limit, defaults)
     if tokenizer is None and (sampling.stop or sampling.bad_words):
         raise no_tokenizer("a list of stop strings" if sampling.stop else "bad_words")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import Request
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from moe_lora.core.host import return_memory
 from moe_lora.serve.access import Caller, caller_of
@@ -33,6 +33,8 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from moe_lora.engine.text.text import Tokenizer
     from moe_lora.serve.frontend import Frontend
 
@@ -48,6 +50,7 @@ class PromptBody(ApiRequest):
 
     prompt_field: ClassVar[str]
     generation_prompt: ClassVar[bool]
+    may_be_empty: ClassVar[bool] = False
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     messages: list[Any] | None = None
@@ -70,7 +73,7 @@ class PromptBody(ApiRequest):
             return [rendered(self._chat(one), tokenizer) for one in self.conversations]
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
-        if not given or not all(given):
+        if not (given and all(given)) and not self.may_be_empty:
             raise bad_request(f"{self.prompt_field} is empty; give at least one token", self.prompt_field)
         return list(given)
 
@@ -91,12 +94,26 @@ class PromptBody(ApiRequest):
 
 
 class TokenizeRequest(PromptBody):
-    """POST /tokenize."""
+    """POST /tokenize.  tool_choice: "none" leaves tools out."""
 
-    prompt_field, generation_prompt = "prompt", True
+    prompt_field, generation_prompt, may_be_empty = "prompt", True, True
 
-    prompt: Text | None = None
+    prompt: Text | Annotated[Listed[Text], Field(max_length=MAX_INPUTS)] | None = None
     return_token_strs: bool | None = None
+    tool_choice: Any = None
+    _is_batch: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="after")
+    def _read_forms(self) -> Self:
+        self._is_batch = isinstance(self.prompt, list)
+        if self.tool_choice == "none":
+            self.tools = None
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """True: a list of prompts."""
+        return self._is_batch
 
 
 class EmbeddingRequest(PromptBody):
@@ -155,10 +172,11 @@ def _chats(given: Any) -> list[Any] | None:
 
 
 class DetokenizeRequest(ApiRequest):
-    """POST /detokenize."""
+    """POST /detokenize.  skip_special_tokens: of SGLang's form, as lists of prompts."""
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
-    tokens: Listed[TokenId]
+    tokens: Listed[TokenId] | Annotated[Listed[Listed[TokenId]], Field(max_length=MAX_INPUTS)]
+    skip_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in vLLM's form."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in vLLM's form and in SGLang's."""
 
 from __future__ import annotations
 
@@ -35,35 +35,42 @@ class Endpoints:
         return self._frontend.tokenizer
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt, or of messages in the chat template."""
+        """Token ids of a prompt, of each of a list, or of messages in the chat template."""
         tokenizer = self._tokenizer
         found = await read_body(request, TokenizeRequest, self._frontend, self._preparer)
-        [token_ids] = found.prompts
         strings = None
         if found.body.return_token_strs:
-            strings = await asyncio.to_thread(_strings, tokenizer, token_ids)
+            strings = await asyncio.to_thread(_strings, tokenizer, found.prompts)
         info, headers = await self._frontend.client.model_info(), self._note(found)
-        return JsonResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": info.max_model_len,
-                "tokens": list(token_ids),
-                "token_strs": strings,
-            },
-            headers=headers,
-        )
+        lists = {"count": list(map(len, found.prompts)), "tokens": found.prompts, "token_strs": strings}
+        one = {name: values and values[0] for name, values in lists.items()}
+        shown = lists if found.body.is_batch else one
+        return JsonResponse({**shown, "max_model_len": info.max_model_len}, headers=headers)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens included."""
-        tokenizer = self._tokenizer
+        """The text of token ids: special tokens included, as `prompt`; in SGLang's form as `text`."""
         found = await read_body(request, DetokenizeRequest, self._frontend, self._preparer)
-        info, tokens = await self._frontend.client.model_info(), found.body.tokens
-        check_total(len(tokens), self._frontend.limits, "tokens")
-        wrong = max(tokens, default=0)
+        return await self._detokenized(found, is_plain=found.body.skip_special_tokens is None)
+
+    async def detokenize_text(self, request: Request) -> Response:
+        """As `detokenize`, in SGLang's form: without special tokens unless asked for."""
+        found = await read_body(request, DetokenizeRequest, self._frontend, self._preparer)
+        return await self._detokenized(found, is_plain=False)
+
+    async def _detokenized(self, found: ReadBody, *, is_plain: bool) -> Response:
+        tokenizer, tokens, skip = self._tokenizer, found.body.tokens, found.body.skip_special_tokens
+        is_batch = bool(tokens) and isinstance(tokens[0], list)
+        lists = tokens if is_batch else [tokens]
+        check_total(sum(map(len, lists)), self._frontend.limits, "tokens")
+        info = await self._frontend.client.model_info()
+        wrong = max((max(one, default=0) for one in lists), default=0)
         if wrong >= info.vocab_size:
             raise out_of_vocabulary("tokens", wrong, info.vocab_size)
-        text = await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
-        return JsonResponse({"prompt": text}, headers=self._note(found))
+        is_plain = is_plain and not is_batch
+        skip = not is_plain if skip is None else skip
+        texts = await asyncio.to_thread(tokenizer.backend.decode_batch, lists, skip_special_tokens=skip)
+        shown = {"prompt": texts[0]} if is_plain else {"text": texts if is_batch else texts[0]}
+        return JsonResponse(shown, headers=self._note(found))
 
     def _note(self, found: ReadBody) -> dict[str, str]:
         return self._frontend.ignored_fields.note(found.ignored)
@@ -80,5 +87,5 @@ class Endpoints:
         return JsonResponse(found)
 
 
-def _strings(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    return [tokenizer.backend.id_to_token(one) or "" for one in token_ids]
+def _strings(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> list[list[str]]:
+    return [[tokenizer.backend.id_to_token(one) or "" for one in token_ids] for token_ids in prompts]

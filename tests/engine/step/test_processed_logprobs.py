@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,25 @@ def test_rows_without_the_report_have_none(llm):
     found = llm.generate([PROMPT] * 2, None, [plain, sampled(temperature=1.0)])
     assert {one.processed for one in found[0].logprobs or ()} == {None}
     assert None not in {one.processed for one in found[1].logprobs or ()}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_alone_they_stand_in_place_of_raw_values_for_the_likeliest_too(llm, name):
+    beside = sampled(**SETTINGS[name])
+    alone = replace(beside, processed_logprobs="alone", logprobs=4)
+    raw = replace(beside, processed_logprobs=False, logprobs=4)
+    of_alone, of_beside, of_raw = llm.generate([PROMPT] * 3, "upper", [alone, beside, raw])
+    processed = [one.processed for one in of_beside.logprobs or ()]
+    assert [one.logprob for one in of_alone.logprobs or ()] == pytest.approx(processed, abs=1e-5)
+    assert [one.logprob for one in of_raw.logprobs or ()] == pytest.approx(
+        [one.logprob for one in of_beside.logprobs or ()], abs=1e-5
+    )
+    for token, one in zip(of_alone.token_ids, of_alone.logprobs or (), strict=True):
+        values = [value for _, value in one.top]
+        assert values == sorted(values, reverse=True)
+        assert dict(one.top).get(token, one.logprob) == one.logprob
+        if alone.top_k == 3:
+            assert sum(math.exp(value) for value in values) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_report_needs_logprobs():
