@@ -56,6 +56,7 @@ class EngineLoop(threading.Thread):
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
         core.watch(self._lose, lambda: self.inbox.put(_look_again))
+        self.inbox.answers = self._answers
         self._engine = engine = EngineVerbs(core, self._files, self._make_pauses, self._make_sleep)
         self._verbs = verbs_of(engine)
         if (pool := core.adapters.store.pool) is not None:
@@ -193,8 +194,28 @@ class EngineLoop(threading.Thread):
             return
         if isinstance(value, Generator):
             self._go_on(call, value, None)
+        elif isinstance(value, Future):
+            self._reply_after(call, value)
         else:
             self._emit(Reply(call.call_id, value))
+
+    def _answers(self, call: Call) -> bool:
+        """As `RequestMoves.answer_beside`."""
+        answer = self._core.answer_beside(call.method, call.args)
+        if answer is not None:
+            self._reply_after(call, answer)
+        return answer is not None
+
+    def _reply_after(self, call: Call, answer: Future[Any]) -> None:
+        """Reply in the future's thread, also during a step."""
+
+        def reply(done: Future[Any]) -> None:
+            if not done.cancelled():  # by the engine's end
+                error = done.exception()
+                assert error is None or isinstance(error, Exception)
+                self._emit(Reply(call.call_id, None if error else done.result(), error))
+
+        answer.add_done_callback(reply)
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
         """Run a verb up to the next wait, or reply.  done: the future of the last wait."""

@@ -234,12 +234,15 @@ class EngineVerbs:
         return [adapters.info(adapter) for adapter in adapters.known()]
 
     @verb
-    def hold_request(self, request_id: str, since: int) -> HeldRequest:
-        """As `RequestMoves.hold`."""
-        held = self._core.moves.hold(request_id, since)
+    def hold_request(
+        self, request_id: str, since: int, window: KvWindow | None = None
+    ) -> Future[HeldRequest]:
+        """As `RequestMoves.hold`, and `RequestMoves.send_rest`."""
+        moves = self._core.moves
+        held = moves.hold(request_id, since)
         if self.pauses is not None:
             self.pauses.leave(request_id)
-        return held
+        return moves.send_rest(held, request_id, window)
 
     @verb
     def resume_request(
@@ -268,11 +271,10 @@ class EngineVerbs:
         return self._core.moves.kv_window(request_id)
 
     @verb
-    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Steps[KvSent]:
+    def kv_send(self, request_id: str, window: KvWindow) -> Future[KvSent]:
         """As `RequestMoves.kv_send`, in another thread."""
         moves = self._core.moves
-        outgoing = (yield moves.threads.submit(moves.kv_send, request_id, descriptor, layout)).result()
-        return moves.kv_sent(outgoing, request_id)
+        return moves.threads.submit(moves.kv_send, request_id, window)
 
 
 class PoolVerbs:

@@ -106,10 +106,11 @@ class ConnectionMux:
         """Pass on a peer's command."""
         if isinstance(message, Asked):
             args = message.args
+            is_of_request = message.method in REQUEST_METHODS
             if message.method in self._own:
                 message.answer(self._own[message.method](*args))
                 return
-            if message.method in REQUEST_METHODS:
+            if is_of_request:
                 name = self._names.get((peer, args[0]))
                 if name is None:
                     message.fail(ValueError(f"request {args[0]!r} is not running here"))
@@ -117,7 +118,9 @@ class ConnectionMux:
                 args = (name, *args[1:])
             number = next(self._numbers)
             self._calls[number] = peer, message
-            self._inbox.put(Call(number, message.method, args))
+            call = Call(number, message.method, args)
+            if not (is_of_request and self._inbox.answers(call)):
+                self._inbox.put(call)
         elif isinstance(message, Request):
             try:
                 request = message.decoded()
@@ -228,7 +231,7 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=18,
+    version=19,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),
