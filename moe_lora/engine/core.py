@@ -7,7 +7,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +117,7 @@ class EngineCore:
             self._moves = self._make_moves(self._sequences, self._scheduler, self._clock)
         return self._moves
 
-    def answer_beside(self, method: str, args: tuple[Any, ...]) -> Future[Any] | None:
+    def answer_beside(self, method: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
         """As `RequestMoves.answer_beside`."""
         return None if self._moves is None else self._moves.answer_beside(method, *args)
 

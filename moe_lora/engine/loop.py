@@ -181,41 +181,31 @@ class EngineLoop(threading.Thread):
         compiled.add_done_callback(lambda _: self.inbox.put(enter))
         return True
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: Call, compute: Callable[[], Any] | None = None) -> None:
+        """Reply with a result, of `compute` in any thread; a future's thread replies during a step too."""
         method = self._verbs.get(call.method)
         if method is None:
             problem = f"this engine has no {call.method}: its settings are not those of the front end"
             self._emit(Reply(call.call_id, error=ConfigError(problem)))
             return
         try:
-            value = method(*call.args)
+            value = method(*call.args) if compute is None else compute()
         except Exception as error:
             self._emit(Reply(call.call_id, error=error))
             return
         if isinstance(value, Generator):
             self._go_on(call, value, None)
-        elif isinstance(value, Future):
-            self._reply_after(call, value)
+        elif isinstance(value, Future):  # the engine's end cancels it
+            value.add_done_callback(lambda done: done.cancelled() or self._call(call, done.result))
         else:
             self._emit(Reply(call.call_id, value))
 
     def _answers(self, call: Call) -> bool:
         """As `RequestMoves.answer_beside`."""
-        answer = self._core.answer_beside(call.method, call.args)
-        if answer is not None:
-            self._reply_after(call, answer)
-        return answer is not None
-
-    def _reply_after(self, call: Call, answer: Future[Any]) -> None:
-        """Reply in the future's thread, also during a step."""
-
-        def reply(done: Future[Any]) -> None:
-            if not done.cancelled():  # by the engine's end
-                error = done.exception()
-                assert error is None or isinstance(error, Exception)
-                self._emit(Reply(call.call_id, None if error else done.result(), error))
-
-        answer.add_done_callback(reply)
+        compute = self._core.answer_beside(call.method, call.args)
+        if compute is not None:
+            self._call(call, compute)
+        return compute is not None
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
         """Run a verb up to the next wait, or reply.  done: the future of the last wait."""

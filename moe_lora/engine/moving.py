@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,10 +256,10 @@ class RequestMoves:
         """Watch a queued request; a held request is announced when ready."""
         if sequence.request.held:
             self._coming.append(sequence)
+        elif self._kv.enabled and not sequence.request.generated:
+            self._prefills.append(sequence)
         if not self._kv.enabled:
             sequence.awaits_kv = False
-        elif sequence.request.prefill_only and not sequence.request.generated:
-            self._prefills.append(sequence)
 
     def tend(self) -> None:
         """Copy received KV; close windows of ended requests."""
@@ -267,8 +268,10 @@ class RequestMoves:
 
     def announce(self) -> list[TokenOutput]:
         """Keep requests with a first token; an output without tokens for each ready one."""
-        if self._prefills:
-            self._prefills = [one for one in self._prefills if self._is_live(one) and not self._keep(one)]
+        for sequence in self._prefills:
+            if sequence.num_generated and sequence.num_left > 0:  # the token is drawn, or will be
+                sequence.held = sequence.kept = True
+        self._prefills = [one for one in self._prefills if self._is_live(one) and not one.kept]
         if not self._coming:
             return []
         live = [one for one in self._coming if self._is_live(one)]
@@ -279,24 +282,16 @@ class RequestMoves:
     def _is_live(self, sequence: Sequence) -> bool:
         return self._sequences.get(sequence.request.request_id) is sequence
 
-    def _keep(self, sequence: Sequence) -> bool:
-        """Hold a request with a first token, drawn or not; False for a prompt."""
-        has_begun = sequence.num_generated > 0
-        if has_begun and not sequence.held and sequence.num_left > 0:
-            sequence.held = sequence.kept = True
-        return has_begun
-
-    def answer_beside(self, method: str, request_id: str, *args: Any) -> Future[Any] | None:
-        """Answer in any thread, if no step changes the answer; None: between two steps."""
+    def answer_beside(self, method: str, request_id: str, *args: Any) -> Callable[[], Any] | None:
+        """A method for any thread, if no step changes its result; None: call it between two steps."""
+        if method == "kv_window":
+            return partial(self.kv_window, request_id)
         sequence = self._sequences.get(request_id)
-        if sequence is None:
+        if sequence is None or not sequence.kept:
             return None
-        if method == "kv_window" and (found := self.kv_window(request_id)) is not None:
-            return _done(found)
-        if method == "hold_request" and sequence.kept and sequence.num_generated == args[0]:
-            return self.send_rest(self.hold(request_id, args[0]), request_id, args[1])
-        if method == "resume_request":
-            sequence.kept = False  # a later hold waits for the resume
+        sequence.kept = method != "resume_request"  # a later hold waits for the resume
+        if method == "hold_request" and sequence.num_generated == args[0]:
+            return lambda: self.send_rest(self.hold(request_id, args[0]), request_id, args[1])
         return None
 
     def _is_ready(self, sequence: Sequence) -> bool:
@@ -327,7 +322,9 @@ class RequestMoves:
     def send_rest(self, held: HeldRequest, request_id: str, window: KvWindow | None) -> Future[HeldRequest]:
         """The held request, with all KV put into the window, if any."""
         if window is None:
-            return _done(held)
+            done: Future[HeldRequest] = Future()
+            done.set_result(held)
+            return done
 
         def send() -> HeldRequest:
             sent = self.kv_send(request_id, window)
@@ -409,12 +406,6 @@ def make_moves(
 
 def _version(sequence: Sequence) -> int | None:
     return None if sequence.adapter is None else sequence.adapter.version
-
-
-def _done(value: Any) -> Future[Any]:
-    done: Future[Any] = Future()
-    done.set_result(value)
-    return done
 
 
 def _not_here(request_id: str) -> ValueError:

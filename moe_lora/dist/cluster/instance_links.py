@@ -106,11 +106,10 @@ class ConnectionMux:
         """Pass on a peer's command."""
         if isinstance(message, Asked):
             args = message.args
-            is_of_request = message.method in REQUEST_METHODS
             if message.method in self._own:
                 message.answer(self._own[message.method](*args))
                 return
-            if is_of_request:
+            if message.method in REQUEST_METHODS:
                 name = self._names.get((peer, args[0]))
                 if name is None:
                     message.fail(ValueError(f"request {args[0]!r} is not running here"))
@@ -119,7 +118,7 @@ class ConnectionMux:
             number = next(self._numbers)
             self._calls[number] = peer, message
             call = Call(number, message.method, args)
-            if not (is_of_request and self._inbox.answers(call)):
+            if message.method not in REQUEST_METHODS or not self._inbox.answers(call):
                 self._inbox.put(call)
         elif isinstance(message, Request):
             try:

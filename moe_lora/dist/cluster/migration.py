@@ -15,7 +15,7 @@ import asyncio
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -144,17 +144,15 @@ class RequestMover:
                 self._leaving.add(attempt)
                 self._in_background(self._move_one_off(name, attempt))
 
-    def move_on(self, name: str) -> None:
+    def move_on(self, resumable: ResumableRequest, attempt: Attempt) -> None:
         """Move a kept request, in the background; once more after a failure."""
-        self._in_background(self._move_kept(self._running[name]))
+        self._in_background(self._move_kept(resumable, attempt))
 
-    async def _move_kept(self, resumable: ResumableRequest) -> None:
-        name, attempt = resumable.request.request_id, resumable.attempt
-        assert attempt is not None
-        attempt.kept_s = self._clock.now_s()
-        problem = await self._try_now(name, attempt, None, "kv")
+    async def _move_kept(self, resumable: ResumableRequest, attempt: Attempt) -> None:
+        name, attempt.kept_s = resumable.request.request_id, self._clock.now_s()
+        problem = await self._try_move(name, attempt, None, "kv")
         attempt.kept_s = None
-        if problem is not None and self._running.get(name) is resumable:
+        if problem is not None and self._running.get(name) is resumable and not resumable.aborted:
             logger.warning(problem)
             if resumable.move is None and resumable.next is None:  # else another move resumes the request
                 self.resume(attempt)
@@ -175,22 +173,17 @@ class RequestMover:
 
         attempt: a request with a later attempt stays.  target: None: the router chooses.
         """
-        async with self._places:
-            return await self._try_now(request_id, attempt, target, kind)
-
-    async def _try_now(
-        self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
-    ) -> str | None:
-        resumable = self._running.get(request_id)
-        if resumable is not None and resumable.attempt is not attempt:
-            return f"request {request_id!r} has left the instance from which it was to be moved"
-        try:
-            if target is None and resumable is not None:
-                target = self._next_instance(resumable).name
-            await self.move(request_id, target or "", kind)
-        except (MoveError, EngineDeadError) as error:
-            return str(error)
-        return None
+        async with self._places if attempt is None or attempt.kept_s is None else nullcontext():
+            resumable = self._running.get(request_id)
+            if resumable is not None and resumable.attempt is not attempt:
+                return f"request {request_id!r} has left the instance from which it was to be moved"
+            try:
+                if target is None and resumable is not None:
+                    target = self._next_instance(resumable).name
+                await self.move(request_id, target or "", kind)
+            except (MoveError, EngineDeadError) as error:
+                return str(error)
+            return None
 
     async def _move_one_off(self, name: str, attempt: Attempt) -> None:
         try:

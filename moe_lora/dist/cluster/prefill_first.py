@@ -12,7 +12,7 @@ from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.policies.routing.routing import Router
 
 from .instances import Instance
-from .resumable_request import Attempt, ResumableRequest
+from .resumable_request import ResumableRequest
 from .routing_client import FleetClient
 
 
@@ -47,14 +47,14 @@ class PrefillFirstClient(FleetClient):
         self._router = self._by_phase = ByPhase(self._router, self._running, names)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        begun = None
+        has_begun = False
         request = replace(request, prefill_only=len(self._kinds(request.adapter)) == 2)
         async with aclosing(cast("Any", super().generate(request))) as outputs:
             async for output in outputs:
-                if output.token_ids and begun is None:
-                    begun = self._running[request.request_id].attempt
-                    if output.finish_reason is None and begun is not None:
-                        self._move_on(request.request_id, begun)
+                if output.token_ids and not has_begun:
+                    has_begun = True
+                    if output.finish_reason is None:
+                        self._move_on(self._running[request.request_id])
                 yield output
 
     def _kinds(self, adapter: str | None) -> set[bool]:
@@ -62,8 +62,10 @@ class PrefillFirstClient(FleetClient):
         undrained = self._instance_registry.undrained
         return {self._by_phase.is_prefill(one) for one in undrained if adapter not in one.missing}
 
-    def _move_on(self, request_id: str, attempt: Attempt) -> None:
+    def _move_on(self, resumable: ResumableRequest) -> None:
+        attempt = resumable.attempt
+        assert attempt is not None, "a token came from there"
         if self._by_phase.is_prefill(attempt.instance) and False in self._kinds(attempt.request.adapter):
-            self.mover.move_on(request_id)
+            self.mover.move_on(resumable, attempt)
         elif attempt.request.prefill_only:
             self.mover.resume(attempt)

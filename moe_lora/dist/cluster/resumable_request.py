@@ -145,7 +145,7 @@ class ResumableRequest:
         """The instance ended.  Without a delivered token, the time there counts as queueing."""
         self.num_resends += 1
         self.epoch += 1
-        self.attempt = None  # no move from there
+        self.attempt = self.move = None  # no move from there
         self._leave(now_s)
 
     def switch(self, target: Attempt) -> None:
