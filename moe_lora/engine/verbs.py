@@ -238,11 +238,10 @@ class EngineVerbs:
         self, request_id: str, since: int, window: KvWindow | None = None
     ) -> Future[HeldRequest]:
         """As `RequestMoves.hold`, and `RequestMoves.send_rest`."""
-        moves = self._core.moves
-        held = moves.hold(request_id, since)
+        held = self._core.moves.hold(request_id, since)
         if self.pauses is not None:
             self.pauses.leave(request_id)
-        return moves.send_rest(held, request_id, window)
+        return self._core.moves.send_rest(held, request_id, window)
 
     @verb
     def resume_request(

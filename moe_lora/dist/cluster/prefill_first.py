@@ -12,7 +12,7 @@ from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.policies.routing.routing import Router
 
 from .instances import Instance
-from .resumable_request import ResumableRequest
+from .resumable_request import Attempt, ResumableRequest
 from .routing_client import FleetClient
 
 
@@ -63,8 +63,7 @@ class PrefillFirstClient(FleetClient):
         return {self._by_phase.is_prefill(one) for one in undrained if adapter not in one.missing}
 
     def _move_on(self, resumable: ResumableRequest) -> None:
-        attempt = resumable.attempt
-        assert attempt is not None, "a token came from there"
+        attempt = cast("Attempt", resumable.attempt)
         if self._by_phase.is_prefill(attempt.instance) and False in self._kinds(attempt.request.adapter):
             self.mover.move_on(resumable, attempt)
         elif attempt.request.prefill_only:

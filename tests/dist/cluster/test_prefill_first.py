@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from anyio import fail_after
 
 from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig, FrontEndConfig
@@ -48,6 +49,7 @@ from tests.dist.cluster.test_migration import (
 from tests.dist.cluster.test_resolving import until
 from tests.dist.cluster.test_switched_moves import FOLDERS, MODEL
 from tests.engine.publishing import check_greedy, runs_of
+from tests.patience import PATIENCE_S
 
 PREFILL, DECODE = "0", "1"
 
@@ -151,13 +153,14 @@ def test_move_waits_for_no_step_of_the_prefill_instance(engines):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("sampling", [{}, {"bad_word_ids": ((50, 51),)}], ids=["plain", "edited"])
 @pytest.mark.parametrize("ahead", ["off", "on"])
-def test_kept_request_gains_no_token_beside_later_prompts_until_it_goes_on(ahead):
+def test_kept_request_gains_no_token_beside_later_prompts_until_it_goes_on(ahead, sampling):
     client = InProcessClient(build_engine(replace(CONFIG, async_scheduling=ahead)))
 
     async def run() -> None:
-        alone = [one async for one in client.generate(ask("alone"))]
-        stream = client.generate(replace(ask("kept"), prefill_only=True))
+        alone = [one async for one in client.generate(ask("alone", **sampling))]
+        stream = client.generate(replace(ask("kept", **sampling), prefill_only=True))
         kept = [await anext(stream)]
         assert len(tokens([one async for one in client.generate(ask("beside"))])) == LENGTH
         [load] = await client.call("request_loads")
@@ -172,6 +175,46 @@ def test_kept_request_gains_no_token_beside_later_prompts_until_it_goes_on(ahead
         asyncio.run(run())
     finally:
         client.shut_down()
+
+
+def test_target_that_gets_the_first_token_from_its_source_is_not_kept(engines):
+    """A move of a waiting prompt may end after the source's first token: nobody resumes the target then."""
+
+    async def run() -> None:
+        alone = [one async for one in engines[1].generate(ask("alone"))]
+        stream = engines[1].generate(replace(ask("target"), prefill_only=True, held=True))
+        with fail_after(PATIENCE_S):
+            assert (await anext(stream)).token_ids == ()
+            await engines[1].call("resume_request", "target", tuple(tokens(alone)[:1]), 0, 0, False)
+            assert tokens([one async for one in stream]) == tokens(alone)[1:]
+
+    asyncio.run(run())
+
+
+def test_kept_request_that_is_aborted_during_its_move_is_moved_no_more(engines, monkeypatch):
+    asked: list[str] = []
+
+    async def run() -> None:
+        fleet, call, ended = made(engines), engines[1].call, []
+
+        async def abort_meanwhile(verb: str, *args: Any) -> Any:
+            if verb != "kv_window":
+                return await call(verb, *args)
+            asked.append(verb)
+            ended.append(asyncio.create_task(fleet.abort("r")))
+            return await asyncio.Event().wait()
+
+        monkeypatch.setattr(engines[1], "call", abort_meanwhile)
+        outputs = []
+        async for output in fleet.generate(ask()):
+            if not outputs:
+                await until(lambda: ended and ended[0].done() and not fleet.mover._tasks)
+            outputs.append(output)
+        assert outputs[-1].finish_reason == "abort"
+        assert (fleet.mover.num_failed, asked) == (1, ["kv_window"])
+        await until_idle(engines)
+
+    asyncio.run(run())
 
 
 def test_plain_requests_make_no_part_of_a_move():
