@@ -205,7 +205,7 @@ class GenerateRequest:
     seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the current
     ones.  held: compute all known tokens but the last, report by an output without tokens, and wait for a
     resume. awaits_kv: held, without computation: KV arrives from the former instance; an output reports
-    allocated pages.
+    allocated pages.  prefill_only: held after the first token, until a move or a resume.
 
     tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
     tenant; lower goes first; from BACKGROUND on after all tenants.  cache_salt: requests of the same salt
@@ -221,6 +221,7 @@ class GenerateRequest:
     generated: tuple[int, ...] = ()
     held: bool = False
     awaits_kv: bool = False
+    prefill_only: bool = False
     tenant: str = ""
     share: float = 1.0
     priority: int = 0

@@ -116,6 +116,10 @@ class EngineCore:
             self._moves = self._make_moves(self._sequences, self._scheduler, self._clock)
         return self._moves
 
+    def answer_beside(self, method: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
+        """As `RequestMoves.answer_beside`."""
+        return None if self._moves is None else self._moves.answer_beside(method, *args)
+
     @property
     def sequences(self) -> Mapping[str, Sequence]:
         """By request id."""
@@ -401,7 +405,7 @@ class EngineCore:
             self._runner.report_experts(sequence)
         elif (has_report or sampling.prompt_logprob_token_ids) and not request.generated:
             self._runner.report_prompt(sequence)
-        moves = self.moves if request.held or request.awaits_kv else None
+        moves = self.moves if request.held or request.awaits_kv or request.prefill_only else None
         self._sequences[request.request_id] = sequence
         if moves is not None:
             moves.watch(sequence)

@@ -56,6 +56,7 @@ class EngineLoop(threading.Thread):
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
         core.watch(self._lose, lambda: self.inbox.put(_look_again))
+        self.inbox.answers = self._answers
         self._engine = engine = EngineVerbs(core, self._files, self._make_pauses, self._make_sleep)
         self._verbs = verbs_of(engine)
         if (pool := core.adapters.store.pool) is not None:
@@ -180,21 +181,31 @@ class EngineLoop(threading.Thread):
         compiled.add_done_callback(lambda _: self.inbox.put(enter))
         return True
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: Call, compute: Callable[[], Any] | None = None) -> None:
+        """Reply with a result, of `compute` in any thread; a future's thread replies during a step too."""
         method = self._verbs.get(call.method)
         if method is None:
             problem = f"this engine has no {call.method}: its settings are not those of the front end"
             self._emit(Reply(call.call_id, error=ConfigError(problem)))
             return
         try:
-            value = method(*call.args)
+            value = method(*call.args) if compute is None else compute()
         except Exception as error:
             self._emit(Reply(call.call_id, error=error))
             return
         if isinstance(value, Generator):
             self._go_on(call, value, None)
+        elif isinstance(value, Future):  # the engine's end cancels it
+            value.add_done_callback(lambda done: done.cancelled() or self._call(call, done.result))
         else:
             self._emit(Reply(call.call_id, value))
+
+    def _answers(self, call: Call) -> bool:
+        """As `RequestMoves.answer_beside`."""
+        compute = self._core.answer_beside(call.method, call.args)
+        if compute is not None:
+            self._call(call, compute)
+        return compute is not None
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
         """Run a verb up to the next wait, or reply.  done: the future of the last wait."""

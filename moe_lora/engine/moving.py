@@ -11,9 +11,10 @@ import itertools
 import threading
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +38,7 @@ SLACK_TOKENS = 256
 """Room of a window for tokens generated during the copies."""
 STEP_BYTES = 16 << 20
 """Bytes that a target copies between two steps."""
+_PUBLISHED = "a new version of the adapter was published during the move"
 NUM_THREADS = 4
 """Threads that put KV: a stopped target blocks a thread until the transport's timeout."""
 
@@ -71,8 +73,7 @@ class KvTransfer:
 
     arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that use; None:
     no KV moves.  Calls that a peer may block run in `threads`: `send`, and the release of a peer's window.
-    The rest belongs to the engine's thread, which compares `send`'s reads with the sequence's pages
-    afterwards (`sent`).
+    The rest belongs to the engine's thread.  `sent` compares `send`'s reads with the sequence's pages.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class KvTransfer:
             page.copy_(incoming.window.bytes[number * page_bytes : (number + 1) * page_bytes])
         incoming.num_taken = max(incoming.num_taken, num_pages)
 
-    def send(self, sequence: Sequence, descriptor: bytes, layout: str) -> Outgoing:
+    def send(self, sequence: Sequence, target: KvWindow) -> Outgoing:
         """Put new computed KV into the window: full blocks, and for a held sequence the last block too.
 
         Runs in one of `threads`. Raises MoveError if the target's pages differ in layout, PeerGoneError,
@@ -158,8 +159,9 @@ class KvTransfer:
                 "an instance of several ranks, or of a model with recurrent layers, sends no KV; move the "
                 "request by its tokens"
             )
-        if layout != repr(self._layout):
-            raise MoveError(f"KV lies as {self._layout} here and as {layout} there; move it by tokens")
+        if target.layout != repr(self._layout):
+            raise MoveError(f"KV lies as {self._layout} here and as {target.layout} there; move it by tokens")
+        descriptor = target.descriptor
         outgoing = self._outgoing.pop(sequence.request.request_id, None)
         if outgoing is not None and outgoing.descriptor != descriptor:  # left from an abandoned move
             self._transport.detach(outgoing.window)
@@ -175,7 +177,7 @@ class KvTransfer:
 
     def _put(self, outgoing: Outgoing, sequence: Sequence) -> None:
         if outgoing.adapter != sequence.adapter_uid:
-            raise MoveError("a new version of the adapter was published during the move")
+            raise MoveError(_PUBLISHED)
         size, page_bytes = self.block_size, self._layout.page_bytes
         table, num_tokens = sequence.table, sequence.num_computed
         if not sequence.held:
@@ -227,10 +229,12 @@ class KvTransfer:
 class RequestMoves:
     """Held requests: pages and adapter stay, and no tokens are gained.
 
-    A leaving request is held between two steps until a resume or abort.  An arriving request is announced
-    once all known tokens but the last are computed, or, awaiting KV, once pages are allocated; a step
-    computes the tokens of the resume. sequences: of the engine, by request id.  threads: for `kv_send`; the
-    engine's own thread calls the rest.
+    A leaving request is held between two steps until a resume or abort, a `prefill_only` request after the
+    step of its first token.  An arriving request is announced once all known tokens but the last are
+    computed, or, awaiting KV, once pages are allocated; a step computes the tokens of the resume.
+
+    sequences: of the engine, by request id.  threads: for `kv_send`.  Any thread calls `answer_beside`, the
+    engine's own thread the rest.
     """
 
     def __init__(
@@ -246,11 +250,14 @@ class RequestMoves:
         self._kv = kv
         self.threads = kv.threads
         self._coming: list[Sequence] = []
+        self._prefills: list[Sequence] = []
 
     def watch(self, sequence: Sequence) -> None:
         """Watch a queued request; a held request is announced when ready."""
         if sequence.request.held:
             self._coming.append(sequence)
+        elif self._kv.enabled and not sequence.request.generated:
+            self._prefills.append(sequence)
         if not self._kv.enabled:
             sequence.awaits_kv = False
 
@@ -260,13 +267,32 @@ class RequestMoves:
         self._kv.drop_all_but(self._sequences)
 
     def announce(self) -> list[TokenOutput]:
-        """An output without tokens for each newly ready request."""
+        """Keep requests with a first token; an output without tokens for each ready one."""
+        for sequence in self._prefills:
+            if sequence.num_generated and sequence.num_left > 0:  # the token is drawn, or will be
+                sequence.held = sequence.kept = True
+        self._prefills = [one for one in self._prefills if self._is_live(one) and not one.kept]
         if not self._coming:
             return []
-        live = [one for one in self._coming if self._sequences.get(one.request.request_id) is one]
+        live = [one for one in self._coming if self._is_live(one)]
         ready = [one for one in live if self._is_ready(one)]
         self._coming = [one for one in live if one.held and one not in ready]
         return [_sign(sequence) for sequence in ready]
+
+    def _is_live(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.request.request_id) is sequence
+
+    def answer_beside(self, method: str, request_id: str, *args: Any) -> Callable[[], Any] | None:
+        """A method for any thread, if no step changes its result; None: call it between two steps."""
+        if method == "kv_window":
+            return partial(self.kv_window, request_id)
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.kept:
+            return None
+        sequence.kept = method != "resume_request"  # a later hold waits for the resume
+        if method == "hold_request" and sequence.num_generated == args[0]:
+            return lambda: self.send_rest(self.hold(request_id, args[0]), request_id, args[1])
+        return None
 
     def _is_ready(self, sequence: Sequence) -> bool:
         if not sequence.awaits_kv:
@@ -282,19 +308,31 @@ class RequestMoves:
         """Window for the KV of an announced request; None: the request computes the KV."""
         return self._kv.window(request_id)
 
-    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Outgoing:
+    def kv_send(self, request_id: str, window: KvWindow) -> KvSent:
         """Put a request's KV into its target's window: full blocks while running, the rest once held (see
         `KvTransfer.send`).
         """
-        return self._kv.send(self._find(request_id), descriptor, layout)
-
-    def kv_sent(self, outgoing: Outgoing, request_id: str) -> KvSent:
-        """The KV put by `kv_send`."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
+        sequence = self._find(request_id)
+        outgoing = self._kv.send(sequence, window)
+        if not self._is_live(sequence):
             self._kv.let_go(outgoing)
             raise _not_here(request_id)
         return self._kv.sent(outgoing, sequence)
+
+    def send_rest(self, held: HeldRequest, request_id: str, window: KvWindow | None) -> Future[HeldRequest]:
+        """The held request, with all KV put into the window, if any."""
+        if window is None:
+            done: Future[HeldRequest] = Future()
+            done.set_result(held)
+            return done
+
+        def send() -> HeldRequest:
+            sent = self.kv_send(request_id, window)
+            if _version(self._find(request_id)) != held.adapter_version:
+                raise MoveError(_PUBLISHED)
+            return replace(held, sent=sent)
+
+        return self.threads.submit(send)
 
     def hold(self, request_id: str, since: int) -> HeldRequest:
         """Hold the request; returns the answer's tokens from number `since` on.
@@ -303,11 +341,10 @@ class RequestMoves:
         """
         sequence = self._find(request_id)
         sequence.held = True
-        version = None if sequence.adapter is None else sequence.adapter.version
         first = len(sequence.request.prompt_token_ids) + since
         return HeldRequest(
             tokens=tuple(sequence.tokens[first:]),
-            adapter_version=version,
+            adapter_version=_version(sequence),
             timing=sequence.timing(self._clock.now_s()),
             unshared=sequence.unshared,
         )
@@ -326,7 +363,7 @@ class RequestMoves:
             taken = has_room and self._kv.finish_taking(request_id, kv_tokens, first_page)
             sequence.table.num_matched = kv_tokens if taken else 0
             sequence.awaits_kv, sequence.unshared = False, taken and unshared
-        sequence.held = False
+        sequence.held = sequence.kept = False
 
     def close(self) -> None:
         self._kv.close()
@@ -367,6 +404,10 @@ def make_moves(
     return RequestMoves(sequences, scheduler, clock, KvTransfer(rank.arena, rank.layout, open_transport))
 
 
+def _version(sequence: Sequence) -> int | None:
+    return None if sequence.adapter is None else sequence.adapter.version
+
+
 def _not_here(request_id: str) -> ValueError:
     return ValueError(f"request {request_id!r} is not running here; it has ended or was moved")
 
@@ -376,5 +417,5 @@ def _sign(sequence: Sequence) -> TokenOutput:
         request_id=sequence.request.request_id,
         token_ids=(),
         num_cached_tokens=sequence.num_cached,
-        adapter_version=None if sequence.adapter is None else sequence.adapter.version,
+        adapter_version=_version(sequence),
     )

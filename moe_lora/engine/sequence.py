@@ -33,7 +33,8 @@ class Sequence:
     another adapter; later KV is not for the prefix cache. Further flags: see
     `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
     limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
-    record: of the prompt's report until the first token, or of all tokens' experts.
+    kept: held with the first token, so all KV is computed.  record: of the prompt's report until the first
+    token, or of all tokens' experts.
     """
 
     request: GenerateRequest
@@ -50,6 +51,7 @@ class Sequence:
     cold_tokens: int = 0
     base_tokens: int = 0
     held: bool = False
+    kept: bool = False
     awaits_kv: bool = False
     unshared: bool = False
     gave_way: bool = False

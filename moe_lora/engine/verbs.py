@@ -230,11 +230,14 @@ class EngineVerbs:
         return [adapters.info(adapter) for adapter in adapters.known()]
 
     @verb
-    def hold_request(self, request_id: str, since: int) -> HeldRequest:
+    def hold_request(
+        self, request_id: str, since: int, window: KvWindow | None = None
+    ) -> Future[HeldRequest]:
+        """As `RequestMoves.hold`, and `RequestMoves.send_rest`."""
         held = self._core.moves.hold(request_id, since)
         if self.pauses is not None:
             self.pauses.leave(request_id)
-        return held
+        return self._core.moves.send_rest(held, request_id, window)
 
     @verb
     def resume_request(
@@ -261,10 +264,10 @@ class EngineVerbs:
         return self._core.moves.kv_window(request_id)
 
     @verb
-    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Steps[KvSent]:
+    def kv_send(self, request_id: str, window: KvWindow) -> Future[KvSent]:
+        """As `RequestMoves.kv_send`, in another thread."""
         moves = self._core.moves
-        outgoing = (yield moves.threads.submit(moves.kv_send, request_id, descriptor, layout)).result()
-        return moves.kv_sent(outgoing, request_id)
+        return moves.threads.submit(moves.kv_send, request_id, window)
 
 
 class PoolVerbs:

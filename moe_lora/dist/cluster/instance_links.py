@@ -117,7 +117,9 @@ class ConnectionMux:
                 args = (name, *args[1:])
             number = next(self._numbers)
             self._calls[number] = peer, message
-            self._inbox.put(Call(number, message.method, args))
+            call = Call(number, message.method, args)
+            if message.method not in REQUEST_METHODS or not self._inbox.answers(call):
+                self._inbox.put(call)
         elif isinstance(message, Request):
             try:
                 request = message.decoded()
@@ -228,7 +230,7 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=18,
+    version=19,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),

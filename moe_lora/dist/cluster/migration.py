@@ -15,7 +15,7 @@ import asyncio
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from anyio import fail_after
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError, MoeLoraError, MoveError
 from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, ModelInfo, MoveStats
-from moe_lora.engine.client.messages import HeldRequest, KvSent, KvWindow, Move
+from moe_lora.engine.client.messages import HeldRequest, KvWindow, Move
 
 from .instances import Instance, InstanceRegistry
 from .resumable_request import Attempt, ResumableRequest
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 MoveKind = Literal["tokens", "kv"]
 MOVES_AT_ONCE = 4
 READY_S = 30.0
-"""Time limit for a target's adapter, pages and prompt."""
+"""Time limit for a target's adapter, pages and prompt, while the source decodes."""
 ACK_S = 5.0
-"""Time limit for a source's hold and send, and for a target's resume."""
+"""Time limit for each wait of a held request: for a ready target, a source's send, a target's resume."""
 
 
 class MoveTask:
@@ -144,9 +144,19 @@ class RequestMover:
                 self._leaving.add(attempt)
                 self._in_background(self._move_one_off(name, attempt))
 
-    def move_on(self, name: str) -> None:
-        """Move a request, in the background."""
-        self._in_background(self._move_or_log(name, self._running[name].attempt, None, "kv"))
+    def move_on(self, resumable: ResumableRequest, attempt: Attempt) -> None:
+        """Move a kept request, in the background; once more after a failure."""
+        self._in_background(self._move_kept(resumable, attempt))
+
+    async def _move_kept(self, resumable: ResumableRequest, attempt: Attempt) -> None:
+        name, attempt.kept_s = resumable.request.request_id, self._clock.now_s()
+        problem = await self._try_move(name, attempt, None, "kv")
+        attempt.kept_s = None
+        if problem is not None and self._running.get(name) is resumable and not resumable.aborted:
+            logger.warning(problem)
+            if resumable.move is None and resumable.next is None:  # else another move resumes the request
+                self.resume(attempt)
+            await self._move_or_log(name, attempt, None, "kv")
 
     def follow(self, order: Move) -> None:
         """Carry out a controller's order."""
@@ -163,7 +173,7 @@ class RequestMover:
 
         attempt: a request with a later attempt stays.  target: None: the router chooses.
         """
-        async with self._places:
+        async with self._places if attempt is None or attempt.kept_s is None else nullcontext():
             resumable = self._running.get(request_id)
             if resumable is not None and resumable.attempt is not attempt:
                 return f"request {request_id!r} has left the instance from which it was to be moved"
@@ -214,17 +224,17 @@ class RequestMover:
     async def _carry_out(self, resumable: ResumableRequest, source: Attempt, target: Attempt) -> None:
         try:
             target.begun_s = self._clock.now_s()
-            with fail_after(READY_S):
+            ready_s = READY_S if source.kept_s is None else ACK_S
+            with fail_after(ready_s):
                 ready = await anext(target.outputs())
             if ready.finish_reason is not None:
                 raise MoveError(ready.error or "the target ended it")
-            window = None
-            if target.request.awaits_kv:
-                with fail_after(READY_S):
-                    window = await self._send_kv(source, target)
+            with fail_after(ready_s):
+                window = await self._send_kv(source, target) if target.request.awaits_kv else None
             await self._hand_over(resumable, source, target, ready.adapter_version, window)
         except BaseException:
             self.num_failed += 1
+            self.resume(source)
             await target.close()
             raise
         finally:
@@ -232,12 +242,12 @@ class RequestMover:
         source.leave()
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
-        """Have the source put computed KV into the target's window; None: the target has no window."""
+        """Have a decoding source put computed KV into the target's window; None: the target has no window."""
         window: KvWindow | None = await target.call("kv_window")
-        if window is None:  # the pages went to an older request, or there are several ranks
+        if window is None:  # the pages went to an older request, or the instance takes no KV
             target.kind = "tokens"
-        else:
-            await source.call("kv_send", window.descriptor, window.layout)
+        elif source.kept_s is None:
+            await source.call("kv_send", window)
         return window
 
     async def _hand_over(
@@ -250,28 +260,22 @@ class RequestMover:
     ) -> None:
         move = resumable.move
         assert move is not None
-        held_s = self._clock.now_s()
-        try:
-            with fail_after(ACK_S):
-                held: HeldRequest = await source.call("hold_request", target.first)
-            if held.adapter_version != adapter_version:
-                raise MoveError("the target has another version of its adapter")
-            sent = KvSent(0, 0)
-            if window is not None:
-                with fail_after(ACK_S):
-                    sent = await source.call("kv_send", window.descriptor, window.layout)
-            move.final = True
-            rest = held.tokens, sent.num_tokens, sent.first_page, held.unshared
-            with fail_after(ACK_S):
-                await target.call("resume_request", *rest)
-        except BaseException:
-            self._go_on(source)
-            raise
+        held_s = source.kept_s or self._clock.now_s()
+        with fail_after(ACK_S):
+            held: HeldRequest = await source.call("hold_request", target.first, window)
+        if held.adapter_version != adapter_version:
+            raise MoveError("the target has another version of its adapter")
+        move.final = True
+        rest = held.tokens, held.sent.num_tokens, held.sent.first_page, held.unshared
+        with fail_after(ACK_S):
+            await target.call("resume_request", *rest)
         target.first += len(held.tokens)
         target.held_s, target.timing_before = held_s, held.timing
         resumable.next = target
 
-    def _go_on(self, source: Attempt) -> None:
+    def resume(self, source: Attempt) -> None:
+        """Let a held request go on at its instance, in the background."""
+
         async def resume() -> None:
             with suppress(MoeLoraError, ValueError):  # the source or the request has ended
                 await source.call("resume_request", (), 0, 0, False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.policies.routing.routing import Router
 
 from .instances import Instance
-from .resumable_request import ResumableRequest
+from .resumable_request import Attempt, ResumableRequest
 from .routing_client import FleetClient
 
 
@@ -47,20 +48,23 @@ class PrefillFirstClient(FleetClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         has_begun = False
+        request = replace(request, prefill_only=len(self._kinds(request.adapter)) == 2)
         async with aclosing(cast("Any", super().generate(request))) as outputs:
             async for output in outputs:
                 if output.token_ids and not has_begun:
                     has_begun = True
                     if output.finish_reason is None:
-                        self._move_on(request.request_id)
+                        self._move_on(self._running[request.request_id])
                 yield output
 
-    def _move_on(self, request_id: str) -> None:
-        attempt, is_prefill = self._running[request_id].attempt, self._by_phase.is_prefill
-        if attempt is None or not is_prefill(attempt.instance):
-            return
-        adapter = attempt.request.adapter
-        if any(
-            adapter not in one.missing and not is_prefill(one) for one in self._instance_registry.undrained
-        ):
-            self.mover.move_on(request_id)
+    def _kinds(self, adapter: str | None) -> set[bool]:
+        """True: prefill instances have the adapter; False: others have."""
+        undrained = self._instance_registry.undrained
+        return {self._by_phase.is_prefill(one) for one in undrained if adapter not in one.missing}
+
+    def _move_on(self, resumable: ResumableRequest) -> None:
+        attempt = cast("Attempt", resumable.attempt)
+        if self._by_phase.is_prefill(attempt.instance) and False in self._kinds(attempt.request.adapter):
+            self.mover.move_on(resumable, attempt)
+        elif attempt.request.prefill_only:
+            self.mover.resume(attempt)

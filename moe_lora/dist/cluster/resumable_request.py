@@ -27,7 +27,8 @@ class Attempt:
 
     request: under a separate id, so that outputs of other attempts never mix.  first: number of the
     answer's first token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was
-    held, until a token comes; timing_before: the source's timing. given_up: the instance was.
+    held, until a token comes; timing_before: the source's timing.  kept_s: of a source: when it kept
+    the request after the first token.  given_up: the instance was.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -36,6 +37,7 @@ class Attempt:
         self.first = len(request.generated)
         self.kind = "kv" if request.awaits_kv else "tokens"
         self.held_s: float | None = None
+        self.kept_s: float | None = None
         self.begun_s = 0.0
         self.timing_before: RequestTiming | None = None
         self._stream: AsyncIterator[TokenOutput] | None = None
@@ -143,6 +145,7 @@ class ResumableRequest:
         """The instance ended.  Without a delivered token, the time there counts as queueing."""
         self.num_resends += 1
         self.epoch += 1
+        self.attempt = self.move = None  # no move from there
         self._leave(now_s)
 
     def switch(self, target: Attempt) -> None:

@@ -10,6 +10,7 @@ import inspect
 import numbers
 import typing
 from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, TypeVar
@@ -122,7 +123,7 @@ class Interface:
     """Methods that one end of a link answers; their annotations say the types of arguments and results.
 
     methods: functions of classes by name, or a class with public methods alone.  The result of a generator
-    is its return value.  args, results: decoders by method; arguments are a tuple.
+    or a future is its value.  args, results: decoders by method; arguments are a tuple.
     """
 
     def __init__(self, methods: type | Mapping[str, Callable[..., Any]]) -> None:
@@ -135,8 +136,8 @@ class Interface:
         for name, method in methods.items():
             hints = typing.get_type_hints(method)
             result = hints.pop("return")
-            if typing.get_origin(result) is Generator:
-                result = typing.get_args(result)[2]
+            if typing.get_origin(result) in (Generator, Future):
+                result = typing.get_args(result)[-1]
             parameters = list(inspect.signature(method).parameters.values())[1:]
             kinds = tuple(hints[one.name] for one in parameters)
             self._signatures[name] = inspect.Signature(parameters)

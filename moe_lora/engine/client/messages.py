@@ -39,20 +39,6 @@ class PoolEntry:
     source: bytes | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldRequest:
-    """A request that gains no tokens for now.
-
-    tokens: of the answer, from the requested position on.  adapter_version: in use.  timing: as if ended
-    now.  unshared: the KV is not for the prefix cache, since weights carried another adapter.
-    """
-
-    tokens: tuple[int, ...]
-    adapter_version: int | None
-    timing: RequestTiming
-    unshared: bool = False
-
-
 @dataclass(frozen=True)
 class KvWindow:
     """Window for the KV of an arriving request, and the layout of its pages."""
@@ -69,6 +55,22 @@ class KvSent:
 
     num_tokens: int
     first_page: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldRequest:
+    """A request that gains no tokens for now.
+
+    tokens: of the answer, from the requested position on.  adapter_version: in use.  timing: as if ended
+    now.  unshared: the KV is not for the prefix cache, since weights carried another adapter.  sent: all KV
+    in the target's window.
+    """
+
+    tokens: tuple[int, ...]
+    adapter_version: int | None
+    timing: RequestTiming
+    unshared: bool = False
+    sent: KvSent = KvSent(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,10 +352,12 @@ class Inbox(queue.SimpleQueue[tuple[Entry, float]]):
     """A queue of commands and calls for the loop's thread.
 
     clock: of the engine.  `get` returns an entry and its arrival in seconds, read in the thread of `put`.
+    answers: True for a call about a move that is answered beside a step, in any thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or WallClock()
+        self.answers: Callable[[Call], bool] = lambda call: False
 
     def put(self, entry: Entry) -> None:  # type: ignore[override]
         super().put((entry, self.clock.now_s()))

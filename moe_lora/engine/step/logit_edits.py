@@ -63,7 +63,7 @@ class EditedSequence(Sequence):
         self.held = self.num_left > 0
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
-        self.held = False
+        self.held = self.kept
         reason = super().append(token, now_s, eos_token_ids)
         return reason if self.problem is None else "error"
 

@@ -33,7 +33,7 @@ from moe_lora.dist.cluster.migration import MOVES_AT_ONCE
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.client.messages import Move
+from moe_lora.engine.client.messages import KvWindow, Move
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.moving import KvTransfer, Outgoing
 from moe_lora.engine.text.grammars import regex_grammar
@@ -544,11 +544,11 @@ def test_steps_go_on_while_kv_is_put_to_a_target_that_stands_still():
         moved, left = (client.generate(ask(name, max_tokens=200)) for name in ("moved", "left"))
         for stream, name, descriptor in zip((moved, left), ("moved", "left"), descriptors, strict=True):
             await anext(stream)
-            sent = await client.call("kv_send", name, descriptor, layout)
+            sent = await client.call("kv_send", name, KvWindow(descriptor, layout))
             assert sent.num_tokens >= 32
         await client.call("hold_request", "moved", 0)
         stop(target.pid)
-        rest = asyncio.create_task(client.call("kv_send", "moved", descriptors[0], layout))
+        rest = asyncio.create_task(client.call("kv_send", "moved", KvWindow(descriptors[0], layout)))
         num_steps = client.core.stats().num_steps
         await anext(left)
         await left.aclose()
