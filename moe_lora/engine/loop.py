@@ -195,8 +195,13 @@ class EngineLoop(threading.Thread):
             return
         if isinstance(value, Generator):
             self._go_on(call, value, None)
-        elif isinstance(value, Future):  # the engine's end cancels it
-            value.add_done_callback(lambda done: done.cancelled() or self._call(call, done.result))
+        elif isinstance(value, Future):
+
+            def reply(done: Future[Any]) -> None:
+                if not done.cancelled():  # by the engine's end
+                    self._call(call, done.result)
+
+            value.add_done_callback(reply)
         else:
             self._emit(Reply(call.call_id, value))
 
