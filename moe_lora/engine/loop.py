@@ -182,7 +182,7 @@ class EngineLoop(threading.Thread):
         return True
 
     def _call(self, call: Call, compute: Callable[[], Any] | None = None) -> None:
-        """Reply with a result, of `compute` in any thread; a future's thread replies during a step too."""
+        """Reply; with `compute` in any thread.  A future's thread replies during a step too."""
         method = self._verbs.get(call.method)
         if method is None:
             problem = f"this engine has no {call.method}: its settings are not those of the front end"

@@ -229,8 +229,8 @@ class KvTransfer:
 class RequestMoves:
     """Held requests: pages and adapter stay, and no tokens are gained.
 
-    A leaving request is held between two steps until a resume or abort, a `prefill_only` request after the
-    step of its first token.  An arriving request is announced once all known tokens but the last are
+    A leaving request is held between two steps until a resume or abort; `prefill_only`: after its first
+    token.  An arriving request is announced once all known tokens but the last are
     computed, or, awaiting KV, once pages are allocated; a step computes the tokens of the resume.
 
     sequences: of the engine, by request id.  threads: for `kv_send`.  Any thread calls `answer_beside`, the
@@ -283,7 +283,7 @@ class RequestMoves:
         return self._sequences.get(sequence.request.request_id) is sequence
 
     def answer_beside(self, method: str, request_id: str, *args: Any) -> Callable[[], Any] | None:
-        """A method for any thread, if no step changes its result; None: call it between two steps."""
+        """A method for any thread; None: a step may change its result."""
         if method == "kv_window":
             return partial(self.kv_window, request_id)
         sequence = self._sequences.get(request_id)
