@@ -191,7 +191,7 @@ class Node:
     pages.  leaves: device pages go after moving_out.  pins: users that keep the node and all ancestors on
     the device.  heir: the last found or added child.  gone: not findable, freed with the last user.  lost:
     gone for lack of bytes.  failed: an adapter with a failed last load, loaded on request only.  reachable:
-    False for an adapter without pages here and on the LoRA Server.  is_whole: never cut, as adapters are.
+    False for an adapter without pages here and on the LoRA Server.  is_whole: KV that is never cut.
     """
 
     namespace: Namespace
@@ -225,6 +225,10 @@ class Node:
     @property
     def is_adapter(self) -> bool:
         return self.layer_pages is not None
+
+    @property
+    def may_be_cut(self) -> bool:
+        return not (self.is_adapter or self.is_whole)
 
     @property
     def dying(self) -> bool:

@@ -155,7 +155,7 @@ class Room:
         while num_pages > 0:
             victim = self.ranking.victim(kind, now_s)
             assert victim is not None
-            if not victim.is_whole and victim.num_pages > num_pages:
+            if victim.may_be_cut and victim.num_pages > num_pages:
                 self.ranking.put_back(self.mover.split(victim, victim.num_pages - num_pages), kind)
             num_pages -= victim.num_pages
             self.mover.drop(victim)
@@ -253,7 +253,7 @@ class Room:
             node = self._columns.nodes[row]
             assert node is not None
             assert node.device_pages is not None
-            if not node.is_whole:
+            if node.may_be_cut:
                 index = min(node.device_pages.index(page), node.num_pages - 1)
                 if index:
                     self.mover.split(node, index)

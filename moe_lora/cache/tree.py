@@ -42,7 +42,7 @@ class DependencyTree:
 
     def add_adapter(self, namespace: Namespace, layer_pages: Sequence[int], now_s: float) -> Node:
         columns, row = self.columns, self.columns.new_row()
-        node = Node(namespace, row, sum(layer_pages), layer_pages=tuple(layer_pages), is_whole=True)
+        node = Node(namespace, row, sum(layer_pages), layer_pages=tuple(layer_pages))
         node.adapter = node
         columns.nodes[row] = node
         columns.is_adapter[row] = True
