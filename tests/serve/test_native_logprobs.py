@@ -68,6 +68,12 @@ def test_listed_tokens_have_values_at_each_place(demo):  # noqa: F811
         assert [value for value, _, _ in listed] == pytest.approx(values, abs=5e-4)
 
 
+def test_minus_one_is_the_whole_vocabulary(demo):  # noqa: F811
+    about = generate(demo, input_ids=IDS, top_logprobs_num=-1, logprob_start_len=0)["meta_info"]
+    for tops in (about["input_top_logprobs"][1:], about["output_top_logprobs"]):
+        assert {len(top) for top in tops} == {128}
+
+
 def test_a_prompt_alone_is_scored(demo):  # noqa: F811
     whole = generate(demo, input_ids=IDS, logprob_start_len=0)
     again = generate(demo, {"max_new_tokens": 0}, input_ids=[*IDS, *whole["output_ids"]], logprob_start_len=0)
@@ -120,6 +126,9 @@ def test_streams_have_the_likeliest_so_far(demo):  # noqa: F811
         ({"token_ids_logprob": [-1]}, "token_ids_logprob", "0"),
         ({"token_ids_logprob": [5], "logprob_start_len": 0}, "token_ids_logprob", "prompt tokens"),
         ({"token_ids_logprob": [5], "return_logprob": False}, "token_ids_logprob", "needs return_logprob"),
+        ({"token_ids_logprob": [5], "top_logprobs_num": 2}, "token_ids_logprob", "send one of them"),
+        ({"return_logprob": "false"}, "return_logprob", "true or false"),
+        ({"input_ids": []}, "input_ids", "empty"),
         ({"sampling_params": {"logprob_start_len": 0}}, "logprob_start_len", "not a field"),
     ],
 )

@@ -40,6 +40,9 @@ def test_texts_and_token_ids_score_alike(demo):  # noqa: F811
     other = ask(demo, "/v1/score", query="hello ", items="world=", label_token_ids=LABELS)
     assert one["scores"][0] == pytest.approx(other["scores"][0], abs=1e-6)
     assert (one["usage"], one["object"]) == (other["usage"], "scoring")
+    body = {"query": "hello ", "items": "world=", "label_token_ids": LABELS}
+    by_path, by_model = (ask(demo, "/v1/score", **body, **{name: "upper"}) for name in ("lora_path", "model"))
+    assert by_path["scores"][0] == pytest.approx(by_model["scores"][0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,11 @@ def test_texts_and_token_ids_score_alike(demo):  # noqa: F811
         ({"label_token_ids": [128]}, "label_token_ids", "token id 128 is out of vocabulary"),
         ({"label_token_ids": []}, "label_token_ids", "at least 1"),
         ({"label_token_ids": [5] * 129}, "label_token_ids", "128"),
-        ({"items": []}, "items", "1 to 2048"),
+        ({"items": []}, "items", "1 to 128"),
+        ({"items": [""] * 129}, "items", "1 to 128"),
+        ({"query": [5] * 40_000, "items": [[]] * 128}, "query", "send fewer items"),
+        ({"item_first": "false"}, "item_first", "true or false"),
+        ({"lora_name": "upper"}, "lora_name", "name the adapter in model"),
         ({"items": [[5]]}, "query", "texts, or lists of token ids"),
         ({"query": ""}, "query", "empty"),
         ({"query": None}, "query", "texts, or lists of token ids"),

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from anyio import fail_after
@@ -112,7 +113,8 @@ class RequestMover:
         instance = self._target(resumable, source, target)
         resumable.epoch += 1
         again = replace(self._continued(resumable), held=True, awaits_kv=kind == "kv")
-        move = resumable.move = MoveTask(self._carry_out(resumable, source, Attempt(instance, again, limit)))
+        begin = partial(Attempt, instance, again, limit)
+        move = resumable.move = MoveTask(self._carry_out(resumable, source, begin))
         try:
             await asyncio.shield(move.task)
         except asyncio.CancelledError:
@@ -221,7 +223,10 @@ class RequestMover:
         names = ", ".join(one.name for one in candidates if one is not here) or "none"
         raise MoveError(f"a request of {here.name} can't be moved to {target!r}; choose one of {names}")
 
-    async def _carry_out(self, resumable: ResumableRequest, source: Attempt, target: Attempt) -> None:
+    async def _carry_out(
+        self, resumable: ResumableRequest, source: Attempt, begin: Callable[[], Attempt]
+    ) -> None:
+        target = begin()  # here, since a task cancelled before its start closes no target
         try:
             target.begun_s = self._clock.now_s()
             ready_s = READY_S if source.kept_s is None else ACK_S

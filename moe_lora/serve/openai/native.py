@@ -104,7 +104,7 @@ class NativeRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def _note_batch(self) -> Self:
-        self._is_batch = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        self._is_batch = isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
         return self
 
     @property
@@ -134,7 +134,10 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
         if (value := outer.pop(name, None)) is not None:
             found[own] = value
     of_logprobs = {own: outer.pop(name, None) for name, own in _OF_LOGPROBS.items()}
-    if outer.pop("return_logprob", None):
+    wanted = outer.pop("return_logprob", None)
+    if wanted not in (None, False, True):
+        raise FieldError("return_logprob", "return_logprob must be true or false, for all prompts")
+    if wanted:
         found |= _logprobs(of_logprobs)
     else:
         for name in ("top_logprobs_num", "token_ids_logprob"):
@@ -154,6 +157,9 @@ def _logprobs(given: dict[str, Any]) -> dict[str, Any]:
     ids, start = given["logprob_token_ids"], given["logprob_start_len"]
     if ids and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
         what = "token_ids_logprob must be a flat list of integers, which holds for all prompts"
+        raise FieldError("token_ids_logprob", what)
+    if ids and given["logprobs"]:
+        what = "token_ids_logprob takes the place of top_logprobs_num; send one of them"
         raise FieldError("token_ids_logprob", what)
     found = {**given, "logprobs": given["logprobs"] or 0, "processed_logprobs": True}
     if type(start) is not int or start < 0:

@@ -10,7 +10,7 @@ from moe_lora.core.request import TokenLogprobs
 
 from .endpoints import LEAST_LOGPROB, to_json
 from .native import EncodedChoice, extend
-from .prompt_side import SLICE_TOKENS, check_report, in_slices
+from .prompt_side import SLICE_TOKENS, check_report, in_slices, structs_top
 
 if TYPE_CHECKING:
     from .generation import Delta, Generation
@@ -71,7 +71,7 @@ async def add_prompt_side(
         entries = (entry(token_id, one.logprob) for token_id, one in rest)
         item["meta_info"]["input_token_logprobs"] = await in_slices(_encoded(first, entries))
         if body.logprobs:
-            tops = ([entry(*pair) for pair in one.top[: body.logprobs]] for one in kept)
+            tops = ([entry(*pair) for pair in structs_top(one, body.logprobs).top] for one in kept)
             item["meta_info"]["input_top_logprobs"] = await in_slices(_encoded([None], tops))
 
 

@@ -18,9 +18,8 @@ from moe_lora.serve.http_errors import ApiError, JsonResponse
 
 from .converted import renaming
 from .endpoints import CLIENT_GONE, CompletionFormat, answer, prepared_answer, unless_disconnected
-from .fields import FieldError, check_unknown
+from .fields import FieldError, check_unknown, drop_neutral
 from .generation import Generation
-from .prompt_bodies import MAX_INPUTS
 from .protocol import CompletionRequest, Listed, TokenId
 
 if TYPE_CHECKING:
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
 
     from .preparing import Preparer
 
+MAX_ITEMS = 128
+MAX_LENGTH = 1 << 22
+"""Characters or token ids of the query in all prompts."""
+_ITEMS = ("query", "items", "item_first")
 _SHARED = ("model", "request_id", "priority", "timeout", "cache_salt")
 
 
@@ -47,15 +50,15 @@ class ScoreRequest(CompletionRequest):
     def _check_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = dict(data)
-        query, items, first = (given.pop(name, None) for name in ("query", "items", "item_first"))
         own = ("label_token_ids", "apply_softmax", *_SHARED)
-        check_unknown(given, (*own, "query", "items", "item_first"))
-        wrong = next(
-            (name for name in given if name in CompletionRequest.model_fields and name not in own), None
-        )
-        if wrong is not None:
-            raise FieldError(wrong, f"{wrong} is not a field of this request; use /v1/completions")
+        given = drop_neutral(data, (*own, *_ITEMS))
+        check_unknown(given, (*own, *_ITEMS))
+        for name in given:
+            if name in CompletionRequest.model_fields and name not in own:
+                raise FieldError(name, f"{name} is not a field of this request; use /v1/completions")
+        query, items, first = (given.pop(name, None) for name in _ITEMS)
+        if first not in (None, False, True):
+            raise FieldError("item_first", "item_first must be true or false")
         return {**given, "prompt": _prompts(query, items, item_first=bool(first))}
 
     def sampling(
@@ -68,11 +71,14 @@ class ScoreRequest(CompletionRequest):
 def _prompts(query: Any, items: Any, *, item_first: bool) -> list[Any]:
     """Texts or token ids of query and item.  Raises FieldError."""
     items = [items] if isinstance(items, str) else items
-    if not isinstance(items, list) or not items or len(items) > MAX_INPUTS:
-        raise FieldError("items", f"items must be a text, or a list of 1 to {MAX_INPUTS} texts or token ids")
+    if not isinstance(items, list) or not 1 <= len(items) <= MAX_ITEMS:
+        raise FieldError("items", f"items must be a text, or a list of 1 to {MAX_ITEMS} texts or token ids")
     kind = str if isinstance(query, str) else list
     if not isinstance(query, kind) or not all(isinstance(one, kind) for one in items):
         raise FieldError("query", "query and items must be texts, or lists of token ids")
+    if len(query) * len(items) > MAX_LENGTH:
+        what = f"query has a length of {len(query)}, and {len(items)} items repeat it beyond {MAX_LENGTH}"
+        raise FieldError("query", f"{what}; send fewer items at a time")
     return [one + query if item_first else query + one for one in items]
 
 
