@@ -194,7 +194,7 @@ class Endpoints:
         return PlainTextResponse("Cache flushed: running requests keep their KV.\n")
 
     async def server_info(self, request: Request) -> Response:
-        """The configuration under vLLM's names, with SGLang's beside them."""
+        """The configuration under vLLM's names and SGLang's."""
         await self._query(request, InfoQuery)
         info, engine = await self._frontend.client.model_info(), self._frontend.cluster.engine
         limit = rank_limit(engine.max_lora_rank, info.devices)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
 START_S = 120.0
-"""For the process to start, or to answer: its low priority makes a start slow beside other work."""
+"""For the process to start, or to answer: a low priority makes a start slow beside other work."""
 FIRST_START_S = 300.0
 """For the start beside instances that load, and for the tokenizer."""
 EXIT_S = 60.0

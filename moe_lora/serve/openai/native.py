@@ -66,7 +66,7 @@ _OF_LOGPROBS = {
     "token_ids_logprob": "logprob_token_ids",
     "return_text_in_logprobs": "return_text_in_logprobs",
 }
-"""Fields that say how log probabilities are returned: SGLang's names and ours."""
+"""Fields of log probabilities: SGLang's names and the project's."""
 _SHOWN = {"prompt": "input_ids", "prompt_logprobs": "logprob_start_len"}
 MAX_ABORTED = 1024
 
@@ -156,7 +156,7 @@ def _logprobs(given: dict[str, Any]) -> dict[str, Any]:
     """The completion's fields for log probabilities.  given: by our names.  Raises FieldError."""
     ids, start = given["logprob_token_ids"], given["logprob_start_len"]
     if ids and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
-        what = "token_ids_logprob must be a flat list of integers, which holds for all prompts"
+        what = "token_ids_logprob must be a flat list of integers, for all prompts"
         raise FieldError("token_ids_logprob", what)
     if ids and given["logprobs"]:
         what = "token_ids_logprob takes the place of top_logprobs_num; send one of them"

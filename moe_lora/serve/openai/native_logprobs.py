@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .native import NativeRequest
 
 Entry = tuple[float | None, int, str | None]
-"""As SGLang writes a log probability: value, token and, on request, its text."""
+"""As SGLang writes a log probability: value, token and, on request, text."""
 
 
 class ScoredChoice(EncodedChoice):
