@@ -77,7 +77,7 @@ def _prompts(query: Any, items: Any, *, item_first: bool) -> list[Any]:
     if not isinstance(query, kind) or not all(isinstance(one, kind) for one in items):
         raise FieldError("query", "query and items must be texts, or lists of token ids")
     if len(query) * len(items) > MAX_LENGTH:
-        what = f"query has a length of {len(query)}, and {len(items)} items repeat the query beyond {MAX_LENGTH}"
+        what = f"{len(items)} items repeat a query of length {len(query)} beyond {MAX_LENGTH} in all"
         raise FieldError("query", f"{what}; send fewer items at a time")
     return [one + query if item_first else query + one for one in items]
 
