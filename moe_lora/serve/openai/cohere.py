@@ -18,7 +18,7 @@ from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_j
 
 from .embedding import EmbeddingFormat, version_of
 from .embedding import Endpoints as EmbeddingEndpoints
-from .endpoints import CLIENT_GONE, unless_disconnected
+from .endpoints import while_connected
 from .fields import FieldError, check_unknown
 from .generation import Delta, Generation
 from .prompt_bodies import EmbeddingRequest
@@ -101,9 +101,7 @@ class CohereFormat(EmbeddingFormat):
     async def respond(
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
+        whole = await while_connected(request, generation.whole())
         num_tokens = sum(map(len, generation.prompts))
         answered = {
             "id": head["id"],

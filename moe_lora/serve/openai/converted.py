@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from moe_lora.serve.http_errors import ApiError, JsonResponse, describe_validation, to_json
 
-from .endpoints import CLIENT_GONE, ChatFormat, EventStream, unless_disconnected
+from .endpoints import ChatFormat, EventStream, while_connected
 from .fields import MAX_NAMED, NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .parsers.answers import MarkedText, ParsedChoice, Pieces
@@ -297,9 +297,7 @@ class BlockFormat(ChatFormat):
         self.generation, self.head = generation, head
         if self.prepared.body.stream:
             return BlockEvents(generation, self, {**headers, **self.headers()})
-        is_done = await unless_disconnected(request.receive, self._collect())
-        if is_done is None:
-            return Response(status_code=CLIENT_GONE)
+        await while_connected(request, self._collect())
         return JsonResponse(self.whole_answer(), headers={**headers, **self.headers()})
 
     def headers(self) -> dict[str, str]:

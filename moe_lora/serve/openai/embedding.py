@@ -17,7 +17,7 @@ from moe_lora.core.request import SamplingParams
 from moe_lora.engine.text.tokenizer_files import read_json
 from moe_lora.serve.http_errors import JsonResponse, bad_request, to_json
 
-from .endpoints import CLIENT_GONE, ChoiceFormat, answer, unless_disconnected
+from .endpoints import ChoiceFormat, answer, while_connected
 from .generation import Delta, Generation
 from .preparing import Prepared, Preparer, check_prompt
 from .prompt_bodies import MAX_INPUTS, EmbeddingRequest, ReadBody, read_body
@@ -50,9 +50,7 @@ class EmbeddingFormat(ChoiceFormat):
     ) -> Response:
         """The vectors of the prompts, encoded in slices."""
         is_json = self._body.encoding_format in (None, "float", "base64")
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
+        whole = await while_connected(request, generation.whole())
         num_tokens = sum(map(len, generation.prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
         if is_json:

@@ -320,6 +320,26 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
+class ClientGone(Exception):
+    """The client has disconnected."""
+
+
+async def unless_gone(answered: Awaitable[Response]) -> Response:
+    """The answer of a form's `respond`; of status CLIENT_GONE after the client's disconnect."""
+    try:
+        return await answered
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`.  Raises ClientGone after the client's disconnect."""
+    found = await unless_disconnected(request.receive, work)
+    if found is None:
+        raise ClientGone
+    return found
+
+
 def prepared_route(frontend: Frontend, preparer: Preparer) -> type[APIRoute]:
     """Routes with a body read, checked and tokenised within the limits: `request.state.prepared`."""
 
@@ -393,7 +413,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
 
         headers = {**headers, **await load_header(request, frontend)}
     if form.respond is not None:
-        return await form.respond(request, generation, head, headers)
+        return await unless_gone(form.respond(request, generation, head, headers))
     if body.stream:
         options = ALL_USAGE if frontend.config.force_include_usage else body.stream_options or StreamOptions()
         return EventStream(generation, form, head, options, headers)

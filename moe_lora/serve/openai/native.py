@@ -22,14 +22,13 @@ from moe_lora.serve.http_errors import JsonResponse, bad_request
 
 from .converted import renaming
 from .endpoints import (
-    CLIENT_GONE,
     LEAST_LOGPROB,
     CompletionFormat,
     EventStream,
     answer,
     prepared_answer,
     to_json,
-    unless_disconnected,
+    while_connected,
 )
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
@@ -195,9 +194,7 @@ class NativeFormat(CompletionFormat):
         add_running(self._running, generation, head["id"])
         if self.body.stream:
             return NativeStream(generation, self, head, StreamOptions(), headers)
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
+        whole = await while_connected(request, generation.whole())
         found = [self.item(delta, self.choice(), generation, head["id"]) for delta in whole]
         if self.body.prompt_logprobs is not None:
             from .native_logprobs import add_prompt_side

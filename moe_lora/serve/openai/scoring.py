@@ -17,7 +17,7 @@ from moe_lora.serve.frontend import ABORTED
 from moe_lora.serve.http_errors import ApiError, JsonResponse
 
 from .converted import renaming
-from .endpoints import CLIENT_GONE, CompletionFormat, answer, prepared_answer, unless_disconnected
+from .endpoints import CompletionFormat, answer, prepared_answer, while_connected
 from .fields import FieldError, check_unknown, drop_neutral
 from .generation import Generation
 from .protocol import CompletionRequest, Listed, TokenId
@@ -92,9 +92,7 @@ class ScoreFormat(CompletionFormat):
     async def respond(
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
+        whole = await while_connected(request, generation.whole())
         if not all(delta.logprobs for delta in whole):
             raise ApiError(503, ABORTED)
         tops = [dict(delta.logprobs[0].top) for delta in whole if delta.logprobs]

@@ -25,14 +25,13 @@ from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_valid
 from .converted import renaming
 from .endpoints import (
     ALL_USAGE,
-    CLIENT_GONE,
     LEAST_LOGPROB,
     ChatFormat,
     EventStream,
     answer,
     chat_format,
     prepared_answer,
-    unless_disconnected,
+    while_connected,
 )
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
@@ -304,9 +303,7 @@ class TokensFormat(ChatFormat):
             is_forced = generation.frontend.config.force_include_usage
             options = ALL_USAGE if is_forced else self._body.stream_options or StreamOptions()
             return EventStream(generation, self, head, options, headers)
-        whole = await unless_disconnected(request.receive, generation.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
+        whole = await while_connected(request, generation.whole())
         shown = {**head, "choices": [self.whole(delta) for delta in whole], "usage": generation.usage()}
         shown |= {"prompt_logprobs": None, "kv_transfer_params": None}
         scores = await shown_scores(self, generation.prompt_of(0), whole[0], self._body.prompt_logprobs)
