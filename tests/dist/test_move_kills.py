@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -143,8 +145,9 @@ class Running:
         return streams, response.json()
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory) -> Iterator[Running]:
+@contextmanager
+def running_cluster(front_end: FrontEndConfig, folder: Path) -> Iterator[Running]:
+    """Two instances in fp32 behind both front ends; at the end no role may have failed."""
     engine = EngineConfig(
         model_dir=str(DEMO / "model"),
         adapters=tuple((name, str(DEMO / "adapters" / name)) for name in ("upper", "reverse")),
@@ -153,19 +156,25 @@ def running(tmp_path_factory) -> Iterator[Running]:
         num_instances=2,
         num_threads=1,
     )
-    front_end = FrontEndConfig(routing="round_robin")
     settings = ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end)
-    assert set(CELLS) >= QUICK
-    one = Running(SteppedCluster(settings, tmp_path_factory.mktemp("moves")))
+    one = Running(SteppedCluster(settings, folder))
     try:
         one.wait_until_whole()
-        one.expected += asyncio.run(answers(one.cluster.urls[OTHER]))
-        assert [len(tokens) for tokens in one.expected] == [LENGTH] * len(BODIES)
         yield one
     finally:
         wrong = one.cluster.close()
     assert not wrong, f"{wrong}\n{one.cluster.text()}"
     assert not one.cluster.logged("Traceback"), one.cluster.text()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory) -> Iterator[Running]:
+    assert set(CELLS) >= QUICK
+    front_end = FrontEndConfig(routing="round_robin")
+    with running_cluster(front_end, tmp_path_factory.mktemp("moves")) as one:
+        one.expected += asyncio.run(answers(one.cluster.urls[OTHER]))
+        assert [len(tokens) for tokens in one.expected] == [LENGTH] * len(BODIES)
+        yield one
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_lora.config import EngineConfig, FrontEndConfig
-from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config import FrontEndConfig
 
-from .cluster_jobs import DEMO
-from .move_steps import MOVER, SOURCE, TARGET, SteppedCluster
-from .test_move_kills import BODIES, LENGTH, Running, Stream, metrics
+from .move_steps import MOVER, SOURCE, TARGET
+from .test_move_kills import BODIES, LENGTH, Running, Stream, metrics, running_cluster
 
 STEPS = ("reserved at the target", "paused", "last block sent", "state sent", "resumed at the target")
 CELLS = [(step, victim) for step in STEPS for victim in (SOURCE, TARGET)]
@@ -22,27 +20,12 @@ QUICK = {("reserved at the target", SOURCE), ("resumed at the target", TARGET)}
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory) -> Iterator[Running]:
-    engine = EngineConfig(
-        model_dir=str(DEMO / "model"),
-        adapters=tuple((name, str(DEMO / "adapters" / name)) for name in ("upper", "reverse")),
-        dtype="float32",
-        eager=True,
-        num_instances=2,
-        num_threads=1,
-    )
     front_end = FrontEndConfig(prefill_instances=(SOURCE,))
-    settings = ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end)
-    one = Running(SteppedCluster(settings, tmp_path_factory.mktemp("kills")))
-    try:
-        one.wait_until_whole()
+    with running_cluster(front_end, tmp_path_factory.mktemp("kills")) as one:
         one.expected += [stream.tokens for stream in asyncio.run(read(one))]
         assert [len(tokens) for tokens in one.expected] == [LENGTH] * len(BODIES)
         assert metrics(one.cluster.urls[MOVER])["migrations_total", ""] >= len(BODIES)
         yield one
-    finally:
-        wrong = one.cluster.close()
-    assert not wrong, f"{wrong}\n{one.cluster.text()}"
-    assert not one.cluster.logged("Traceback"), one.cluster.text()
 
 
 async def read(running: Running, step: str = "", victim: str = "") -> list[Stream]:
