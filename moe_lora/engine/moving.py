@@ -8,6 +8,7 @@ and the rest under the hold; the target copies received KV into the pages betwee
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from moe_lora.dist.transport.contract import Transport
     from moe_lora.engine.ranks.rank import Rank
 
+
+logger = logging.getLogger(__name__)
 
 SLACK_TOKENS = 256
 """Room of a window for tokens generated during the copies."""
@@ -103,10 +106,18 @@ class KvTransfer:
             return self._made
 
     def expect(self, sequence: Sequence) -> None:
-        """Create a window for a sequence with allocated pages."""
+        """Create a window for a sequence with allocated pages, or none without memory or file descriptors."""
         room = min(sequence.limit_tokens, len(sequence.tokens) + SLACK_TOKENS)
         num_bytes = -(-room // self.block_size) * self._layout.page_bytes
-        window = self._transport.alloc(f"kv-{next(self._labels)}", num_bytes, 1)
+        try:
+            window = self._transport.alloc(f"kv-{next(self._labels)}", num_bytes, 1)
+        except OSError as error:
+            logger.warning(
+                "no window of %d bytes for the KV of a moved request: %s; it is computed here instead",
+                num_bytes,
+                error,
+            )
+            return
         self._incoming[sequence.request.request_id] = Incoming(sequence, sequence.table, window)
 
     def window(self, request_id: str) -> KvWindow | None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -70,6 +72,23 @@ def engines() -> Iterator[list[InProcessClient]]:
 @pytest.fixture
 def fleet(engines) -> FleetClient:
     return fleet_client(InstanceRegistry(engines, ADAPTERS), LeastOutstanding())
+
+
+@contextmanager
+def no_file_descriptor() -> Iterator[None]:
+    """This process has as many open files as it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    held = []
+    with suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
 
 
 def ask(name: str = "r", adapter: str | None = "upper", **sampling) -> GenerateRequest:
@@ -484,6 +503,27 @@ def test_request_whose_window_was_lost_can_be_moved_later(fleet, engines, monkey
         assert tokens(outputs) == alone
         assert fleet.mover.num_moved == {"tokens": 1, "kv": 0}
         await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_target_that_can_not_make_a_window_computes_the_kv(fleet, engines, caplog):
+    """No file descriptor is free at the target: the move is by tokens, and both engines go on."""
+
+    async def run() -> None:
+        alone = tokens(await answer(fleet, ask("alone")))
+
+        async def move() -> None:
+            with no_file_descriptor():
+                await fleet.move("r", str(1 - int(place(fleet))), "kv")
+
+        outputs = await answer_while(fleet, move)
+        assert tokens(outputs) == alone
+        assert fleet.mover.num_moved == {"tokens": 1, "kv": 0}
+        assert "Too many open files; it is computed here instead" in caplog.text
+        await until_idle(engines)
+        assert tokens(await answer(fleet, ask("later"), {20}, "kv")) == alone
+        assert fleet.mover.num_moved == {"tokens": 1, "kv": 1}
 
     asyncio.run(run())
 
