@@ -146,6 +146,42 @@ def test_bad_values_are_400_and_name_the_field(any_server, path, body, field, va
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {**CHAT, "thinking_token_budget": 2**64}, "thinking_token_budget"),
+        ("/inference/v1/generate", {"token_ids": [5], "prompt_logprob_start": 2**64}, "prompt_logprob_start"),
+        ("/inference/v1/generate", {"token_ids": [5], "prompt_logprob_token_ids": [[2**64]]}, "prompt_logp"),
+        ("/generate", {"text": "a", "return_logprob": True, "logprob_start_len": 2**64}, "logprob_start_len"),
+        ("/v1/embeddings", {"messages": []}, "messages"),
+        ("/pooling", {"messages": []}, "messages"),
+        ("/v1/completions", {"prompt": "a", "mode\ud800": 1}, "mode"),
+        ("/v1/load_lora_adapter", {"lora_nam\ud800": "a"}, "lora_nam"),
+        (
+            "/v1/chat/completions",
+            {
+                **CHAT,
+                "tools": [{"type": "function", "function": {"name": "f\ud800"}}],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool",
+        ),
+    ],
+)
+def test_values_that_nothing_can_hold_are_400(any_server, path, body, field):
+    answer = any_server.post(path, body)
+    assert field in error_of(answer, 400)
+    assert field in answer.json()["error"]["param"]
+
+
+def test_a_chat_s_newer_limit_counts_beside_the_old_one(any_server):
+    body = {**CHAT, "max_tokens": 0, "max_completion_tokens": 5, "temperature": 0}
+    limited = any_server.post("/v1/chat/completions", {**body, "max_tokens": None})
+    found = any_server.post("/v1/chat/completions", body)
+    assert found.json()["choices"] == limited.json()["choices"]
+    assert found.json()["usage"]["completion_tokens"] == limited.json()["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
     "prompt",
     [None, "", [], [[]], ["hello", ""], [[5], []], [5, "hello"], [1.5], [True], {"a": 1}, 7, "\ud800"],
 )

@@ -140,6 +140,8 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
     for name in ("stream", "background"):
         if body.get(name):
             raise ValueError(f"{name} is not supported in a batch; leave {name} out")
+    if body.get("encoding_format") in ("bytes", "bytes_only"):
+        raise ValueError("encoding_format: results are JSON; send base64 or float in a batch")
     model = body.get("model")
     model = model[:MAX_ID_CHARS] if isinstance(model, str) else ""
     return custom_id, sys.intern(url), model, start, size

@@ -98,9 +98,12 @@ async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: 
     except Exception as error:
         failure = to_api_error(error)
         return BatchAnswer(failure.status, failure.body, failure.retry_s or 0.0)
-    answered = json.loads(b"".join(parts))
-    if was_aborted(answered):
-        failure = ApiError(503, ABORTED)
+    try:
+        answered = json.loads(b"".join(parts))
+        failure = ApiError(503, ABORTED) if was_aborted(answered) else None
+    except ValueError as error:
+        failure = ApiError(500, f"the answer is not JSON: {error}")
+    if failure is not None:
         return BatchAnswer(failure.status, failure.body)
     return BatchAnswer(start["status"], answered)
 

@@ -475,7 +475,7 @@ def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend)
 
         length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
         return partial(BeamGeneration, length_penalty=length_penalty)
-    if body.max_tokens == 0:
+    if body.max_tokens == 0 and isinstance(body, CompletionRequest):  # a chat may have another limit too
         from .prompt_side import PromptOnly as make
     elif frontend.config.per_request_metrics:
         from .request_metrics import MeasuredGeneration as make

@@ -147,11 +147,14 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 
 class FieldError(ValueError):
-    """The field `param` is wrong, or contradicts another field."""
+    """The field `param` is wrong, or contradicts another field.
+
+    Half a surrogate pair of a client's name is written out: pydantic takes no such text.
+    """
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
+        self.param = param.encode("utf-8", "backslashreplace").decode()
 
 
 def drop_neutral(

@@ -15,6 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from starlette.responses import Response
 
+from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import SamplingParams, TokenLogprobs
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.admin.controls import read_json, scope_of
@@ -81,7 +82,7 @@ class NativeRequest(CompletionRequest):
     adapts_parsers: ClassVar[bool] = True
 
     require_reasoning: bool | None = None
-    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     return_text_in_logprobs: bool | None = None
     _is_batch: bool = PrivateAttr(default=False)
 

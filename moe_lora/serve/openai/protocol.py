@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
@@ -418,7 +419,7 @@ class ChatRequest(SamplingFields):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
-    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property

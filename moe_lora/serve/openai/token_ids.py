@@ -16,7 +16,7 @@ from fastapi import Request
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from starlette.responses import Response
 
-from moe_lora.config import AUTO
+from moe_lora.config import AUTO, MAX_COUNT
 from moe_lora.core.request import MAX_LOGPROB_IDS, NO_TOKEN, SamplingParams, TokenLogprobs
 from moe_lora.engine.client.messages import PauseScope
 from moe_lora.serve.access import Caller, caller_of
@@ -69,7 +69,7 @@ _OF_TEXT = dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"
 _DELTA = 1
 """vLLM's output_kind of streams; without a stream all kinds are the whole answer."""
 MAX_ABORTED = 1024
-ScoredId: TypeAlias = Annotated[int, Field(ge=NO_TOKEN)]
+ScoredId: TypeAlias = Annotated[int, Field(ge=NO_TOKEN, le=MAX_COUNT)]
 ScoredIds: TypeAlias = Listed[Annotated[Listed[ScoredId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]]
 
 
@@ -90,7 +90,7 @@ class TokensRequest(CompletionRequest):
     parse_context: dict[str, Any] | None = None
     reasoning_ended: bool | None = None
     prompt_logprob_token_ids: ScoredIds | None = None
-    prompt_logprob_start: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprob_start: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     _chat: ChatRequest | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")

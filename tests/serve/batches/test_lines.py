@@ -88,6 +88,7 @@ def test_broken_objects_are_not_json(text):
         (line(body=[]), "body must be an object"),
         (line(body={"stream": True}), "stream is not supported"),
         (line(body={"background": True}), "background is not supported"),
+        (line(body={"encoding_format": "bytes"}), "send base64 or float"),
         (line("first"), "line 1 has the custom_id 'first' too"),
         (line(body={"x": "y" * MAX_LINE_BYTES}), "more than"),
         (line(body={"x": "y" * (MAX_LINE_BYTES + (3 << 20))}), "more than"),
