@@ -348,6 +348,16 @@ def test_a_response_continues_a_stored_one():
             client.responses.cancel(second.id)
 
 
+def test_a_response_without_items_is_continued():
+    with saying("ok") as (client, engine):
+        first = respond(client, input=[], instructions="hi")
+        respond(client, previous_response_id=first.id, input="more")
+        stateful = engine.prompts()[-1]
+        history = [item.to_dict() for item in first.output]
+        respond(client, input=[*history, {"role": "user", "content": "more"}])
+        assert stateful == engine.prompts()[-1]
+
+
 def test_a_stored_conversation_counts_as_the_body():
     with saying("ok", max_body_bytes=3000) as (client, _):
         first = respond(client, input="word " * 400)
