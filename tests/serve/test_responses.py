@@ -233,9 +233,9 @@ QWEN_REASONING = QWEN.replace("[{{ m.role }}]", "[{{ m.role }}]({{ m.reasoning_c
 
 @pytest.mark.parametrize("tokens_per_step", [1, 5, 200])
 @pytest.mark.parametrize("stop", [None, "is"])
-@pytest.mark.parametrize("after", ["", CALL])
+@pytest.mark.parametrize("after", ["", f" {CALL}"])
 def test_log_probabilities_are_of_the_text(tokens_per_step, stop, after):
-    text = f"<think>\nmulling</think>\n\nok this {after}"
+    text = f"<think>\nmulling</think>\n\nok this{after}"
     more = {"top_logprobs": 2, "tools": [WEATHER], "extra_body": {"stop": stop}}
     with saying(text, tokens_per_step=tokens_per_step, reasoning_parser="qwen3") as (client, _):
         for include in (["message.output_text.logprobs"], []):
