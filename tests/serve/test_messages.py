@@ -215,8 +215,8 @@ def test_a_message_counts_the_whole_pages_that_its_prompt_adds_to_the_cache(toke
         assert [one["usage"] for one in events if one["type"] == "message_delta"] == [whole]
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 5])
-@pytest.mark.parametrize("text", ["hello", THINKING, "<think>\nonly", f"{CALL}\n{CALL}", ""])
+@pytest.mark.parametrize("tokens_per_step", [1, 5, 200])
+@pytest.mark.parametrize("text", ["hello", THINKING, "<think>\nonly", f"{CALL}\n{CALL}", f"a {CALL} b", ""])
 def test_a_stream_collects_to_the_whole_message(text, tokens_per_step):
     with saying(text, tokens_per_step=tokens_per_step, reasoning_parser="qwen3") as (client, _):
         whole = send(client, tools=[WEATHER]).json()

@@ -142,8 +142,8 @@ def shape(response):
     return found
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 5])
-@pytest.mark.parametrize("text", ["hello", THINKING, "<think>\nonly", f"{CALL}\n{CALL}", ""])
+@pytest.mark.parametrize("tokens_per_step", [1, 5, 200])
+@pytest.mark.parametrize("text", ["hello", THINKING, "<think>\nonly", f"{CALL}\n{CALL}", f"a {CALL} b", ""])
 def test_a_stream_ends_in_the_whole_answer(text, tokens_per_step):
     with saying(text, tokens_per_step=tokens_per_step, reasoning_parser="qwen3") as (client, _):
         whole = respond(client, tools=[WEATHER])
@@ -189,6 +189,27 @@ def test_a_cut_answer_is_incomplete():
         assert answer.output[-1].status == "incomplete"
 
 
+@pytest.mark.parametrize(("after", "items"), [("", []), (" well", [("message", "incomplete")])])
+def test_a_complete_call_is_completed_in_a_cut_answer(after, items):
+    with saying(f"{CALL}{after}") as (client, engine):
+        body = {"tools": [WEATHER], "max_output_tokens": len(engine.answers[None]) - 1}
+        whole = respond(client, **body)
+        *_, last = respond(client, stream=True, **body)
+    for answer in (whole, last.response):
+        found = [(item.type, item.status) for item in answer.output]
+        assert found == [("function_call", "completed"), *items]
+
+
+def test_a_call_after_a_malformed_one_is_the_single_call():
+    malformed = CALL.replace('"Oslo"', "Oslo")
+    with saying(f"{malformed}\n{CALL}\n{CALL}") as (client, _):
+        body = {"tools": [WEATHER], "parallel_tool_calls": False}
+        text, call = respond(client, **body).output
+        *_, last = respond(client, stream=True, **body)
+    assert text.content[0].text.strip() == malformed
+    assert call.arguments == last.response.output[-1].arguments == '{"city": "Oslo"}'
+
+
 def test_reasoning_is_an_item_and_comes_back():
     include = ["reasoning.encrypted_content"]
     with saying("<think>\nmulling</think>\n\nok", QWEN_REASONING, reasoning_parser="qwen3") as (
@@ -210,19 +231,25 @@ def test_reasoning_is_an_item_and_comes_back():
 QWEN_REASONING = QWEN.replace("[{{ m.role }}]", "[{{ m.role }}]({{ m.reasoning_content }})")
 
 
-def test_log_probabilities_are_of_the_text():
-    with saying("<think>\nmulling</think>\n\nok", reasoning_parser="qwen3") as (client, _):
-        for more in ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}):
-            [_, message] = respond(client, **more).output
+@pytest.mark.parametrize("tokens_per_step", [1, 5, 200])
+@pytest.mark.parametrize("stop", [None, "is"])
+@pytest.mark.parametrize("after", ["", f" {CALL}"])
+def test_log_probabilities_are_of_the_text(tokens_per_step, stop, after):
+    text = f"<think>\nmulling</think>\n\nok this{after}"
+    more = {"top_logprobs": 2, "tools": [WEATHER], "extra_body": {"stop": stop}}
+    with saying(text, tokens_per_step=tokens_per_step, reasoning_parser="qwen3") as (client, _):
+        for include in (["message.output_text.logprobs"], []):
+            message = respond(client, include=include, **more).output[1]
             logprobs = message.content[0].logprobs
-            assert "".join(one.token for one in logprobs).startswith("ok")
-            assert {len(one.top_logprobs) for one in logprobs} == {2}
-            deltas = [
-                event
-                for event in respond(client, stream=True, **more)
-                if event.type == "response.output_text.delta"
-            ]
-            assert sum(len(event.logprobs) for event in deltas) in (len(logprobs), len(logprobs) - 1)
+            events = list(respond(client, include=include, stream=True, **more))
+            deltas = [event for event in events if event.type == "response.output_text.delta"]
+            [done] = [event for event in events if event.type == "response.output_text.done"]
+            plain = [one.to_dict() for one in logprobs]
+            assert [one.to_dict() for event in deltas for one in event.logprobs] == plain
+            assert [one.to_dict() for one in done.logprobs] == plain
+            if tokens_per_step == 1:
+                assert "".join(one.token for one in logprobs).startswith("ok th")
+                assert {len(one.top_logprobs) for one in logprobs} == {2}
 
 
 def test_a_forced_call_is_the_only_item():
@@ -346,6 +373,16 @@ def test_a_response_continues_a_stored_one():
                 gone()
         with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
             client.responses.cancel(second.id)
+
+
+def test_a_response_without_items_is_continued():
+    with saying("ok") as (client, engine):
+        first = respond(client, input=[], instructions="hi")
+        respond(client, previous_response_id=first.id, input="more")
+        stateful = engine.prompts()[-1]
+        history = [item.to_dict() for item in first.output]
+        respond(client, input=[*history, {"role": "user", "content": "more"}])
+        assert stateful == engine.prompts()[-1]
 
 
 def test_a_stored_conversation_counts_as_the_body():

@@ -23,7 +23,7 @@ from moe_lora.serve.http_errors import ApiError, JsonResponse, describe_validati
 from .endpoints import ChatFormat, EventStream, while_connected
 from .fields import MAX_NAMED, NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
-from .parsers.answers import MarkedText, ParsedChoice, Pieces
+from .parsers.answers import MarkedText, ParsedChoice, Part, ToolCall
 from .preparing import Prepared
 from .protocol import ApiRequest, ChatRequest, StreamOptions, whole_characters
 
@@ -262,6 +262,7 @@ class AnswerBlock:
     is_cut: bool = False
     item_id: str = ""
     logprobs: list[Any] = field(default_factory=list)
+    call: ToolCall | None = None
 
     def arguments(self) -> Any:
         """The call's arguments, decoded."""
@@ -328,40 +329,40 @@ class BlockFormat(ChatFormat):
         raise NotImplementedError
 
     async def _collect(self) -> bool:
-        text = ""
         async with self.generation.deltas() as deltas:
             async for delta in deltas:
-                text += delta.text
-                self._read(delta)
-        if self._parsers is None:
-            self.blocks = [AnswerBlock("content", text)]
-        else:
-            pieces, calls = ParsedChoice(self._parsers).whole(text)
-            if pieces.reasoning:
-                self.blocks.append(AnswerBlock("reasoning", pieces.reasoning))
-            if pieces.content or not (pieces.reasoning or calls):
-                self.blocks.append(AnswerBlock("content", pieces.content))
-            self.blocks += [AnswerBlock("call", call.arguments, call.name, call.call_id) for call in calls]
-        for block in self.blocks:
-            if block.kind == "content":
-                block.logprobs, self._logprobs = self._logprobs, []
+                list(self._grown(delta))
+        list(self._close_last())
+        self._join_malformed()
         self._finish()
         return True
 
-    def _read(self, delta: Delta) -> Pieces:
-        """New pieces.  Counts the tokens before the answer as reasoning."""
-        is_last = delta.finish_reason is not None
-        pieces = Pieces(delta.text)
+    def _join_malformed(self) -> None:
+        """Malformed calls become content, joined with the content around."""
+        blocks, self.blocks = self.blocks, []
+        for block in blocks:
+            if block.call is not None and not block.call.is_valid():
+                block = AnswerBlock("content", block.call.source)
+            last = self.blocks[-1] if self.blocks else block
+            if last is not block and last.kind == block.kind == "content":
+                last.text += block.text
+                last.logprobs += block.logprobs
+            else:
+                self.blocks.append(block)
+
+    def _read(self, delta: Delta) -> list[Part]:
+        """New parts.  Counts the tokens before the answer as reasoning."""
+        parts = [Part("content", delta.text)] if delta.text else []
         if self._choice is not None:
-            pieces = self._choice.read(delta.text, ended=is_last)
-        self._has_answer = self._has_answer or bool(pieces.content or pieces.calls)
+            parts = self._choice.parts(delta.text, ended=delta.finish_reason is not None)
+        self._has_answer = self._has_answer or any(part.kind != "reasoning" for part in parts)
         if not self._has_answer:
             self.num_reasoning_tokens += len(delta.token_ids)
         elif delta.logprobs is not None and not (self._choice and self._choice.calls):
             self._logprobs += self.logprobs(0, delta.token_ids, delta.logprobs)["content"]
         self.finish_reason, self.matched_stop = delta.finish_reason, delta.matched_stop
         self.adapter_version = delta.adapter_version
-        return pieces
+        return parts
 
     def version(self) -> dict[str, int]:
         """The field `adapter_version` at the end of an adapter's answer; otherwise empty."""
@@ -372,7 +373,7 @@ class BlockFormat(ChatFormat):
         if not any(block.kind == "reasoning" for block in self.blocks):
             self.num_reasoning_tokens = 0
         if self.blocks and self.finish_reason in ("length", "abort"):
-            self.blocks[-1].is_cut = True
+            self.blocks[-1].is_cut = self.blocks[-1].call is None
         calls = [] if self._choice is None else self._choice.calls
         if self.finish_reason == "stop" and any(call.is_valid() for call in calls):
             self.finish_reason = "tool_calls"
@@ -382,45 +383,44 @@ class BlockFormat(ChatFormat):
         if not self._has_opened:
             self._has_opened = True
             yield from self.opened()
-        pieces = self._read(delta)
-        for kind, text in (("reasoning", pieces.reasoning), ("content", pieces.content)):
-            if text:
-                yield from self._grow(kind, "", text)
-        for call in pieces.calls.values():
-            yield from self._grow_call(call)
+        yield from self._grown(delta)
         if delta.finish_reason is not None:
-            if not self.blocks:
-                yield from self._grow("content", "", "")
             self._finish()
             yield from self._close_last()
             yield from self.closed()
 
-    def _grow(self, kind: str, call_id: str, text: str, name: str = "") -> Iterator[dict[str, Any]]:
+    def _grown(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Events of the blocks of a step."""
+        for part in self._read(delta):
+            yield from self._grow(part)
+        if delta.finish_reason is not None and not self.blocks:
+            yield from self._grow(Part("content", ""))
+
+    def _grow(self, part: Part) -> Iterator[dict[str, Any]]:
         last = self.blocks[-1] if self.blocks else None
-        if last is None or (last.kind, last.call_id) != (kind, call_id):
+        if last is None or last.kind != part.kind or last.call is not part.call:
             yield from self._close_last()
-            last = AnswerBlock(kind, name=name, call_id=call_id)
+            last = AnswerBlock(part.kind, call=part.call)
+            if part.call is not None:
+                last.name, last.call_id = part.call.name, part.call.call_id
             self.blocks.append(last)
             yield from self.block_opened(last)
-        last.text += text
-        if kind == "content":
-            last.logprobs += self._logprobs
-        if text:
-            yield from self.block_grown(last, text)
-        self._logprobs = []
-
-    def _grow_call(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        assert self._choice is not None
-        call = self._choice.calls[part["index"]]
-        yield from self._grow("call", call.call_id, part["function"]["arguments"], call.name)
+        last.text += part.text
+        scores = self._logprobs if last.kind == "content" else []
+        last.logprobs += scores
+        if part.text or scores:
+            yield from self.block_grown(last, part.text)
+        if scores:
+            self._logprobs = []
 
     def _close_last(self) -> Iterator[dict[str, Any]]:
         if not self.blocks:
             return
         last = self.blocks[-1]
-        if last.kind == "call" and self._choice is not None:
-            call = next(one for one in self._choice.calls if one.call_id == last.call_id)
-            last.is_cut = last.is_cut or not call.is_valid()
+        if last.call is not None:
+            last.is_cut = not last.call.is_valid()
+        elif last.kind == "content" and self._logprobs:
+            yield from self._grow(Part("content", ""))
         yield from self.block_closed(last)
 
 

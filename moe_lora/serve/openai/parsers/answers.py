@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_lora.engine.text.text import Tokenizer
 from moe_lora.serve.openai.endpoints import ChatFormat
@@ -73,6 +73,14 @@ class Pieces:
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
+class Part(NamedTuple):
+    """A new text.  kind: content, reasoning or call."""
+
+    kind: str
+    text: str
+    call: ToolCall | None = None
+
+
 class ParsedChoice:
     """The parser of one choice, and the calls so far."""
 
@@ -80,50 +88,46 @@ class ParsedChoice:
         self._parsers = parsers
         self._parser, self._new_id = parsers.new(), parsers.new_id
         self.calls: list[ToolCall] = []
-        self.has_reasoning = self.has_answer = False
+        self.has_reasoning = self.has_answer = self._is_full = False
         self._num_chars = 0
 
     def read(self, text: str, *, ended: bool) -> Pieces:
         known = len(self.calls)
         texts: defaultdict[str | int, list[str]] = defaultdict(list)
-        for event in self._parser.push(text):
-            self._add(event, texts)
-        if ended:
-            for event in self._parser.end():
-                self._add(event, texts)
+        for part in self.parts(text, ended=ended):
+            texts[part.kind if part.call is None else part.call.index].append(part.text)
         pieces = Pieces("".join(texts.pop("content", ())), "".join(texts.pop("reasoning", ())))
         for index, parts in texts.items():
             call = self.calls[int(index)]
             is_new = call.index >= known
-            part = call.shown() if is_new else {"function": {"arguments": "".join(parts)}}
-            pieces.calls[call.index] = {"index": call.index, **part}
+            shown = call.shown() if is_new else {"function": {"arguments": "".join(parts)}}
+            pieces.calls[call.index] = {"index": call.index, **shown}
         return pieces
 
-    def _add(self, event: Event, texts: defaultdict[str | int, list[str]]) -> None:
-        """Keep the event's text under its kind, or under the call's index."""
+    def parts(self, text: str, *, ended: bool) -> list[Part]:
+        """New texts in the order of the answer."""
+        events = [*self._parser.push(text), *(self._parser.end() if ended else ())]
+        return [part for event in events if (part := self._part(event)) is not None]
+
+    def _part(self, event: Event) -> Part | None:
         if event.kind == "content":
-            texts["content"].append(event.text)
             self._num_chars += len(event.text)
-        elif event.kind == "reasoning":
+            return Part(event.kind, event.text)
+        if event.kind == "reasoning":
             self.has_reasoning = True
-            if self._parsers.shows_reasoning:
-                texts["reasoning"].append(event.text)
-        elif event.kind == "call":
+            return Part(event.kind, event.text) if self._parsers.shows_reasoning else None
+        if event.kind == "call":
             index = len(self.calls)
             call_id = event.call_id or self._new_id(event.text, index)
             self.calls.append(ToolCall(index, call_id, event.text, self._num_chars))
-            if self._is_shown(index):
-                texts[index] = []
-        elif event.kind == "arguments":
-            call = self.calls[-1]
+        call = self.calls[-1]
+        if event.kind == "arguments":
             call.parts.append(event.text)
-            if self._is_shown(call.index):
-                texts[call.index].append(event.text)
-        else:
-            self.calls[-1].source, self.calls[-1].is_cut = event.text, event.kind == "cut"
-
-    def _is_shown(self, index: int) -> bool:
-        return index == 0 or self._parsers.parallel
+        elif event.kind != "call":
+            call.source, call.is_cut = event.text, event.kind == "cut"
+            self._is_full = self._is_full or (not self._parsers.parallel and call.is_valid())
+            return None
+        return None if self._is_full else Part("call", event.text if call.parts else "", call)
 
     def whole(self, text: str) -> tuple[Pieces, list[ToolCall]]:
         """The answer in one piece.  A call without a JSON object as arguments becomes content."""

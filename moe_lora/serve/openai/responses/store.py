@@ -40,7 +40,8 @@ class Stored:
         cls, owner: str, response: dict[str, Any], asked: bytes, answered: Sequence[dict[str, Any]]
     ) -> Self:
         """asked: messages of the request, as JSON."""
-        messages = b"%s, %s" % (asked[:-1], json.dumps(answered).encode()[1:]) if answered else asked
+        both = filter(None, (asked[1:-1], json.dumps(answered).encode()[1:-1]))
+        messages = b"[%s]" % b", ".join(both)
         return cls(owner, response["id"], to_json(response), messages)
 
 
