@@ -81,8 +81,8 @@ class Prepared:
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
-    asked: a grammar to check.  grammar_field: of a checked grammar.  echo: text before each prompt's answer.  offsets: first and last character of
-    each token, by prompt; None for token ids.  granted: as `Bounds`'s.
+    asked: a grammar to check.  grammar_field: of a checked grammar.  echo: text before each prompt's answer.
+    offsets: first and last character of each token, by prompt; None for token ids.  granted: as `Bounds`'s.
     """
 
     body: SamplingFields
