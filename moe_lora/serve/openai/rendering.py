@@ -112,9 +112,9 @@ class Endpoints:
         common = {**_common(body, prepared), "model": body.model or self._frontend.model_name}
         if body.lora is not None:
             common["lora"] = [one.model_dump() for one in body.lora]
-        for name in ("return_routed_experts", "on_publish", "timeout"):
-            if (value := getattr(body, name)) is not None:
-                common[name] = value
+        for field in ("return_routed_experts", "on_publish", "timeout"):
+            if (value := getattr(body, field)) is not None:
+                common[field] = value
         shown = [
             {
                 "request_id": f"{body.id_prefix}{name}" + (f"-{number}" if num_prompts > 1 else ""),
