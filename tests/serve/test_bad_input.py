@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from tests.patience import PATIENCE_S
 
 HUGE = 10**400
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+LONG = {"messages": [{"role": "user", "content": "hello " * 4000}]}  # read in the other process
 
 
 def error_of(response, status, kind="BadRequestError"):
@@ -340,6 +342,44 @@ def test_messages_name_the_field_and_what_it_takes(any_server, path, body, param
     assert error_of(response, 400).startswith(message)
     assert response.json()["error"]["param"] == param
     assert "function-" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ("/v1/responses", {"input": "hello", "top_logprobs": 99}, "top_logprobs"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 10**6}, "max_tokens"),
+        ("/v1/chat/completions", {**LONG, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/generate", {"text": "a", "rid": ""}, "rid"),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 10**6}}, "max_new_tokens"),
+        ("/generate", {"text": "a", "sampling_params": {"sampling_seed": 2**70}}, "sampling_seed"),
+        ("/generate", {"text": "a", "lora_path": ["upper"]}, "lora_path"),
+        ("/generate", {"text": "a", "max_tokens": 3}, "max_tokens"),
+        ("/v1/embeddings", {"input": "hello " * 1000}, "input"),
+        ("/v1/embeddings", {"input": [10**6]}, "input"),
+    ],
+)
+def test_errors_name_the_field_as_the_client_does(any_server, path, body, param):
+    response = any_server.post(path, body)
+    assert re.search(rf"\b{param}\b", error_of(response, 400))
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": "a", "lora_path": "nobody"}, "lora_path"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_none"}, "previous_response_id"),
+    ],
+)
+def test_what_is_not_found_is_named_as_the_client_does(any_server, path, body, param):
+    response = any_server.post(path, body)
+    error_of(response, 404, "NotFoundError")
+    assert response.json()["error"]["param"] == param
 
 
 def raw(server, *parts):

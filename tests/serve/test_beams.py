@@ -101,6 +101,7 @@ def test_a_chat_of_width_one_is_greedy(any_server):
     [
         *(("stream", True), ("temperature", 0.5), ("stop", "x"), ("echo", True), ("n", 11)),
         *(("frequency_penalty", 0.5), ("logprobs", -1), ("response_format", {"type": "json_object"})),
+        *(("top_k", 5), ("top_p", 0.5), ("min_p", 0.1), ("seed", 0)),
     ],
 )
 def test_a_field_without_a_meaning_in_a_search_is_refused(server, field, value):
@@ -108,6 +109,11 @@ def test_a_field_without_a_meaning_in_a_search_is_refused(server, field, value):
     assert error.status_code == 400
     assert "use_beam_search" in error.text or "beam search" in error.text
     assert field in error.text or field == "response_format"
+
+
+def test_neutral_values_of_a_draw_are_taken(server):
+    neutral = {"temperature": 0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": -1}
+    assert server.post("/v1/completions", {**BODY, **neutral}).status_code == 200
 
 
 def test_a_length_penalty_needs_a_search(server):

@@ -164,11 +164,17 @@ def test_others_go_on_while_bombs_are_refused(served):
     assert all(answers)
 
 
+ENDLESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+
+
 @pytest.mark.parametrize("path", PATHS)
-def test_a_grammar_outside_of_the_vocabulary_is_the_clients_error(served, path):
-    answer = served.post(path, {**PATHS[path], "guided_choice": ["日本"]})
+@pytest.mark.parametrize(("name", "value"), [("guided_choice", ["日本"]), ("response_format", ENDLESS)])
+def test_a_grammar_without_an_answer_is_the_clients_error(served, path, name, value):
+    answer = served.post(path, {**PATHS[path], name: value})
     assert answer.status_code == 400, answer.text
-    assert "no token can follow" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{name}: the engine can't run this request: no token can follow")
+    assert error["param"] == name
 
 
 def test_grammars_that_explode_are_refused_within_limits(served):

@@ -172,6 +172,15 @@ def test_rendered_bodies_have_the_answers_of_their_originals(demo):  # noqa: F81
     ]
 
 
+def test_a_rendered_score_has_no_answer_and_a_timeout_is_rendered(demo):  # noqa: F811
+    body = {"prompt": IDS, "max_tokens": 0, "prompt_logprobs": 1, "timeout": 9.5}
+    (found,) = ask(demo, "/v1/completions/render", **body)
+    assert (found["sampling_params"]["max_tokens"], found["timeout"]) == (0, 9.5)
+    answer = ask(demo, GENERATE, **found)
+    assert len(answer["prompt_logprobs"]) == len(IDS)
+    assert answer["usage"]["completion_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     "text", ["naïve café = 日本", "hello 日本 " * 2000]
 )  # the second in the other process

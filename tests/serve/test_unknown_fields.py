@@ -96,6 +96,13 @@ def test_a_value_that_would_change_the_answer_is_refused(server, path, body, nam
 
 
 @ENDPOINTS
+def test_an_id_that_aborts_nothing_is_refused(server, path, body):
+    """Requests of /generate alone are aborted by their rid."""
+    error = error_of(server.post(path, {**body, "rid": "mine"}))
+    assert (error["param"], error["message"].split(";")[0]) == ("rid", "rid is not supported")
+
+
+@ENDPOINTS
 @pytest.mark.parametrize("mode", ["warn", "error"])
 def test_fields_that_choose_an_adapter_are_always_refused(tokenizer, path, body, mode):
     with limited_server(tokenizer, unknown_fields=mode) as (served, _):

@@ -27,7 +27,7 @@ from moe_lora.serve.http_errors import ApiError, bad_request
 
 from .fields import FieldError
 from .generation import Delta, Generation, Outputs, Watchers, late, merge
-from .protocol import ChatRequest, CompletionRequest, SamplingFields
+from .protocol import NO_SEED, ChatRequest, CompletionRequest, SamplingFields
 
 MAX_WIDTH = MAX_LOGPROBS // 2
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -40,7 +40,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         ),
         _OFF,
     ),
-    "repetition_penalty": (None, 1),
+    **dict.fromkeys(("repetition_penalty", "top_p"), (None, 1)),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "seed": (None, NO_SEED),
     "on_publish": (None, "keep"),
 }
 """Fields without a meaning in a search, and their unused values."""

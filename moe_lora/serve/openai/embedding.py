@@ -167,7 +167,7 @@ class Endpoints:
         self._check(found.body, len(found.prompts))
         prompts = [tuple(shortened(one, found.body, info, 0)) for one in found.prompts]
         for one in prompts:
-            check_prompt(one, _SAMPLING, info)
+            check_prompt(one, _SAMPLING, info, found.body.prompt_field)
         return prompts
 
 

@@ -402,6 +402,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         reasoning_tokens=form.reasoning_tokens,
         watch=form.watch,
         source=source,
+        grammar_field=prepared.grammar_field,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}

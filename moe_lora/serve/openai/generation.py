@@ -157,7 +157,7 @@ class Generation:
     answer; None: ids only.  continues_prompt: the answer keeps a
     leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     reasoning_tokens: of each choice, kept by `watch`; None without a reasoning parser.  source: of
-    outputs; None: the front end's client.
+    outputs; None: the front end's client.  grammar_field: for errors.
     """
 
     frontend: Frontend
@@ -178,6 +178,7 @@ class Generation:
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
     source: Any = None
+    grammar_field: str | None = None
     cached_tokens: Counter[int] = field(default_factory=Counter)
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
     """Makes further fields beside the usage."""
@@ -394,8 +395,11 @@ class Generation:
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
         if output.finish_reason == "error":
-            status = 400 if (output.error or "").startswith(UNFOLLOWABLE) else 503
-            raise ApiError(status, f"the engine can't run this request: {output.error}")
+            what = f"the engine can't run this request: {output.error}"
+            if not (output.error or "").startswith(UNFOLLOWABLE):
+                raise ApiError(503, what)
+            name = self.grammar_field
+            raise ApiError(400, what if name is None else f"{name}: {what}", name)
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
         piece, stop = "", None
         if text is not None:

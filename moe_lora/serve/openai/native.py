@@ -21,7 +21,7 @@ from moe_lora.serve.access import caller_of
 from moe_lora.serve.admin.controls import read_json, scope_of
 from moe_lora.serve.http_errors import JsonResponse, bad_request
 
-from .converted import renaming
+from .converted import BodyError, renaming
 from .endpoints import (
     LEAST_LOGPROB,
     CompletionFormat,
@@ -67,7 +67,11 @@ _OF_LOGPROBS = {
     "return_text_in_logprobs": "return_text_in_logprobs",
 }
 """Fields of log probabilities: SGLang's names and the project's."""
-_SHOWN = {"prompt": "input_ids", "prompt_logprobs": "logprob_start_len"}
+_NAMES = {
+    **{"prompt": "input_ids", "prompt_logprobs": "logprob_start_len", "request_id": "rid"},
+    **{"model": "lora_path", **{own: name for name, own in (_RENAMED | _OF_LOGPROBS).items()}},
+}
+"""Names in the body, by the names in a completion."""
 MAX_ABORTED = 1024
 
 
@@ -93,6 +97,10 @@ class NativeRequest(CompletionRequest):
     def adapted(self, parsers: AnswerParsers | None) -> AnswerParsers | None:
         """The parsers unchanged.  Raises ApiError for required reasoning without marks."""
         return reasoning_parsers(parsers, "require_reasoning") if self.require_reasoning else parsers
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        return _NAMES
 
     @model_validator(mode="before")
     @classmethod
@@ -130,9 +138,8 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
     if len(given) != 1:
         raise FieldError("input_ids", "give either text or input_ids")
     found: dict[str, Any] = {"prompt": given[0]}
-    for name, own in (("rid", "request_id"), ("lora_path", "model")):
-        if (value := outer.pop(name, None)) is not None:
-            found[own] = value
+    if (rid := outer.pop("rid", None)) is not None:
+        found["request_id"] = rid
     of_logprobs = {own: outer.pop(name, None) for name, own in _OF_LOGPROBS.items()}
     wanted = outer.pop("return_logprob", None)
     if wanted not in (None, False, True):
@@ -147,7 +154,8 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items():
             own = _RENAMED.get(name, name)
             if own in NativeRequest.model_fields and name not in (*allowed, *_RENAMED, *_NEUTRAL):
-                raise FieldError(name, f"{name} is not a field of this request; use /v1/completions")
+                what = f"{name} is not a field of this request; use /v1/completions"
+                raise BodyError(400, what, name)
             found[own] = value
     return found
 
@@ -329,7 +337,7 @@ class Endpoints:
         self._running: Running = WeakValueDictionary()
 
     async def generate(self, request: Request) -> Response:
-        with renaming({**_SHOWN, **{own: name for name, own in _OF_LOGPROBS.items()}}):
+        with renaming(_NAMES):
             prepare = self._preparer.prepare
             return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
 

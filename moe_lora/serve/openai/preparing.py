@@ -81,8 +81,8 @@ class Prepared:
 
     body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
     answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
-    asked: a grammar to check.  echo: text before each prompt's answer.  offsets: first and last character of
-    each token, by prompt; None for token ids.  granted: as `Bounds`'s.
+    asked: a grammar to check.  grammar_field: of a checked grammar.  echo: text before each prompt's answer.
+    offsets: first and last character of each token, by prompt; None for token ids.  granted: as `Bounds`'s.
     """
 
     body: SamplingFields
@@ -92,13 +92,16 @@ class Prepared:
     ignored: tuple[str, ...] = ()
     parsers: AnswerParsers | None = None
     asked: BodyGrammar | None = None
+    grammar_field: str | None = None
     echo: tuple[str, ...] | None = None
     offsets: tuple[Sequence[tuple[int, int]] | None, ...] | None = None
     granted: tuple[str, ...] = ()
 
     def within(self, grammar: str) -> Prepared:
         """The request with a checked grammar."""
-        return replace(self, sampling=replace(self.sampling, grammar=grammar), asked=None)
+        assert self.asked is not None
+        sampling = replace(self.sampling, grammar=grammar)
+        return replace(self, sampling=sampling, asked=None, grammar_field=self.asked.field)
 
 
 class Preparer:
@@ -136,7 +139,7 @@ class Preparer:
             from moe_lora.serve.aliases import choice_of
 
             bounds = replace(bounds, aliases=choice_of(self.aliases.live, self.bases, scope))
-        client = client_of(scope)
+        client, body = client_of(scope), cast("SamplingFields | None", None)
         try:
             if len(content) >= INLINE_BYTES:
                 args = kind, bytes(content), self.tokenizer, bounds
@@ -157,7 +160,7 @@ class Preparer:
         except ApiError as error:
             if error.limit is not None:
                 self._limits.count(error.limit)
-            raise
+            raise _by_client(error, body) from error.__cause__
 
     async def _within_grammar(self, request: Prepared, client: str) -> Prepared:
         """The request with its grammar; the other process checks a new grammar."""
@@ -199,6 +202,7 @@ def prepare_now(
     kind: type[SamplingFields], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> Prepared:
     """As `Preparer.prepare`, inline; returns free memory to the system."""
+    body = cast("SamplingFields | None", None)
     try:
         body = parse(kind, content, bounds)
         tokenizer = tokenizer_of(body.model, tokenizer, bounds)
@@ -214,8 +218,17 @@ def prepare_now(
         from .structured import checked_grammar
 
         return request.within(checked_grammar(request.asked))
+    except ApiError as error:
+        raise _by_client(error, body) from error.__cause__
     finally:
         return_memory()
+
+
+def _by_client(error: ApiError, body: SamplingFields | None) -> ApiError:
+    """The error with the client's names of fields.  body: None if the error is older."""
+    from .converted import renamed
+
+    return error if body is None else renamed(error, body.client_names)
 
 
 def encoded(
@@ -510,24 +523,26 @@ def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelIn
     return sampling
 
 
-def check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
-    """Raises ApiError for an empty or too long prompt, and for unknown token ids."""
+def check_prompt(
+    token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo, name: str = "prompt"
+) -> None:
+    """Raises ApiError for an empty or too long prompt, and for unknown token ids.  name: of its field."""
     limit, num_tokens = info.max_model_len, len(token_ids)
     num_read = num_tokens - sampling.hidden_state  # a hidden state needs no room for an answer
     if not token_ids:
-        raise bad_request("the prompt has no tokens; give at least one", "prompt")
+        raise bad_request(f"the {name} has no tokens; give at least one", name)
     length = f"This model's maximum context length is {limit} tokens."
     if num_read >= limit:
-        what = f"{length} However, the prompt has {num_tokens} tokens"
+        what = f"{length} However, the {name} has {num_tokens} tokens"
         what += "" if sampling.hidden_state else ", and the answer needs one"
-        raise ContextLengthError(400, f"{what}; shorten the prompt", "prompt")
-    for name in ("max_tokens", "min_tokens"):
-        asked = getattr(sampling, name) or 0
+        raise ContextLengthError(400, f"{what}; shorten the {name}", name)
+    for bound in ("max_tokens", "min_tokens"):
+        asked = getattr(sampling, bound) or 0
         if num_read + asked > limit:
-            what = f"{length} However, the prompt has {num_tokens} tokens, and {name}={asked}"
-            raise ContextLengthError(400, f"{what}; shorten the prompt or lower {name}", name)
+            what = f"{length} However, the prompt has {num_tokens} tokens, and {bound}={asked}"
+            raise ContextLengthError(400, f"{what}; shorten the prompt or lower {bound}", bound)
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
-        raise _unknown_token("prompt", token_ids, info.vocab_size)
+        raise _unknown_token(name, token_ids, info.vocab_size)
 
 
 def _unknown_token(name: str, token_ids: Sequence[int], vocab_size: int) -> ApiError:

@@ -258,6 +258,11 @@ class SamplingFields(StructuredFields):
         """The chat that decides how the answer is parsed; None: the answer is plain."""
         return None
 
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """Names in the client's body, by the names here, for errors."""
+        return {}
+
     def without_prompt(self) -> Self:
         """The body without large fields."""
         raise NotImplementedError
@@ -299,7 +304,9 @@ class SamplingFields(StructuredFields):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )
         except ValueError as error:
-            raise bad_request(str(error), re.split(r"\W", str(error), maxsplit=1)[0]) from error
+            name = re.split(r"\W", str(error), maxsplit=1)[0]
+            given_as = self.client_names.get(name, name)
+            raise bad_request(re.sub(rf"\b{name}\b", given_as, str(error)), given_as) from error
         return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
 
     def _edits(self) -> dict[str, Any]:
@@ -425,6 +432,11 @@ class ChatRequest(SamplingFields):
     @property
     def as_chat(self) -> ChatRequest | None:
         return self
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "max_tokens": limit}
 
     @property
     def conversations(self) -> Sequence[ChatRequest]:

@@ -112,10 +112,9 @@ class Endpoints:
         common = {**_common(body, prepared), "model": body.model or self._frontend.model_name}
         if body.lora is not None:
             common["lora"] = [one.model_dump() for one in body.lora]
-        if body.return_routed_experts is not None:
-            common["return_routed_experts"] = body.return_routed_experts
-        if body.on_publish is not None:
-            common["on_publish"] = body.on_publish
+        for field in ("return_routed_experts", "on_publish", "timeout"):
+            if (value := getattr(body, field)) is not None:
+                common[field] = value
         shown = [
             {
                 "request_id": f"{body.id_prefix}{name}" + (f"-{number}" if num_prompts > 1 else ""),
@@ -136,6 +135,8 @@ def _common(body: Rendered, prepared: Prepared) -> dict[str, Any]:
         for name, value in asdict(prepared.sampling).items()
         if value is not None and name not in _INTERNAL
     }
+    if body.max_tokens == 0:  # the answer is the prompt's log probabilities
+        sampling["max_tokens"] = 0
     outputs = outputs_of(body)
     if outputs is not None:
         sampling["structured_outputs"] = outputs

@@ -61,7 +61,7 @@ class Endpoints:
     async def create(self, request: Request) -> Response:
         owner, most = _owner(request), self._frontend.limits.config.max_body_bytes
         continuing = Continuing(self._preparer, partial(self._messages_of, owner), most)
-        with renaming(CHAT_NAMES):
+        with renaming({**CHAT_NAMES, "response_id": "previous_response_id"}):
             return await prepared_answer(
                 self._frontend, continuing.prepare, ResponsesChat, self._answer, request
             )
