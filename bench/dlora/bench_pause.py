@@ -30,7 +30,7 @@ from moe_lora.dist.launch.local import local_instances
 DEMO = Path(__file__).parents[2] / "demo"
 ADAPTER = "upper"
 KINDS: tuple[Literal["tokens", "kv"] | None, ...] = (None, "tokens", "kv")
-LENGTH, CUT = 40, 15
+LENGTH, CUT = 70, 15
 
 
 @dataclass
