@@ -406,8 +406,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
-    if body.return_token_ids:
-        form.prompt_of = generation.prompt_of
+    form.prompt_of = generation.prompt_of if body.return_token_ids else None
     headers = frontend.ignored_fields.note(prepared.ignored) if prepared.ignored else {}
     if LOAD_FORMAT in request.headers:
         from .load_report import load_header

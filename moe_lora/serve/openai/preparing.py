@@ -160,7 +160,7 @@ class Preparer:
         except ApiError as error:
             if error.limit is not None:
                 self._limits.count(error.limit)
-            raise _by_client(error, body) from error.__cause__
+            raise (error if body is None else body.renamed(error)) from error.__cause__
 
     async def _within_grammar(self, request: Prepared, client: str) -> Prepared:
         """The request with its grammar; the other process checks a new grammar."""
@@ -219,16 +219,9 @@ def prepare_now(
 
         return request.within(checked_grammar(request.asked))
     except ApiError as error:
-        raise _by_client(error, body) from error.__cause__
+        raise (error if body is None else body.renamed(error)) from error.__cause__
     finally:
         return_memory()
-
-
-def _by_client(error: ApiError, body: SamplingFields | None) -> ApiError:
-    """The error with the client's names of fields.  body: None if the error is older."""
-    from .converted import renamed
-
-    return error if body is None else renamed(error, body.client_names)
 
 
 def encoded(

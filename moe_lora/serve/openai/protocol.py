@@ -22,7 +22,7 @@ from pydantic import (
 
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import GREEDY_BELOW, MAX_LOGPROB_IDS, SamplingParams
-from moe_lora.serve.http_errors import bad_request
+from moe_lora.serve.http_errors import ApiError, bad_request
 
 from .fields import IGNORED, NEUTRAL, FieldError, check_unknown, drop_neutral, drop_unused
 
@@ -262,6 +262,12 @@ class SamplingFields(StructuredFields):
     def client_names(self) -> Mapping[str, str]:
         """Names in the client's body, by the names here, for errors."""
         return {}
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error with the client's names of fields."""
+        from .converted import renamed
+
+        return renamed(error, self.client_names)
 
     def without_prompt(self) -> Self:
         """The body without large fields."""
