@@ -62,8 +62,8 @@ def worth() -> str:
 
 
 def worth_of_less() -> str:
-    """Average latency of `auto` over unmerged steps, where deltas are cheap."""
-    return _worth((0.2, 0.1, 0.05, 0.02), ("auto",), ("average_s",))
+    """Average latency over unmerged steps where deltas are cheap: both policies."""
+    return _worth((0.2, 0.1, 0.05, 0.02), ("dlora", "auto"), ("average_s",))
 
 
 def _worth(deltas: tuple[float, ...], systems: tuple[str, ...], keys: tuple[str, ...]) -> str:
