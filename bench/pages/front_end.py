@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.harness.interleave import ratio
-
 from .claims import failures
 from .evidence import Config, records
 from .markdown import table
@@ -20,11 +18,7 @@ BEFORE_TOOLS = "ab63d1aa"
 
 def summary() -> str:
     """Question, result and the record's file and commit."""
-    rows = (
-        row
-        for part in (_front_end, _masks, _fairness, _attacks, _loads, _pool, _registry, _host)
-        for row in part()
-    )
+    rows = (row for part in (_front_end, _masks, _fairness, _attacks, _loads, _pool) for row in part())
     return table(("question", "result", "record"), rows)
 
 
@@ -119,33 +113,3 @@ def _pool() -> Iterator[tuple[str, str, str]]:
             times,
             f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
         )
-
-
-def _registry() -> Iterator[tuple[str, str, str]]:
-    name = "registry.jsonl"
-    found = records(name, lambda config, result: config["num_adapters"] == 40_000)
-    times = {one["config"]["what"]: one["result"]["own_s"] for one in found}
-    yield (
-        "registry of 40,000 adapters: add the last / look up / resolve",
-        f"{1e3 * times['add, last']:.1f} ms / {1e6 * times['get']:.0f} µs / {1e3 * times['resolve']:.2f} ms",
-        f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
-    )
-
-
-def _host() -> Iterator[tuple[str, str, str]]:
-    (rows,), link = _results("host_parts.jsonl", part="ipc")
-    seconds = rows["found"][0]["seconds"]
-    over = ratio(seconds["UNIX socket"], seconds["shared memory"])
-    yield (
-        "rows to one host worker and back: UNIX socket over shared memory",
-        f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})",
-        link,
-    )
-    (threads,), link = _results("host_parts.jsonl", part="threads")
-    seconds = threads["found"][0]["seconds"]
-    over = ratio(seconds["workers"], seconds["torch's threads"])
-    yield (
-        "256 tokens by one worker over torch on one core, Toppings' figure 17",
-        f"**{over['median']:.2f}** ({over['min']:.2f} to {over['max']:.2f})",
-        link,
-    )

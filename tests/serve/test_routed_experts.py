@@ -188,7 +188,8 @@ def test_several_choices_have_a_limit_of_experts_before_they_start(tokenizer, pa
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert error["param"] == "return_routed_experts"
-        assert "and a request has at most 80; lower max_tokens or n" in error["message"]
+        limit = "max_new_tokens" if path == "/generate" else "max_tokens"
+        assert f"and a request has at most 80; lower {limit} or n" in error["message"]
         assert engine.requests == []
         assert served.post(path, {**body, "return_routed_experts": False}).status_code == 200
         alone = {"prompt": "hello hello hello hello", "max_tokens": 2, "return_routed_experts": True}

@@ -100,10 +100,11 @@ async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: 
         return BatchAnswer(failure.status, failure.body, failure.retry_s or 0.0)
     try:
         answered = json.loads(b"".join(parts))
-        failure = ApiError(503, ABORTED) if was_aborted(answered) else None
     except ValueError as error:
         failure = ApiError(500, f"the answer is not JSON: {error}")
-    if failure is not None:
+        return BatchAnswer(failure.status, failure.body)
+    if was_aborted(answered):
+        failure = ApiError(503, ABORTED)
         return BatchAnswer(failure.status, failure.body)
     return BatchAnswer(start["status"], answered)
 
