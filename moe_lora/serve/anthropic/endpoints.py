@@ -17,7 +17,7 @@ from moe_lora.serve.http_errors import ApiError, JsonResponse, anthropic_body
 from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat, renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
 from moe_lora.serve.openai.generation import Delta
-from moe_lora.serve.openai.parsers.answers import Part
+from moe_lora.serve.openai.parsers.answers import AnswerPart
 from moe_lora.serve.openai.preparing import Prepared, Preparer
 from moe_lora.serve.openai.prompt_bodies import check_model, check_total
 
@@ -75,7 +75,7 @@ class MessageFormat(BlockFormat):
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         return [anthropic_body(error)]
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> list[AnswerPart]:
         """Raises ApiError for an aborted answer: the interface has no stop_reason for an abort."""
         if delta.finish_reason == "abort":
             raise ApiError(503, ABORTED)
@@ -107,12 +107,12 @@ class MessageFormat(BlockFormat):
 
 
 def _block(block: AnswerBlock, *, is_new: bool = False) -> dict[str, Any]:
+    if block.call is not None:
+        found = {} if is_new else block.arguments()
+        return {"type": "tool_use", "id": block.call.call_id, "name": block.call.name, "input": found}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    if block.kind == "content":
-        return {"type": "text", "text": block.text, "citations": None}
-    found = {} if is_new else block.arguments()
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": found}
+    return {"type": "text", "text": block.text, "citations": None}
 
 
 class Endpoints:

@@ -23,7 +23,7 @@ from moe_lora.serve.http_errors import ApiError, JsonResponse, describe_validati
 from .endpoints import ChatFormat, EventStream, while_connected
 from .fields import MAX_NAMED, NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
-from .parsers.answers import MarkedText, ParsedChoice, Part, ToolCall
+from .parsers.answers import AnswerPart, MarkedText, ParsedChoice, ToolCall
 from .preparing import Prepared
 from .protocol import ApiRequest, ChatRequest, StreamOptions, whole_characters
 
@@ -251,18 +251,16 @@ def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
 class AnswerBlock:
     """A piece of an answer.
 
-    kind: reasoning, content or call.  name, call_id: of a call.  logprobs: of content.  is_cut: the answer
-    or the call has no end.
+    kind: reasoning, content or call.  call: of that kind.  logprobs: of content.  is_cut: the answer or the
+    call has no end.
     """
 
     kind: str
     text: str = ""
-    name: str = ""
-    call_id: str = ""
+    call: ToolCall | None = None
     is_cut: bool = False
     item_id: str = ""
     logprobs: list[Any] = field(default_factory=list)
-    call: ToolCall | None = None
 
     def arguments(self) -> Any:
         """The call's arguments, decoded."""
@@ -350,9 +348,9 @@ class BlockFormat(ChatFormat):
             else:
                 self.blocks.append(block)
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> list[AnswerPart]:
         """New parts.  Counts the tokens before the answer as reasoning."""
-        parts = [Part("content", delta.text)] if delta.text else []
+        parts = [AnswerPart("content", delta.text)] if delta.text else []
         if self._choice is not None:
             parts = self._choice.parts(delta.text, ended=delta.finish_reason is not None)
         self._has_answer = self._has_answer or any(part.kind != "reasoning" for part in parts)
@@ -394,15 +392,13 @@ class BlockFormat(ChatFormat):
         for part in self._read(delta):
             yield from self._grow(part)
         if delta.finish_reason is not None and not self.blocks:
-            yield from self._grow(Part("content", ""))
+            yield from self._grow(AnswerPart("content", ""))
 
-    def _grow(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _grow(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         last = self.blocks[-1] if self.blocks else None
         if last is None or last.kind != part.kind or last.call is not part.call:
             yield from self._close_last()
             last = AnswerBlock(part.kind, call=part.call)
-            if part.call is not None:
-                last.name, last.call_id = part.call.name, part.call.call_id
             self.blocks.append(last)
             yield from self.block_opened(last)
         last.text += part.text
@@ -420,7 +416,7 @@ class BlockFormat(ChatFormat):
         if last.call is not None:
             last.is_cut = not last.call.is_valid()
         elif last.kind == "content" and self._logprobs:
-            yield from self._grow(Part("content", ""))
+            yield from self._grow(AnswerPart("content", ""))
         yield from self.block_closed(last)
 
 

@@ -17,7 +17,7 @@ from moe_lora.serve.frontend import adapter_in
 from moe_lora.serve.http_errors import ApiError, bad_request, describe_validation
 from moe_lora.serve.limits import Limits, body_of, client_of
 
-from .fields import FieldError, shown_name
+from .fields import shown_name
 from .preparing import INLINE_BYTES, Bounds, Preparer, encoded, no_tokenizer, parse, rendered, tokenizer_of
 from .protocol import (
     MAX_ID_CHARS,
@@ -70,6 +70,8 @@ class PromptBody(ApiRequest):
         if given is None:
             if tokenizer is None:
                 raise no_tokenizer("a chat")
+            if not self.conversations:
+                raise bad_request("messages is empty; give at least one message", "messages")
             return [rendered(self._chat(one), tokenizer) for one in self.conversations]
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
@@ -151,8 +153,6 @@ class EmbeddingRequest(PromptBody):
     def _read_chats(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("messages") in ([], [[]]):
-            raise FieldError("messages", "messages is empty; send a conversation, or input")
         for name in ("input", "messages"):
             chats = _chats(data.get(name))
             if chats is not None and (name == "messages" or data.get("messages") is None):

@@ -73,7 +73,7 @@ class Pieces:
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A new text.  kind: content, reasoning or call."""
 
     kind: str
@@ -104,30 +104,34 @@ class ParsedChoice:
             pieces.calls[call.index] = {"index": call.index, **shown}
         return pieces
 
-    def parts(self, text: str, *, ended: bool) -> list[Part]:
+    def parts(self, text: str, *, ended: bool) -> list[AnswerPart]:
         """New texts in the order of the answer."""
         events = [*self._parser.push(text), *(self._parser.end() if ended else ())]
         return [part for event in events if (part := self._part(event)) is not None]
 
-    def _part(self, event: Event) -> Part | None:
+    def _part(self, event: Event) -> AnswerPart | None:
         if event.kind == "content":
             self._num_chars += len(event.text)
-            return Part(event.kind, event.text)
+            return AnswerPart(event.kind, event.text)
         if event.kind == "reasoning":
             self.has_reasoning = True
-            return Part(event.kind, event.text) if self._parsers.shows_reasoning else None
+            return AnswerPart(event.kind, event.text) if self._parsers.shows_reasoning else None
         if event.kind == "call":
             index = len(self.calls)
             call_id = event.call_id or self._new_id(event.text, index)
             self.calls.append(ToolCall(index, call_id, event.text, self._num_chars))
+            return self._part_of_call("")
         call = self.calls[-1]
         if event.kind == "arguments":
             call.parts.append(event.text)
-        elif event.kind != "call":
-            call.source, call.is_cut = event.text, event.kind == "cut"
-            self._is_full = self._is_full or (not self._parsers.parallel and call.is_valid())
-            return None
-        return None if self._is_full else Part("call", event.text if call.parts else "", call)
+            return self._part_of_call(event.text)
+        call.source, call.is_cut = event.text, event.kind == "cut"
+        self._is_full = self._is_full or (not self._parsers.parallel and call.is_valid())
+        return None
+
+    def _part_of_call(self, text: str) -> AnswerPart | None:
+        """A text of the newest call; None after the single call of a choice."""
+        return None if self._is_full else AnswerPart("call", text, self.calls[-1])
 
     def whole(self, text: str) -> tuple[Pieces, list[ToolCall]]:
         """The answer in one piece.  A call without a JSON object as arguments becomes content."""

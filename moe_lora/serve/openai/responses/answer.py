@@ -64,8 +64,8 @@ class ResponseFormat(BlockFormat):
 
     def block_closed(self, block: AnswerBlock) -> list[dict[str, Any]]:
         done, item = f"response.{_subject(block)}.done", self._item(block)
-        if block.kind == "call":
-            events = [self._of_block(done, block, arguments=block.text, name=block.name)]
+        if block.call is not None:
+            events = [self._of_block(done, block, arguments=block.text, name=block.call.name)]
         else:
             more: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "content" else {}
             events = [
@@ -103,8 +103,8 @@ class ResponseFormat(BlockFormat):
         is_new = status is not None
         status = status or ("incomplete" if block.is_cut else "completed")
         head = {"id": block.item_id, "status": status}
-        if block.kind == "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+        if block.call is not None:
+            call = {"call_id": block.call.call_id, "name": block.call.name, "arguments": block.text}
             return {"type": "function_call", **head, **call}
         parts = [] if is_new else [_part(block)]
         if block.kind == "content":

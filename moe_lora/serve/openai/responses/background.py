@@ -18,7 +18,7 @@ from .answer import ResponseFormat
 from .store import Stored
 
 if TYPE_CHECKING:
-    from moe_lora.serve.openai.parsers.answers import Part
+    from moe_lora.serve.openai.parsers.answers import AnswerPart
 
     from .store import ResponseStore
 
@@ -61,7 +61,7 @@ class BackgroundFormat(ResponseFormat):
         """Stores the response as cancelled."""
         self._add(self._response("cancelled"))
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> list[AnswerPart]:
         self._status = "in_progress"
         return super()._read(delta)
 

@@ -11,7 +11,7 @@ from moe_lora.serve.openai.generation import Delta
 from .answer import ResponseFormat
 
 if TYPE_CHECKING:
-    from moe_lora.serve.openai.parsers.answers import Part
+    from moe_lora.serve.openai.parsers.answers import AnswerPart
 
 
 class RawFormat(ResponseFormat):
@@ -19,7 +19,7 @@ class RawFormat(ResponseFormat):
 
     _token_ids: tuple[int, ...] = ()
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> list[AnswerPart]:
         self._token_ids += tuple(delta.token_ids)
         return super()._read(delta)
 
