@@ -8,6 +8,7 @@ from .markdown import table
 
 FILE, BATCHING_FILE, WORTH_FILE = "dlora_replicas.jsonl", "dlora_batching.jsonl", "dlora_worth.jsonl"
 LOADS = ((1.0, "at the SLO's rate"), (0.5, "at half of it"))
+WAYS = {"bytes": "original bytes", "residual": "exact residual"}
 SYSTEMS = {
     ("rate", "round robin"): "round robin",
     ("rate", "proactive"): "proactive: shortest pending time",
@@ -54,6 +55,19 @@ def queueing() -> str:
     rates = sorted({rate for cells in found.values() for rate in cells})
     rows = [(name, *(found[name][rate] for rate in rates)) for name in SYSTEMS.values()]
     return table(("", *(f"{rate:.0f} requests/s" for rate in rates)), rows)
+
+
+def restores() -> str:
+    """Seconds to merge and to take out, both ways of restoring, and the kept share of changed bytes."""
+    rows = []
+    for one in records("merge_restore.jsonl"):
+        result = one["result"]
+        for way, words in WAYS.items():
+            seconds = (f"{result[f'{way}_{step}_s']:.2f} s" for step in ("first_merge", "merge", "take_out"))
+            kept = result[f"{way}_kept_bytes"] / result["changed_bytes"]
+            dtype = one["config"]["dtype"].removeprefix("torch.")
+            rows.append((f"{dtype}, {words}", *seconds, f"{result['copy_s']:.2f} s", f"{kept:.0%}"))
+    return table(("", "first merge", "merge", "take out", "a copy of the bytes", "bytes kept"), rows)
 
 
 def worth() -> str:

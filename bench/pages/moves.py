@@ -6,8 +6,6 @@ from __future__ import annotations
 from .evidence import records
 from .markdown import table
 
-SYSTEMS = ("round robin", "proactive", "proactive + migration")
-
 
 def instances() -> str:
     """Mean (longest) queueing of four running instances, a column a round of requests."""
@@ -16,8 +14,9 @@ def instances() -> str:
         for one in records("dlora_instances.jsonl")
     }
     rounds = sorted({number for number, _ in found})
+    systems = list(dict.fromkeys(system for _, system in found))  # migration last
     rows = []
-    for system in SYSTEMS:
+    for system in systems:
         results = (found[number, system] for number in rounds)
         rows.append(
             (
@@ -25,10 +24,10 @@ def instances() -> str:
                 *(f"{one['mean_queue_s']:.3f} ({one['worst_queue_s']:.1f})" for one in results),
             )
         )
-    moved = (found[number, SYSTEMS[-1]] for number in rounds)
+    moved = (found[number, systems[-1]] for number in rounds)
     counts = (f"{sum(one['num_moves'].values())} ({one['num_failed_moves']})" for one in moved)
     rows.append(("requests moved (failed)", *counts))
-    head = (f"{found[number, SYSTEMS[0]]['num_requests']} requests" for number in rounds)
+    head = (f"{found[number, systems[0]]['num_requests']} requests" for number in rounds)
     return table(("", *head), rows)
 
 

@@ -62,20 +62,3 @@ def quality() -> str:
         rows.append((f"`{weights}`", *cells))
     head = ("weights", "demo: perplexity", "over unquantised", "answers exact", "bytes: perplexity")
     return table((*head, "over unquantised"), rows)
-
-
-def beside_openvino() -> str:
-    """Tokens/s over OpenVINO's base of as many bits, median (extremes): a row a model and format."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for one in records("quantised_openvino.jsonl"):
-        config, result = one["config"], one["result"]
-        requests, adapters = config["num_requests"], config["num_adapters"]
-        cell, over = f"{requests} + {adapters}" if adapters else str(requests), result["over_openvino"]
-        spread = f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})"
-        key = config["model"].capitalize(), config["quantize"]
-        found.setdefault(key, {})[cell] = f"{result['tokens_per_s']:.0f}; {spread}"
-    cells = list(dict.fromkeys(cell for found_cells in found.values() for cell in found_cells))
-    rows = [
-        (f"{model}, `{form}`", *(shown[cell] for cell in cells)) for (model, form), shown in found.items()
-    ]
-    return table(("requests + adapters", *cells), rows)
