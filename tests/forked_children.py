@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
+import io
 import os
 import pickle
 import runpy
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,11 +53,13 @@ _LOADED = (
     "anyio._backends._asyncio",
     "httptools",
     "pydantic.v1",
+    "pytest.__main__",
     "transformers.utils.chat_template_utils",
     "uvicorn.lifespan.off",
     "uvicorn.protocols.http.auto",
 )
 """Modules of a server, its instances and its workers: a server's imports take two seconds of CPU time."""
+_FORKED = ("moe_lora.", "tests.", "anyio.to_process")
 _FIRST_HIGH_FD = 512
 _START_AWAITED = asyncio.create_subprocess_exec
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -91,7 +94,8 @@ class _AwaitedChild:
 
 
 def _is_forked(args: Sequence[str]) -> bool:
-    return list(args[:2]) == [sys.executable, "-m"] and args[2].startswith(("moe_lora.", "tests."))
+    words = [word for word in args[:4] if word != "-u"]
+    return words[:2] == [sys.executable, "-m"] and words[2].startswith(_FORKED)
 
 
 class Forks:
@@ -108,6 +112,7 @@ class Forks:
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
         start_new_session: bool = False,
@@ -119,12 +124,14 @@ class Forks:
                 pass_fds=pass_fds,
                 env=env,
                 cwd=cwd,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=start_new_session,
             )
         env = os.environ if env is None else env
-        fds = [0, *(own if file is None else file.fileno() for own, file in ((1, stdout), (2, stderr)))]
+        files = enumerate((stdin, stdout, stderr))
+        fds = [own if file is None else file.fileno() for own, file in files]
         # The fork becomes our child when who forked it ends.
         with self._lock, _orphans_become_ours():
             facts = (
@@ -145,6 +152,17 @@ class Forks:
         if not _is_forked(args):
             return await _START_AWAITED(*args, **options)
         return _AwaitedChild(self.start(args, **options))
+
+    def start_piped(self, args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Stands in for asyncio's subprocess.Popen, for the process of `anyio.to_process`."""
+        if not _is_forked(args):
+            return subprocess.Popen(args, **options)
+        (stdin, to), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
+        with open(stdin, "rb") as first, open(stdout, "wb") as second, open(stderr, "wb") as third:
+            child = self.start(args, stdin=first, stdout=second, stderr=third)
+        child.stdin = io.FileIO(to, "w")  # type: ignore[assignment]
+        child.stdout, child.stderr = (io.FileIO(one) for one in (from_stdout, from_stderr))  # type: ignore[assignment]
+        return child
 
 
 @contextmanager
@@ -206,6 +224,7 @@ def _starting_by(forks: Forks) -> Iterator[None]:
     with (
         mock.patch.object(processes, "subprocess", SimpleNamespace(Popen=forks.start)),
         mock.patch.object(asyncio, "create_subprocess_exec", forks.start_awaited),
+        mock.patch.object(asyncio.unix_events, "subprocess", _by_asyncio(forks.start_piped)),
     ):
         yield
 
@@ -216,8 +235,14 @@ def children_start_anew() -> Iterator[None]:
     with (
         mock.patch.object(processes, "subprocess", subprocess),
         mock.patch.object(asyncio, "create_subprocess_exec", _START_AWAITED),
+        mock.patch.object(asyncio.unix_events, "subprocess", subprocess),
     ):
         yield
+
+
+def _by_asyncio(start: Callable[..., subprocess.Popen[bytes]]) -> SimpleNamespace:
+    """What asyncio calls of the module `subprocess`."""
+    return SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
 
 
 def main() -> None:
@@ -277,7 +302,10 @@ def _become(
     import torch
 
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    module, sys.argv = args[2], list(args[2:])
+    words = [word for word in args if word != "-u"]
+    if len(words) < len(args):
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    module, sys.argv = words[2], words[2:]
     sys.modules.pop(module, None)
     with _starting_by(Forks(own_asks)):
         try:
