@@ -6,7 +6,9 @@ import os
 import signal
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -62,7 +64,13 @@ def authorities_read_once() -> Iterator[None]:
             return made(cafile)
         return make(*args, cafile=cafile, **options)
 
-    with mock.patch.object(ssl, "create_default_context", context):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ssl, "create_default_context", context))
+        if find_spec("httpcore2"):  # of the client of OpenAI
+            import httpcore2
+
+            of_system = cache(httpcore2.default_ssl_context)
+            patches.enter_context(mock.patch.object(httpcore2, "default_ssl_context", of_system))
         yield
 
 
