@@ -403,6 +403,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         watch=form.watch,
         source=source,
         grammar_field=prepared.grammar_field,
+        renamed=body.renamed,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
