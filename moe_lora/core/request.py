@@ -23,7 +23,7 @@ NO_TOKEN = -1
 MAX_EXPERT_BYTES = 32 << 20
 """Experts of a prompt, in one message of at most twice the size."""
 MAX_LOGIT_BIAS = 100.0
-MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 100.0  # quotients are finite in float32
 UNFOLLOWABLE = "no token can follow"
 """Start of the error of an answer without a next token: by the request, not by the engine."""
 GREEDY_BELOW = 1e-5
@@ -160,8 +160,9 @@ class SamplingParams:
     def _check_edits(self) -> None:
         for name in ("frequency_penalty", "presence_penalty"):
             self._check(name, -2.0 <= getattr(self, name) <= 2.0, "between -2 and 2")
-        in_range = 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
-        self._check("repetition_penalty", in_range, f"above 0 and at most {MAX_REPETITION_PENALTY:g}")
+        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        in_range = least <= self.repetition_penalty <= most
+        self._check("repetition_penalty", in_range, f"between {least:g} and {most:g}")
         biases = (self.logit_bias or {}).values()
         if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases):
             wrong = next(bias for bias in biases if not abs(bias) <= MAX_LOGIT_BIAS)

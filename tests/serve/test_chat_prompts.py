@@ -63,7 +63,9 @@ def test_a_final_message_goes_on():
     for more in ({}, {"add_generation_prompt": False}):
         assert prompt_of(source, messages=messages, continue_final_message=True, **more) == "hello</s>fox"
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert "Leave add_generation_prompt out" in error_of(prompt_of(source, messages=messages, **both), 400)
+    refused = prompt_of(source, messages=messages, **both)
+    assert "Leave add_generation_prompt out" in error_of(refused, 400)
+    assert refused.json()["error"]["param"] == "continue_final_message"
 
 
 def test_documents_and_the_name_of_a_template_reach_the_template():
@@ -71,7 +73,9 @@ def test_documents_and_the_name_of_a_template_reach_the_template():
     documents = [{"text": "quick"}, {"text": "fox"}]
     assert prompt_of(sources, documents=documents, chat_template="rag") == "quickfox"
     assert prompt_of(sources, chat_template="") == "a"
-    error = error_of(prompt_of(sources, chat_template="{{ messages }}"), 400)
+    refused = prompt_of(sources, chat_template="{{ messages }}")
+    error = error_of(refused, 400)
+    assert refused.json()["error"]["param"] == "chat_template"
     assert "must be a name of the model's chat templates (default, rag)" in error
 
 

@@ -177,6 +177,35 @@ def test_a_grammar_without_an_answer_is_the_clients_error(served, path, name, va
     assert error["param"] == name
 
 
+OF_OTHERS = [
+    (
+        "/v1/responses",
+        {"input": "hello", "text": {"format": {**ENDLESS["json_schema"], "type": "json_schema"}}},
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 9,
+            "output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), OF_OTHERS, ids=["responses", "messages"])
+def test_an_engines_error_before_a_stream_names_the_clients_field(served, path, body):
+    whole, streamed = (served.post(path, {**body, "stream": stream}) for stream in (False, True))
+    assert (whole.status_code, streamed.status_code) == (400, 400)
+    assert "format: the engine can't run" in whole.json()["error"]["message"]
+    assert streamed.json()["error"] == whole.json()["error"]
+
+
+def test_a_streams_missing_adapter_has_the_clients_name_of_the_field(served):
+    body = {"text": "hello", "lora_path": "nope", "stream": True}
+    assert served.post("/generate", body).json()["error"]["param"] == "lora_path"
+
+
 def test_grammars_that_explode_are_refused_within_limits(served):
     schema = {"type": "string", "allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(30)]}
     lark = "start: A\nA: " + " & ".join(f"/.*a.{{{n}}}b/" for n in range(30))

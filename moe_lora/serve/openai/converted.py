@@ -172,6 +172,7 @@ class ConvertedBody(ApiRequest):
 class ConvertedChat(ChatRequest):
     """A chat made from another interface's body."""
 
+    CHAT_NAMES: ClassVar[Mapping[str, str]] = {}
     shows_experts: ClassVar[bool] = False
     _shown: dict[str, Any] = PrivateAttr(default_factory=dict)
     """Fields of the body that the answer repeats."""
@@ -180,6 +181,10 @@ class ConvertedChat(ChatRequest):
     @classmethod
     def _check_names(cls, data: Any) -> Any:
         return data
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        return {**super().client_names, **self.CHAT_NAMES}
 
     @property
     def shown(self) -> dict[str, Any]:

@@ -403,6 +403,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         watch=form.watch,
         source=source,
         grammar_field=prepared.grammar_field,
+        renamed=body.renamed,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
     head = {"id": request_id, "created": int(time.time()), "model": adapter or frontend.model_name}
@@ -425,9 +426,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     answered = {**head, "object": form.object_name, "choices": choices, "usage": generation.usage()}
     if generation.beside_usage is not None:
         answered |= generation.beside_usage()
-    answered.update(form.beside_choices)
-    if body.return_token_ids:
-        answered.update(form.beside(0))
+    answered |= {**form.beside_choices, **(form.beside(0) if body.return_token_ids else {})}
     return JsonResponse(answered, headers=headers)
 
 

@@ -157,7 +157,7 @@ class Generation:
     answer; None: ids only.  continues_prompt: the answer keeps a
     leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
     reasoning_tokens: of each choice, kept by `watch`; None without a reasoning parser.  source: of
-    outputs; None: the front end's client.  grammar_field: for errors.
+    outputs; None: the front end's client.  grammar_field: for errors.  renamed: the body's.
     """
 
     frontend: Frontend
@@ -179,6 +179,7 @@ class Generation:
     watch: Callable[[Delta], object] | None = None
     source: Any = None
     grammar_field: str | None = None
+    renamed: Callable[[ApiError], ApiError] | None = None
     cached_tokens: Counter[int] = field(default_factory=Counter)
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
     """Makes further fields beside the usage."""
@@ -371,7 +372,7 @@ class Generation:
         if watchers.reservation is not None and not watchers.has_begun and failure.status != 408:
             watchers.reservation.spend(-request.prompt_tokens)  # a prompt without a token is free
         watchers.reason = "refused" if failure.status < 500 else "error"
-        return failure
+        return failure if self.renamed is None else self.renamed(failure)
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
         """The request of a choice.  Each choice has a different seed: equal seeds give equal choices."""

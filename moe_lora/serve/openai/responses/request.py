@@ -85,6 +85,8 @@ class PreviousNeeded(ApiError):
 class ResponsesChat(ConvertedChat):
     """The chat of a response.  `shown["input"]`: its messages as JSON, for the store; or None."""
 
+    CHAT_NAMES = CHAT_NAMES
+
     @classmethod
     def converted(cls, data: Any) -> Self:
         return cls.after(data, None)
