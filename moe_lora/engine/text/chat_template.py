@@ -53,6 +53,14 @@ _MARK = "zxkq"
 else as Python code."""
 
 
+class FieldError(ValueError):
+    """Of a field of the request beside its messages."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class ContentForms:
     """The fit forms by role.  render: messages, variables -> text; ValueError for a failure."""
 
@@ -182,11 +190,13 @@ class ChatTemplates:
         """
         extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):
-            raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out")
+            what = f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out"
+            raise FieldError("chat_template_kwargs", what)
         if continue_final_message and add_generation_prompt:
-            raise ValueError(
+            raise FieldError(
+                "continue_final_message",
                 "Cannot set both `continue_final_message` and `add_generation_prompt` to True. "
-                "Leave add_generation_prompt out, or send false"
+                "Leave add_generation_prompt out, or send false",
             )
         template = self._get(self._chosen(name, extra.get("tools")))
         return template.render(
@@ -204,9 +214,10 @@ class ChatTemplates:
         names = ", ".join(sorted(self.sources))
         if name is not None:
             if name not in self.sources:
-                raise ValueError(
+                raise FieldError(
+                    "chat_template",
                     f"chat_template={name[:100]!r} must be a name of the model's chat templates ({names}); "
-                    "leave it out for the default one"
+                    "leave it out for the default one",
                 )
             return name
         if tools is not None and WITH_TOOLS in self.sources:

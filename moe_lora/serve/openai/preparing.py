@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -361,8 +360,7 @@ def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
         )
         return whole_characters(text)
     except (ValueError, RecursionError) as error:
-        named = re.match("chat_template(?==)|Cannot set both `(continue_final_message)`", str(error))
-        raise bad_request(str(error), (named[1] or named[0]) if named else "messages") from error
+        raise bad_request(str(error), getattr(error, "field", "messages")) from error
 
 
 def _check_work(

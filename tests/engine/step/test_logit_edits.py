@@ -121,8 +121,9 @@ def test_reports_are_of_the_model_and_may_be_of_all_tokens():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("frequency_penalty", 2.1), ("presence_penalty", float("nan")), ("repetition_penalty", 0.0), ("repetition_penalty", 1e-40),
-     ("repetition_penalty", float("inf")), ("logit_bias", {1: 101.0}), ("logit_bias", {1: float("nan")}),
+    [("frequency_penalty", 2.1), ("presence_penalty", float("nan")), ("repetition_penalty", 0.0),
+     ("repetition_penalty", 1e-40), ("repetition_penalty", float("inf")), ("logit_bias", {1: 101.0}),
+     ("logit_bias", {1: float("nan")}),
      ("allowed_token_ids", ()), ("bad_words", ("",)), ("bad_word_ids", ((),)), ("logprobs", -2)],
 )  # fmt: skip
 def test_value_out_of_range_is_refused_by_name(name, value):
