@@ -120,6 +120,17 @@ class ApiRequest(PeerModel):
             check_unknown(data, cls.model_fields)
         return data
 
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """Names in the client's body, by the names here, for errors."""
+        return {}
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error with the client's names of fields."""
+        from .converted import renamed
+
+        return renamed(error, self.client_names)
+
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
@@ -257,17 +268,6 @@ class SamplingFields(StructuredFields):
     def as_chat(self) -> ChatRequest | None:
         """The chat that decides how the answer is parsed; None: the answer is plain."""
         return None
-
-    @property
-    def client_names(self) -> Mapping[str, str]:
-        """Names in the client's body, by the names here, for errors."""
-        return {}
-
-    def renamed(self, error: ApiError) -> ApiError:
-        """The error with the client's names of fields."""
-        from .converted import renamed
-
-        return renamed(error, self.client_names)
 
     def without_prompt(self) -> Self:
         """The body without large fields."""
