@@ -121,10 +121,20 @@ def started(monkeypatch):
     return found
 
 
-def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_process(tokenizer, started):
-    body = bytearray(b'{"prompt": "hello"}')
+def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_process(
+    tokenizer, started, monkeypatch
+):
+    body, open_process = bytearray(b'{"prompt": "hello"}'), preparing.to_process.open_process
 
     async def run():
+        may_start = asyncio.Event()
+
+        async def held(*args, **words):
+            process = await open_process(*args, **words)
+            await may_start.wait()
+            return process
+
+        monkeypatch.setattr(preparing.to_process, "open_process", held)
         usual = os.getpriority(os.PRIO_PROCESS, 0)
         limits = Limits(LimitsConfig(check_timeout_s=0.001))
         preparer = Preparer(tokenizer, limits)
@@ -132,6 +142,7 @@ def test_checks_that_end_while_their_process_starts_are_503_and_leave_one_proces
             with pytest.raises(ApiError) as refused:
                 await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
             assert refused.value.status == 503
+        may_start.set()
         limits.change(PATIENT)
         found = await preparer.prepare(CompletionRequest, body, INFO, SCOPE)
         assert os.getpriority(os.PRIO_PROCESS, started[0].pid) == max(usual, checking_process.CHECK_NICE)
