@@ -160,8 +160,8 @@ class Forks:
         (stdin, to), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
         with open(stdin, "rb") as first, open(stdout, "wb") as second, open(stderr, "wb") as third:
             child = self.start(args, stdin=first, stdout=second, stderr=third)
-        child.stdin = io.FileIO(to, "w")  # type: ignore[assignment]
-        child.stdout, child.stderr = (io.FileIO(one) for one in (from_stdout, from_stderr))  # type: ignore[assignment]
+        child.stdin = io.FileIO(to, "w")
+        child.stdout, child.stderr = (io.FileIO(one) for one in (from_stdout, from_stderr))
         return child
 
 

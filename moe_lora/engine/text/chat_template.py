@@ -53,12 +53,12 @@ _MARK = "zxkq"
 else as Python code."""
 
 
-class FieldError(ValueError):
-    """Of a field of the request beside its messages."""
+class TemplateFieldError(ValueError):
+    """The field `param` beside the messages is wrong, or contradicts another field."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
-        self.field = field
+        self.param = param
 
 
 class ContentForms:
@@ -191,9 +191,9 @@ class ChatTemplates:
         extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):
             what = f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out"
-            raise FieldError("chat_template_kwargs", what)
+            raise TemplateFieldError("chat_template_kwargs", what)
         if continue_final_message and add_generation_prompt:
-            raise FieldError(
+            raise TemplateFieldError(
                 "continue_final_message",
                 "Cannot set both `continue_final_message` and `add_generation_prompt` to True. "
                 "Leave add_generation_prompt out, or send false",
@@ -214,7 +214,7 @@ class ChatTemplates:
         names = ", ".join(sorted(self.sources))
         if name is not None:
             if name not in self.sources:
-                raise FieldError(
+                raise TemplateFieldError(
                     "chat_template",
                     f"chat_template={name[:100]!r} must be a name of the model's chat templates ({names}); "
                     "leave it out for the default one",

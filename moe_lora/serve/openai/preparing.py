@@ -360,7 +360,7 @@ def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
         )
         return whole_characters(text)
     except (ValueError, RecursionError) as error:
-        raise bad_request(str(error), getattr(error, "field", "messages")) from error
+        raise bad_request(str(error), getattr(error, "param", "messages")) from error
 
 
 def _check_work(
