@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of every LoRA delta computation, and the choice among backends."""
+"""The interface of LoRA backends, and the choice among them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
-"""Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's
-dtype or in fp32.
-"""
+"""Adds one site's deltas to its output y: [T or T*K, sum of out_features], in the model's dtype or fp32."""
 
 
 Made = TypeVar("Made")
 
 
 class LoraBackend(ABC):
-    """Computes y += delta for its rows of a step.
+    """Computes y += delta for a step's rows.
 
-    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one call of the library, with
-    `rows_here`.  Several sites may start before the first `add_to`.  A failed step ends with `abandon_step`.
+    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one library call with `rows_here`.
+    Several sites may start before the first `add_to`.
     """
 
     _step: StepTables
@@ -40,11 +38,11 @@ class LoraBackend(ABC):
     _made: dict[tuple[Any, ...], Any]
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Announce the batch of the following sites."""
+        """Set the batch of the following sites."""
         self._step, self._routing, self._made = step, routing, {}
 
     def _once(self, make: Callable[..., Made], *place: int) -> Made:
-        """make(*place), called once a step, e.g. for each group of sites."""
+        """make(*place), called once a step."""
         key = make.__name__, *place  # not the bound method: a cycle would keep arenas alive
         if key not in self._made:
             self._made[key] = make(*place)
@@ -53,17 +51,18 @@ class LoraBackend(ABC):
 
     @abstractmethod
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
-        """Start the deltas of one site; None without deltas.
+        """Start one site's deltas; None without deltas.
 
-        x: [T, d_in] (or [T*K, d_in] at an expert site with a row per expert); unchanged until `add_to`.
-        ids: None at a dense site, else [T, K] int32 experts of each token row, model numbers, -1 for padding
-        and for experts of another rank.
+        x: [T, d_in], or [T*K, d_in] with a row per expert; unchanged until `add_to`.
+        ids: [T, K] int32 experts of each row, model numbers, -1 for padding and other ranks' experts; None at
+        a
+        dense site.
         """
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
-        """The CPU library's operands for the site's deltas with its base layer.
+        """The CPU library's operands for the deltas with their base layer; None: use `begin`.
 
-        None: use `begin`.  If a step's routing is equal in all layers, layer 0's answer holds for all.
+        With equal routing in all layers, layer 0's answer holds for every layer.
         """
         return None
 
@@ -75,14 +74,14 @@ class LoraBackend(ABC):
         return None
 
     def abandon_step(self) -> None:  # noqa: B027
-        """Drop a step that failed between `begin_step` and its last `add_to`; harmless without a step.
+        """Drop a step that failed after `begin_step`; harmless without a step.
 
-        The next step gets its own deltas, never an answer to a request of the dropped step.
+        The next step never gets an answer to the dropped step's requests.
         """
 
 
 class OuterBackend(LoraBackend):
-    """LoraBackend around another, with the other's steps."""
+    """LoraBackend around another."""
 
     def __init__(self, inner: LoraBackend) -> None:
         self.inner = inner
@@ -97,10 +96,10 @@ class OuterBackend(LoraBackend):
 class RoutedBackend(LoraBackend):
     """LoraBackend that sends each row, at each site, to its source's backend.
 
-    backends: in the order of `begin`, remote ones first.  Under a negated source: the backend that subtracts.
-    At sites with subtracted terms, a row's terms are summed in fp32 and rounded once.
-    present: [slots, layers] bool, layers on this device, with HOST rows computed here (see
-    `RowRouting.here`).  None: no HOST source.  num_taken_over: these rows, once per layer.
+    backends: in the order of `begin`, remote first; a negated source has the subtracting backend.  Sites with
+    subtracted terms sum a row's terms in fp32 and round once.
+    present: [slots, layers] bool, layers on this device, with HOST rows computed here; None: no HOST source.
+    num_taken_over: these rows, once per layer.
     """
 
     def __init__(self, backends: Mapping[int, LoraBackend], present: np.ndarray | None = None) -> None:
@@ -192,7 +191,7 @@ def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
 
 
 def _add_sum(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
-    """At once: subtracted terms must not be rounded first."""
+    """Sums first: subtracted terms must not be rounded."""
     total = torch.zeros_like(y, dtype=torch.float32)
     _add_all(begun, total)
     y.add_(total)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output columns that an adapter scales and shifts: DoRA's magnitudes, and biases of lora_B.
+"""Output columns scaled and shifted by an adapter: DoRA's magnitudes, and biases of lora_B.
 
-For each row of such an adapter, after the base layer and all deltas of a site:
+For each row of such an adapter, after base layer and deltas, by column:
 
-    y = factor * y + shift, by column
+    y = factor * y + shift
 
-DoRA: factor = m / |W + s B A|, by row of W, and shift = (1 - factor) * bias of the base: the norm is a
-constant of the loaded adapter.  A bias b of lora_B: shift = s * b.  The arena has (factor - 1, shift) as the
-B matrix of a column site (`ModelShape.column_sites`).
+DoRA: factor = m / |W + s B A| by row of W, shift = (1 - factor) * bias of the base; the norm is constant
+once loaded.  A bias b of lora_B: shift = s * b.  The arena has (factor - 1, shift) as the B matrix of a
+column site (`ModelShape.column_sites`).
 Source: DoRA (arXiv 2402.09353), equation 5 and section 4.3; peft, tuners/lora/dora.py.
 
 Legend: T token rows, O outputs of a module.
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 Rows = slice | torch.Tensor
-"""Of one slot: a range, or [T] int64."""
+"""One slot's rows: a range, or [T] int64."""
 Columns = tuple[Rows, slice, torch.Tensor]
 """Rows, their columns, and (factor - 1, shift) [2, O]."""
 
 
 class ColumnBackend(OuterBackend):
-    """LoraBackend for steps with rows of such adapters, over the backend of the deltas.  On a CPU.
+    """LoraBackend around the deltas' backend, for steps with rows of such adapters; CPU only.
 
-    shard: of this rank.  The first rank shifts the columns of a sum over ranks.
+    The first rank shifts the columns of a sum over ranks.
     """
 
     def __init__(self, inner: LoraBackend, shard: ModelShard, arena: torch.Tensor, slots: SlotTable) -> None:
@@ -105,6 +105,6 @@ def _add_to(add_to: AddTo | None, shifts: bool, columns: list[Columns], y: torch
 
 
 def _range_of(rows: np.ndarray) -> Rows:
-    """Ascending rows as a range without gaps, if they are one."""
+    """Ascending rows; a slice if without gaps."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else torch.from_numpy(rows)

@@ -30,12 +30,11 @@ def _is_taken_before(site: Site) -> bool:
 
 
 class SideStream:
-    """A second CUDA stream: its launches run beside the next launches of the main stream.
+    """A second CUDA stream for captured steps: its launches run beside the main stream's next launches.
 
-    For steps under capture: a graph replays both branches without the host.
-
-    Each fork is joined before the next fork, and before the capture ends.  Memory of a fork is freed on its
-    own stream, and reused after the next fork's wait: later than all launches that read it before the join.
+    Join each fork before the next fork and before the capture ends.  A fork's memory is freed on its own
+    stream,
+    so reuse waits for the next fork: later than all launches that read the memory before the join.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +47,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Within the context launches go to the side, after all earlier launches of the main stream."""
+        """Launches in the context go to the side, after the main stream's earlier launches."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
@@ -59,10 +58,7 @@ class SideStream:
 
 
 class LocalDeltas:
-    """AddTo of deltas on this device; on CUDA an expert layer may take them before its launch.
-
-    side: runs the shrink.
-    """
+    """AddTo of deltas on this device; on CUDA an expert layer may take them before its launch."""
 
     def __init__(self, shrunk: Shrunk, subtract: bool, side: SideStream | None = None) -> None:
         self._shrunk = shrunk
@@ -75,7 +71,7 @@ class LocalDeltas:
         lora_expand(self._shrunk, y, subtract=self._subtract)
 
     def alone(self) -> Deltas | None:
-        """The deltas for a fused base layer, in place of a call; None if not possible."""
+        """Deltas for a fused base layer, in place of a call; None if impossible."""
         if self._side is not None:
             self._side.join()
         return None if self._subtract else deltas_of(self._shrunk)
@@ -84,8 +80,9 @@ class LocalDeltas:
 class LocalBackend(LoraBackend):
     """LoraBackend over adapters in this device's arena.
 
-    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: of its terms; negated: subtracts.  beside: in
-    captured decode steps shrinks run beside the base layers, which nothing cuts.
+    kernel: "sgmv" or a baseline (`kernels.lora`).  source: of its terms; negated: subtracts.  beside:
+    captured
+    decode steps run shrinks beside the base layers.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class LocalBackend(LoraBackend):
     def _operands(
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
     ) -> tuple[LoraOperands, int]:
-        """And the largest rank of the rows at the site, 0 without deltas."""
+        """Operands, and the largest rank of the site's rows, 0 without deltas."""
         token_slots, site_ranks = self._once(self._copied_slots, self._routing.groups[layer][site])
         place = self._sites[site], layer, token_slots, self._slots, self._arena
         return LoraOperands(x, ids, *place), site_ranks[site]
@@ -167,7 +164,7 @@ LayerPart = PackedLayer | LayerShard
 
 
 def part_bytes(layer: PackedLayer, part: LayerPart) -> torch.Tensor:
-    """1-D uint8: the bytes of `part`, equal to `layer` or cut from it; a copy if cut."""
+    """The bytes of `part` of `layer`, 1-D uint8; a copy if cut."""
     data = layer.data
     if isinstance(part, LayerShard):
         data = layer.data.new_empty(part.num_elements)
@@ -182,10 +179,9 @@ def point_slot(
     layer_offsets_bytes: Sequence[int],
     parts: Sequence[LayerPart] | None = None,
 ) -> None:
-    """Point `slot` at the adapter whose layers start at these offsets.
+    """Point `slot` at an adapter with layers at these offsets, multiples of 64.
 
-    layer_offsets_bytes: multiples of 64.  parts: of each layer, None = whole.
-    Reads of other slots may go on.
+    parts: of each layer, None = whole.  Reads of other slots may go on.
     """
     parts = parts or packed.layers
     open_slot(slots, slot, packed)
@@ -196,7 +192,7 @@ def point_slot(
 def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
     """Assign `slot` to this adapter, without layers yet.
 
-    Ranks are the whole adapter's, so that all ranks of an instance decide alike.
+    Ranks are the whole adapter's: all ranks of an instance decide alike.
     """
     slots.clear(slot)
     ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
@@ -206,7 +202,7 @@ def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
 def point_layer(
     slots: SlotTable, slot: int, number: int, layer: PackedLayer, part: LayerPart, offset_bytes: int
 ) -> None:
-    """The layer's bytes, `part`, start at this offset, a multiple of 64."""
+    """Point `slot` at a layer's `part` at this offset, a multiple of 64."""
     assert offset_bytes % MATRIX_ALIGN_BYTES == 0
     itemsize = layer.data.element_size()
     num_bytes = part.num_elements * itemsize if isinstance(part, LayerShard) else layer.nbytes

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas of the embedding and the vocabulary head, always from this device's arena.
+"""Deltas of embedding and vocabulary head, always from this device's arena.
 
 Legend: T token rows, S rows with logits, R LoRA rank, V vocabulary, H hidden size.
 
-Their pairs are one more layer of the slot table (`ModelShape.outer_sites`).
+The pairs are one more layer of the slot table (`ModelShape.outer_sites`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from .row_routing import RowRouting, Source
 
 
 class OuterDeltas:
-    """The deltas of one step's rows.
-
-    sites: this rank's head, and the embedding.  layer: of the slot table.
-    """
+    """One step's deltas.  sites: this rank's head, and the embedding.  layer: of the slot table."""
 
     def __init__(
         self, sites: Sequence[Site], layer: int, arena: torch.Tensor, slots: SlotTable, kernel: str
@@ -40,7 +37,7 @@ class OuterDeltas:
         self._ranks: Sequence[int] = (0, 0)
 
     def begin_step(self, step: StepTables, routing: RowRouting, logit_rows: torch.Tensor) -> None:
-        """Announce the batch.  routing: with a group of outer sites.  logit_rows: [S] int64."""
+        """Set the batch.  routing: with a group of outer sites.  logit_rows: [S] int64."""
         assert routing.outer is not None, "no row has outer deltas"
         self._decode = step.decode
         slots = self._host_slots = np.ascontiguousarray(
@@ -82,16 +79,16 @@ class OuterDeltas:
             b_RH = elements[first_b : first_b + lora_rank * x.shape[1]].view(lora_rank, -1).float()
             if lora_rank < x.shape[1]:
                 total = _sum_in_order(a_RT, b_RH)
-            else:  # a replaced matrix, whose B is an identity
+            else:  # a replaced matrix: B is an identity
                 total = a_RT.t() @ b_RH
             total *= self._slots.scale[entry]
             x[rows] = x[rows] + total.to(x.dtype)
 
 
 def _sum_in_order(a_RT: torch.Tensor, b_RH: torch.Tensor) -> torch.Tensor:
-    """a_RT.T @ b_RH, summed over R in order.
+    """a_RT.T @ b_RH, summed over R in order, zeros left out.
 
-    Leaves out zeros: most rows have no trained token, and each trained token has a rank of its own.
+    Most rows have no trained token, and each trained token has its own rank.
     """
     ranks, rows = ((a_RT != 0).any(dim).nonzero().squeeze(1) for dim in (1, 0))
     some = b_RH.new_zeros(len(rows), b_RH.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulation of another device: a LoraBackend that stretches each stage to a profile's time."""
+"""LoraBackend that emulates another device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from .row_routing import RowRouting
 
 
 class PacedBackend(OuterBackend):
-    """LoraBackend around another that sleeps up to each stage's time by `profile`.
+    """LoraBackend around another; sleeps up to each stage's time by `profile`.
 
     Decode rows count, and prompt rows if the profile has their time.  A late stage shortens later sleeps.
-    Late deltas of host workers delay the device.  remote: a LoRA Server computes deltas and sleeps for its
-    own part.
+    Late deltas of host workers delay the device.  remote: a LoRA Server computes deltas and sleeps itself.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of rows to sources of LoRA deltas in a step: one table for all backends.
+"""Routing of a step's rows to sources of LoRA deltas: one table for all backends.
 
 Legend: T token rows, L layers, N routes, G groups of sites, M terms.
 
@@ -40,15 +40,15 @@ TERM = np.dtype(
 """One signed delta of a row.
 
 source: a `Source`, negated for a subtraction; 0 = no term.  adapter: index into `RowRouting.adapters`, -1 if
-a slot suffices.  slot: of this device's slot table (LOCAL and HOST; -1 = nothing loaded), or of the LoRA
-Server's (LEASED and PUSHED; -1 = no lease).  generation: of the lease; of a HOST term the content number.
+a slot suffices.  slot: of this device's table (LOCAL, HOST; -1 = nothing loaded) or the LoRA Server's
+(LEASED, PUSHED; -1 = no lease).  generation: of the lease; of a HOST term the content number.
 """
 NO_TERM = np.array((0, -1, -1, 0), TERM)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """An adapter's slot on the LoRA Server; the generation identifies the slot's content."""
+    """An adapter's slot on the LoRA Server; the generation identifies the content."""
 
     slot: int
     generation: int
@@ -65,7 +65,7 @@ _NUMBER_DIGITS = 15
 
 
 def content_number(content_hash: str) -> int:
-    """An adapter in a HOST term: the first 60 bits of its content hash."""
+    """The adapter of a HOST term: first 60 bits of the content hash."""
     return int(content_hash[:_NUMBER_DIGITS], 16)
 
 
@@ -74,7 +74,7 @@ def content_prefix(number: int) -> str:
 
 
 def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray:
-    """[num_routes + 1, num_groups, num_terms] TERM without any term; the last route stays empty."""
+    """[num_routes + 1, num_groups, num_terms] TERM, empty; the last route stays empty."""
     terms = np.zeros((num_routes + 1, num_groups, num_terms), TERM)
     terms["slot"] = terms["adapter"] = -1
     return terms
@@ -82,15 +82,18 @@ def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class RowRouting:
-    """Up to M signed terms per row and group of sites; their sum is added to the sites' output.
+    """Up to M signed terms per row and group of sites, summed into the sites' output.
 
-    groups: [L][sites] group of each site of each layer.  row_route: [T] int32, -1 = base model.  terms: [N +
-    1, G, M] TERM; the last route is empty.  M is 1 without merging, else 2: the merged adapter's rows have no
-    term, all others subtract it.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers
-    with HOST terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
-    `frames_pushed` on the device.  site_ranks: largest rank per site for this
-    device's launches; None: of the rows.  outer: group of the sites outside the layers; None: no row has
-    deltas there.  columns: group of the rows with scaled or shifted columns; None: no row.
+    groups: [L][sites] group of each site.  row_route: [T] int32, -1 = base model.  terms: [N + 1, G, M] TERM;
+    the last route is empty.  M is 1 without merging, else 2: the merged adapter's rows have no term, other
+    rows
+    subtract the adapter.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers with
+    HOST
+    terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
+    `frames_pushed`
+    on the device.  site_ranks: largest rank per site for this device's launches; None: of the rows.  outer:
+    group
+    of the sites outside the layers; columns: group of rows with scaled or shifted columns; None: no row.
     """
 
     groups: Sequence[Sequence[int]]
@@ -110,7 +113,7 @@ class RowRouting:
 
     @cached_property
     def sources(self) -> list[set[int]]:
-        """The `Source`s of each group's terms, negated for subtractions."""
+        """`Source`s of each group's terms, negated for subtractions."""
         codes = self.terms["source"]
         return [set(codes[:, group].ravel().tolist()) - {0} for group in range(codes.shape[1])]
 
@@ -121,7 +124,7 @@ class RowRouting:
 
     @property
     def loading_slots(self) -> dict[int, int]:
-        """Slot of the loading adapter, by route with such terms."""
+        """The loading adapter's slot, by route."""
         loading = self.loading[:-1]
         slots = np.where(loading, self.terms["slot"][:-1, :, 0], -1).max(1, initial=-1)
         return {route: int(slots[route]) for route in np.flatnonzero(slots >= 0).tolist()}
@@ -134,7 +137,7 @@ class RowRouting:
         return replace(self, terms=terms, on_device={})
 
     def slots_here(self) -> dict[tuple[int, int], np.ndarray]:
-        """[T] int32, by source and group: slot of each row with a term on this device, else -1."""
+        """[T] int32, by source and group: slot of each row's term on this device, else -1."""
         return {
             place: np.ascontiguousarray(self.terms_from(*place)["slot"])
             for place in self._places()
@@ -162,7 +165,7 @@ class RowRouting:
     def terms_from(self, source: int, group: int) -> np.ndarray:
         """[T] TERM: each row's term of this source; slot -1, adapter -1 without.
 
-        source: negated for subtracted terms, the second ones.
+        source: negated for subtracted terms.
         """
         terms = self.terms[:, group, 0 if source > 0 else 1]
         if self.sources[group] != {source}:
@@ -177,9 +180,9 @@ def on_merged_weights(
     subtracted: np.ndarray,
     num_live: int,
 ) -> RowRouting:
-    """The routing on weights with a merged adapter: its rows have no term, all others subtract it.
+    """The routing on weights with a merged adapter: its rows have no term, other rows subtract the adapter.
 
-    groups: [L][sites], group g of `routing` for an unmerged site, g + G for a merged site.
+    groups: [L][sites], group g of `routing` if unmerged, g + G if merged.
     route: of the adapter's rows, -1 without rows.  subtracted: [G] TERM.  num_live: padding rows start here.
     """
     (num_routes, num_groups), of_base = routing.terms.shape[:2], routing.row_route[:num_live] < 0
