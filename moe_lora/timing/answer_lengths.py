@@ -9,7 +9,7 @@ FIRST_TOKENS = 128.0
 class AnswerLengths:
     """Running mean of each adapter's answers.
 
-    expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of these answers).
+    expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of answers).
     Source: L_i of dLoRA table 1, the mean of the adapter's requests.
     """
 
@@ -21,17 +21,17 @@ class AnswerLengths:
         self._num: dict[str | None, int] = {}
 
     def note(self, adapter: str | None, num_tokens: int) -> None:
-        """An answer has ended."""
+        """Record an ended answer."""
         self._tokens[adapter] = self._tokens.get(adapter, 0) + num_tokens
         self._num[adapter] = self._num.get(adapter, 0) + 1
 
     def forget(self, adapter: str) -> None:
-        """The adapter is gone; its name may return with other content."""
+        """Drop a removed adapter: its name may return with new content."""
         self._tokens.pop(adapter, None)
         self._num.pop(adapter, None)
 
     def expected(self, adapter: str | None, prior_tokens: float | None = None) -> float:
-        """Tokens of the adapter's next answer.  prior_tokens: None: the constructor's."""
+        """Expected tokens of the adapter's next answer.  prior_tokens None: the constructor's."""
         prior = self.PRIOR * (self._prior_tokens if prior_tokens is None else prior_tokens)
         return (prior + self._tokens.get(adapter, 0)) / (self.PRIOR + self._num.get(adapter, 0))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of a host beside its device: copies over a link, computation of prompts by workers.
+"""Times of a host beside its device: copies over a link, prompts computed by workers.
 
-Legend: L prompt tokens of a step, r LoRA rank, c tokens that one worker computes in time.
+Legend: L prompt tokens of a step, r LoRA rank, c tokens computed by one worker in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LARGEST = 1e30
-"""Limit of a profile's numbers against overflow; a divisor's least is 1 / _LARGEST."""
+"""Limit of a profile's numbers against overflow; divisors are at least 1 / _LARGEST."""
 _MOST = 1 << 20
 
 Amount = TypeVar("Amount", float, "NDArray[Any]")
@@ -45,8 +45,8 @@ class CacheCosts:
     """Costs of restoring bytes or KV.
 
     transfer_bytes_per_s: host to device; transfer_s: latency of a copy; disk_bytes_per_s: files to the
-    device; attention_s_per_token2: per token and earlier token; wait_s: a
-    request's fixed loss by any missing node.
+    device; attention_s_per_token2: per token and earlier token; wait_s: a request's fixed loss by missing
+    nodes.
     """
 
     page_bytes: int
@@ -58,11 +58,11 @@ class CacheCosts:
     wait_s: float = 0.02
 
     def move_s(self, pages: Amount) -> Amount:
-        """Seconds to copy that many pages from host to device."""
+        """Seconds to copy pages from host to device."""
         return LinkTime(self.transfer_bytes_per_s, self.transfer_s).of_parts(pages, self.page_bytes)
 
     def load_s(self, pages: Amount) -> Amount:
-        """Seconds to load an adapter of that many pages from its files."""
+        """Seconds to load an adapter of these pages from files."""
         return LinkTime(self.disk_bytes_per_s, self.transfer_s).of_parts(pages, self.page_bytes)
 
     def recompute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
@@ -96,8 +96,9 @@ class PartTime:
 class HostTimes:
     """Measured times of one machine (`moe-lora profile-steps --host-worker`).
 
-    worker: by site, named by its modules ("q+k+v"), one worker's time for a layer's deltas.  device: a
-    prompt's layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of adapters to the device.
+    worker: one worker's time for a layer's deltas, by site, named by its modules ("q+k+v").  device: a
+    prompt's
+    layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of loads to the device.
     bytes_per_rank: of an adapter on all measured sites.
     """
 
@@ -121,7 +122,7 @@ class HostTimes:
             raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be from 0 to {_LARGEST}")
 
     def adapter(self, lora_rank: int) -> ColdAdapter:
-        """An adapter of this rank on all sites but the choice of experts."""
+        """An adapter of this rank on all sites but "router"."""
         targets = [module for modules in self.worker for module in modules.split("+") if module != "router"]
         return ColdAdapter(
             lora_rank=lora_rank, num_bytes=lora_rank * self.bytes_per_rank, targets=tuple(targets)
@@ -140,9 +141,9 @@ class HostTimes:
         )
 
     def tokens_per_worker(self, lora_rank: int) -> int:
-        """c: most measured tokens that a worker computes within the device's layer time.
+        """c: most measured tokens computed by a worker within the device's layer time.
 
-        Without any: the number at which a piece's fixed time is half of its time.
+        If none: the number at which a piece's fixed time is half of its time.
         """
         adapter = self.adapter(lora_rank)
         for num_tokens in range(self.max_tokens, 0, -1):
@@ -157,7 +158,7 @@ class HostTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ColdAdapter:
-    """An adapter that is not on the device.  targets: modules with deltas; None: all."""
+    """An adapter outside the device.  targets: modules with deltas; None: all."""
 
     lora_rank: int
     num_bytes: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage times of a layer on an emulated device, whole and by site."""
+"""Stage times of a layer on an emulated device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ def decode_layer_s(
 
 
 def with_deltas_s(profile: StepProfile, base_s: float, delta_s: float, *, remote: bool) -> float:
-    """Seconds of a base GEMM with deltas of delta_s, beside the GEMM or after the GEMM."""
+    """Seconds of a base GEMM and its deltas, overlapped or in sequence."""
     return max(base_s, delta_s) if remote and profile.overlap else base_s + delta_s
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """This expert site's share of a layer's expert work, in matrices; without
-    experts, of the MLP's two sites.
-    """
+    """An expert site's share of a layer's expert work, in matrices; in a dense model, of the MLP's."""
     return len(site.modules) / sum(len(other.modules) for other in mlp_sites(shape))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performance models: a step's time as a linear function of its adapters, or from a transformer's shape.
+"""Performance models: a step's time, linear in its adapters, or from a transformer's shape.
 
-Legend: S the requests of a step; t_i tokens and r_i rank of request i (rank 0: the base model); T = sum
-t_i; R_a rank and T_a tokens of distinct adapter a; p = experts per token / experts.
+Legend: t_i tokens and r_i rank of request i (rank 0: the base model); T = sum t_i; R_a rank and T_a tokens of
+distinct adapter a; p = experts per token / experts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ FEATURES = ("step", "tokens", "experts", "padded_ranks", "ranks", "adapter_ranks
 
 step            1: constant
 tokens          T
-experts         1 - (1 - p)^T: share of chosen experts, so of base weights read
+experts         1 - (1 - p)^T: share of base experts read
 padded_ranks    T max r_i: rank rows of a padding kernel (Toppings equation 2, BGMV)
 ranks           sum t_i r_i: rank rows at true rank (Toppings equation 2, MBGMV)
-adapter_ranks   sum R_a over distinct adapters: rows of dense adapter weights, read once
+adapter_ranks   sum R_a: rows of dense adapter weights, read once per distinct adapter
 expert_ranks    sum R_a (1 - (1 - p)^T_a): rows of the chosen experts' adapter weights
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request in a step, or several of one adapter: only their tokens count.
+    """One request of a step, or several of one adapter: only tokens count.
 
-    lora_rank 0 and adapter None: the base model.  num_tokens: computed in the step: 1 in decode, the prompt's
-    in prefill.
+    lora_rank 0 and adapter None: the base model.  num_tokens: 1 in decode, the prompt's in prefill.
     """
 
     adapter: str | None
@@ -44,9 +43,7 @@ class Row:
 
 
 class StepWork:
-    """The rows of a step; adding and removing a row takes constant time.
-    expert_share: p, 1 of a dense model.
-    """
+    """A step's rows; a change takes constant time.  expert_share: p, 1 of a dense model."""
 
     def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:
         self.num_tokens = 0
@@ -67,7 +64,7 @@ class StepWork:
         self._change(row, -row.num_tokens)
 
     def features(self, more: Row | None = None) -> dict[str, float]:
-        """All of `FEATURES`; more: with this extra row."""
+        """All `FEATURES`, with an optional extra row."""
         largest = max(self._tokens_of_rank, default=0)
         num_tokens, ranks = self.num_tokens, self._ranks
         adapter_ranks, expert_ranks = self._adapter_ranks, self._expert_ranks
@@ -110,7 +107,7 @@ class StepWork:
 
 
 def features(rows: Iterable[Row], expert_share: float) -> dict[str, float]:
-    """All of `FEATURES` of a step; expert_share: p, 1 of a dense model."""
+    """All `FEATURES` of a step; expert_share: p, 1 of a dense model."""
     return StepWork(expert_share, rows).features()
 
 
@@ -123,7 +120,7 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
 
     form "toppings": equation 2, alpha x + beta, and a term per token in prefill; x is `padded_ranks` of
     "bgmv", else `ranks` (the paper has no kernel like "sgmv").  form "full": all terms of the kernel.
-    phase: "decode" or "prefill".  Raises ConfigError for unknown names.
+    Raises ConfigError for unknown names.
     """
     for name, value, allowed in (
         ("kernel", kernel, LORA_KERNELS),
@@ -140,11 +137,11 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """A performance model: times of decode and prefill steps of one base model, machine and LoRA kernel.
+    """Times of decode and prefill steps of one base model, machine and LoRA kernel.
 
-    decode_s, prefill_s: seconds per unit of each feature.  For routers, simulators and operating points.
-    Raises ConfigError for unknown features and for coefficients that are negative or no numbers.  Source:
-    Toppings, section 5 and equation 2.
+    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and for
+    coefficients that are negative or no numbers.
+    Source: Toppings, section 5 and equation 2.
     """
 
     kernel: str
@@ -174,7 +171,7 @@ class StepModel:
         return StepWork(self.expert_share, rows)
 
     def seconds(self, phase: str, work: StepWork, more: Row | None = None) -> float:
-        """Seconds of a step of this phase over the batch, plus an optional row; 0 without rows."""
+        """Seconds of a step over the batch plus an optional row; 0 without rows."""
         if more is None and not work.num_tokens:
             return 0.0
         found = work.features(more)
@@ -195,7 +192,7 @@ FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
 
 
 def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
-    """Bytes of an adapter on all usual sites over all layers: dense sites, experts (all)."""
+    """Bytes per rank of an adapter on all usual sites and layers: dense sites, experts."""
     parts = [0, 0]
     for site in map(shape.site, shape.default_targets):
         features = sum(site.in_features + out for out in site.out_features)
@@ -227,7 +224,7 @@ def expected_step_times(
 def expected_swap_times(
     num_bytes: Callable[[Hashable], int], bytes_per_s: float
 ) -> Callable[[Hashable, Hashable], float]:
-    """Estimate of merges.  num_bytes: of the weights that an adapter changes."""
+    """Estimate of merges.  num_bytes: of an adapter's changed weights."""
 
     def seconds(before: Hashable, after: Hashable) -> float:
         out = 0 if before is None else TAKE_OUT_PASSES * num_bytes(before)
@@ -240,7 +237,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def change_count(counts: Counter[Key], key: Key, change: int) -> None:
-    """Change a count; counts of 0 are removed."""
+    """Change a count; a count of 0 is removed."""
     counts[key] += change
     if not counts[key]:
         del counts[key]
@@ -252,7 +249,7 @@ class TransformerTime:
 
     FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and attended token.
     Bytes: weights once, attended KV of decode rows, each used adapter once.
-    dtype_bytes: of a weight, mean of mixed formats (`core.weight_format`).
+    dtype_bytes: of a weight, mean of mixed formats.
     flops_per_s, bytes_per_s: reached, not peak; of all devices of the instance.
     delta_row_s: a decode row's deltas in all layers; prompt_delta: factor for a prompt row.
     """
@@ -276,8 +273,9 @@ class TransformerTime:
         adapter_bytes: float,
         num_deltas: float = 0.0,
     ) -> float:
-        """num_tokens: rows of the step.  attended: pairs of a row and an attended token.
-        decode_context: tokens of all decode rows' contexts.  num_deltas: of all rows, through all layers.
+        """Seconds of a step.  attended: pairs of a row and an attended token.  decode_context: context tokens
+        of all
+        decode rows.  num_deltas: of all rows, through all layers.
         """
         if not num_tokens:
             return 0.0
@@ -286,7 +284,7 @@ class TransformerTime:
         return self.fixed_s + max(compute_s, read / self.bytes_per_s) + num_deltas * self.delta_row_s
 
     def step_model(self, lora_ranks: float, adapter_bytes: float) -> StepModel:
-        """As a performance model of decode steps, without context terms.
+        """As a performance model, without context terms.
 
         lora_ranks, adapter_bytes: of one adapter, all of equal rank.
         """
