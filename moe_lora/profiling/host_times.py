@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of host workers, device and loads on this machine, for `moe-lora profile-steps --host-worker`.
-
-Legend: T tokens, K experts per token.
-"""
+"""Times of host workers, device and loads, for `moe-lora profile-steps --host-worker`."""
 
 from __future__ import annotations
 
@@ -55,10 +52,12 @@ def measure_host(
 ) -> dict[str, Any]:
     """The `host` section of a performance model's file.
 
-    In turn, with prompts of 1 to max_tokens tokens and adapters of the ranks: one worker, on the last
-    available core, computes a layer's deltas site by site; an engine computes prompts of one request, and
-    loads adapters.  quantile: of num_rounds samples each, after a warm-up round.  Fits: least squares of
-    relative errors, without negative times.
+    In turn, for prompts of 1 to max_tokens tokens and each rank: one worker, on the last available core,
+    computes
+    a layer's deltas site by site; an engine computes one request's prompt, and loads an adapter.  quantile:
+    of
+    num_rounds samples each, after a warm-up round.  Fits: least squares of relative errors, without negative
+    times.
     """
     config = replace(
         config,
@@ -118,7 +117,7 @@ class _Worker:
         self._workers.close()
 
     def seconds(self, site: Site, num_tokens: int, lora_rank: int) -> float:
-        """From the layout of a site's request to its deltas; layers in turn."""
+        """Seconds from a site's request to its deltas; layers in turn."""
         shape = self._shape
         session = self._workers.links[0].session
         assert isinstance(session, ClientSession), "the worker ended"
@@ -210,7 +209,7 @@ def _fit(
 
 
 def break_even_lines(times: HostTimes, ranks: Sequence[int], workers: Sequence[int]) -> list[str]:
-    """For each rank and number of workers: c, and the prompt length from which waiting is faster."""
+    """Per rank and number of workers: c, and the prompt length from which waiting is faster."""
     lines = []
     for rank in ranks:
         adapter, c = times.adapter(rank), times.tokens_per_worker(rank)

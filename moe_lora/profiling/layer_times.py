@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of one layer on this machine: base model, deltas, transfers; for `moe-lora profile`.
-
-Legend: B rows, D hidden size, F expert hidden size, K experts per row, E experts, x EP degree.
-"""
+"""Times of one layer on this machine, for `moe-lora profile`."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _EXPERT_SITES = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Median seconds of one layer by batch; of the server's stages by (EP degree, batch)."""
+    """Median seconds of one layer by batch; server stages by EP degree and batch."""
 
     attention_s: list[float]
     experts_s: list[float]
@@ -47,8 +44,8 @@ class LayerTimes:
 class LayerClock:
     """One layer of a model with experts, for timing at any batch up to the largest.
 
-    config: of the model.  lora_rank, num_adapters, zipf: of the rows' adapters.
-    context_tokens: KV per row.  Raises ConfigError for a model without experts.
+    lora_rank, num_adapters, zipf: of the rows' adapters.  context_tokens: KV per row.
+    Raises ConfigError for a model without experts.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class LayerClock:
         )
 
     def _base(self, batch: int) -> tuple[float, float]:
-        """(attention, MLP with its gate) of a decode step without adapters, not compiled."""
+        """(attention, MLP with its gate), seconds of a decode step without adapters, not compiled."""
         layout, model = self._rank.layout, self._rank.model
         blocks = -(-self._context_tokens // layout.block_size)
         arena = torch.zeros(batch * blocks * layout.page_bytes, dtype=torch.uint8, device=self.device)
@@ -109,7 +106,7 @@ class LayerClock:
         return attention, self._seconds(lambda: layer.mlp(layer.mlp_norm(x), channel, live))
 
     def _compute(self, batch: int, ep: int) -> float:
-        """Deltas of gate/up and down at a rank with the first E / x experts."""
+        """Seconds of gate/up and down deltas at a rank with the first E / ep experts."""
         ids, slots = self._ids[:batch], self._token_slots[:batch].int().to(self.device)
         held = torch.where(ids < self.shape.num_experts // ep, ids, -1).to(self.device)
         work = []
@@ -126,7 +123,7 @@ class LayerClock:
         return self._seconds(deltas)
 
     def _transfers(self, degrees: list[int]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-        """Puts of one rank's part of a layer's inputs, and of its deltas, through shared memory."""
+        """Seconds of puts through shared memory: a rank's part of a layer's inputs, and of its deltas."""
         shape, itemsize = self.shape, self.dtype.itemsize
         routed = shape.num_experts_per_token
         per_row_in = {ep: shape.hidden_size + routed * shape.intermediate_size / ep for ep in degrees}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of an engine's whole steps by batch; for `moe-lora profile-steps`.
-
-Legend: N copies of a matrix, R LoRA rank.
-"""
+"""Times of whole engine steps by batch, for `moe-lora profile-steps`."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ _LOAD_POLL_S = 0.001
 
 
 class TimedRow(Protocol):
-    """A request of a timed batch: its adapter (None: the base model) and the length of its prompt."""
+    """A request of a timed batch.  adapter None: the base model.  num_tokens: of the prompt."""
 
     @property
     def adapter(self) -> str | None: ...
@@ -86,8 +83,8 @@ class StepClock:
     """An engine with resident random adapters, for timing steps from outside.
 
     adapters: name -> rank, on attention and MLP of every layer.  num_decode_steps: timed after each prefill.
-    processor_time: this thread's CPU seconds instead of wall time; for one CPU thread.  Raises ConfigError
-    for impossible settings.
+    processor_time: this thread's CPU seconds instead of wall time; needs one CPU thread.
+    Raises ConfigError for impossible settings.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class StepClock:
     def run(self, rows: Sequence[TimedRow]) -> tuple[float, list[float]]:
         """Seconds of the prefill step with all rows, and of the following decode steps.
 
-        Raises CapacityError if the rows don't fit into one step.
+        Raises CapacityError if one step can't hold the rows.
         """
         requests = [self._request(row) for row in rows]
         for request in requests:
@@ -165,9 +162,9 @@ class StepClock:
 
 
 def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> EngineCore:
-    """An engine with these random adapters (name -> rank) resident on its device.
+    """An engine without prefix cache, with these random adapters (name -> rank) resident.
 
-    Their memory stays below the cache's swap-out threshold; no history is kept.
+    Their memory stays below the cache's swap-out threshold.
     """
     hf_config = config.hf_config()
     dtype = DTYPES[resolved(config, hf_config).dtype]
@@ -206,7 +203,7 @@ _LONGEST_SLEEP_S = 0.01
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request on its way; seconds after the run's start, NaN: not yet."""
+    """A request's times in seconds after the run's start; NaN: not yet."""
 
     arrival_s: float
     output_tokens: int
@@ -215,7 +212,7 @@ class OpenRequest:
 
 
 class OverloadError(Exception):
-    """A request waited too long for its first token: waited_s."""
+    """A request waited too long for its first token."""
 
     def __init__(self, waited_s: float) -> None:
         super().__init__(f"a request waited {waited_s:.3g} s for its first token")
@@ -232,7 +229,7 @@ def serve_open_loop(
 ) -> list[OpenRequest]:
     """Serve the plan open-loop with an otherwise idle engine; every answer has its full length.
 
-    plan: by arrival.  Prompts differ.  TTFT counts from the planned arrival, including a step in progress.
+    plan: by arrival.  TTFT counts from the planned arrival, including a step in progress.
     Raises OverloadError, with every request dropped, after a wait of longest_wait_s for a first token.
     """
     start_s = now_s()
