@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback of transformers' Trainer: each epoch's adapter is served under one name."""
+"""A callback of transformers' Trainer: serves each epoch's adapter under one name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .publisher import Publisher, adapter_config, adapter_tensors
 
 
 class PublishEachEpoch(TrainerCallback):
-    """Publishes the PEFT model's adapter at the end of each epoch, and at the end of training.
+    """Publishes the PEFT model's adapter after each epoch and after training.
 
-    url, name, api_key: see `Publisher`.  adapter: PEFT's name.  versions: published versions, in order.
+    url, name, api_key: see `Publisher`.  adapter: PEFT's name.  versions: published, in order.
     """
 
     def __init__(self, url: str, name: str, api_key: str | None = None, adapter: str = "default") -> None:
@@ -34,7 +34,7 @@ class PublishEachEpoch(TrainerCallback):
         self._publisher.close()
 
     def _publish(self, state: TrainerState, model: Any) -> None:
-        """Publish a step once: ranks gather shards, and the first rank sends."""
+        """Publish a step once: all ranks gather shards, the first rank sends."""
         if state.global_step == self._published_step:
             return
         self._published_step = state.global_step

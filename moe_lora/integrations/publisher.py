@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TIMEOUT_S = 1800.0
-"""Time for a publication: a load may wait for running requests."""
+"""Limit of a publication: a load may wait for running requests."""
 
 
 def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
     """The adapter's tensors by the keys of adapter_model.safetensors, in host memory.
 
-    Gathers sharded tensors: every rank calls the function.
+    Every rank must call: sharded tensors are gathered.
     """
     from peft import get_peft_model_state_dict
 
@@ -35,7 +35,7 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Ten
 
 
 def whole_tensors(tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """In host memory; gathers sharded tensors."""
+    """Tensors in host memory; gathers sharded tensors."""
     whole = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in tensors}
     return {key: one.detach().cpu().contiguous() for key, one in whole.items()}
 
@@ -49,8 +49,8 @@ def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]
 class Publisher:
     """Publishes versions of one name.
 
-    url: of the server.  api_key: of an administrator; None: the server has no keys.  shared: a folder of
-    shared memory on the server's host, as /dev/shm, which the server reads; None: tensors go over HTTP.
+    api_key: of an administrator; None: the server has no keys.  shared: a folder of shared memory on the
+    server's host, as /dev/shm, read by the server; None: tensors go over HTTP.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Publisher:
         return int(_checked(answer, self.name)["version"])
 
     def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
-        """The server copies the files before the checks, and the folder goes after the answer."""
+        """The server copies the files before its checks; the folder goes after the answer."""
         with TemporaryDirectory(dir=shared, prefix="moe_lora-published-") as folder:
             Path(folder, "adapter_config.json").write_text(config, encoding="utf-8")
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
@@ -102,7 +102,7 @@ def _checked(answer: httpx.Response, name: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Sets and enumerations of a PEFT configuration as JSON has them."""
+    """A PEFT configuration's sets and enumerations for JSON."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return value.value if isinstance(value, Enum) else str(value)

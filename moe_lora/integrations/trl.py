@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's asynchronous GRPO with a server of moe_lora: tensors of the adapter are published in place."""
+"""TRL's asynchronous GRPO with a moe_lora server: syncs publish the adapter in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .publisher import Publisher, adapter_config, adapter_tensors
 
 
 class PublishesInPlace:
-    """Mixin for TRL's trainer: a sync publishes the next version of `lora_name`, the model of rollouts.
+    """Mixin for TRL's trainer: a sync publishes the next version of `lora_name`, the rollouts' model.
 
-    Any LoRA that the server loads may train, experts (`target_parameters`) included.  A sync has no pause
-    and no file: running rollouts end on the former version.
+    Any loadable LoRA may train, experts (`target_parameters`) included.  A sync has no pause and no file:
+    running
+    rollouts end on the former version.
     """
 
     lora_name = "trl-policy"
@@ -31,7 +32,7 @@ class PublishesInPlace:
             async_rollout_worker.is_vllm_available = is_available
         worker = self.rollout_worker
         if self._lora_sync and isinstance(worker, async_rollout_worker.AsyncRolloutWorker):
-            # By default rollouts ask for a new name at each version.
+            # By default each version has a new name.
             worker._loop_kwargs |= {"model_name": self.lora_name, "lora_name": None}
 
     def _init_lora_sync(self: Any, model: Any) -> bool:
@@ -40,7 +41,7 @@ class PublishesInPlace:
         return True
 
     def _sync_weight_lora(self: Any, start_s: float) -> tuple[float, float, float]:
-        """Publish; returns the ends of pause, barrier and transfer.  Pause and barrier take no time."""
+        """Publish; returns the ends of pause, barrier and transfer.  Only the transfer takes time."""
         model = self.accelerator.unwrap_model(self.model)
         tensors = adapter_tensors(model, self._adapter_name)
         if self.accelerator.is_main_process:
