@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of every transport, in OpenSHMEM's words: windows of memory, and counting signals.
 
-A process allocates windows and sends their descriptors to peers, which `attach`.  A peer puts bytes into a
-window and raises one of its signals; a reader of the value sees the bytes (release store, acquire load).
-Signals are unsigned 64-bit with one writer at a time.  A raise below the present value changes nothing, and
-waits test >=.  A restarted process has new windows; peers need no restart.  Descriptors are JSON in ASCII.
+A process allocates windows; peers `attach` to their descriptors, put bytes into a window and raise a signal.
+A reader of the value sees the bytes (release store, acquire load).  Signals are unsigned 64-bit with one
+writer at a time.  A raise below the present value changes nothing, and waits test >=.  A restarted process
+has new windows; peers need no restart.
 
 Source: InfiniLoRA section 5.1 (push-based communication); OpenSHMEM 1.5 section 9.8 (signals).
 """
@@ -49,7 +49,7 @@ class Descriptor:
 
     @staticmethod
     def decode(data: bytes, kind: str) -> Descriptor:
-        """Raises ValueError unless data is a descriptor of this version and kind of transport."""
+        """Raises ValueError for data of another version or transport, or no descriptor."""
         try:
             fields = json.loads(data)
             version = fields.pop("version")
@@ -70,7 +70,7 @@ class Descriptor:
 
 
 def check_same_size(found: Descriptor, num_bytes: int, num_signals: int) -> None:
-    """Raises ValueError unless the window has its descriptor's size."""
+    """Raises ValueError unless the sizes are the descriptor's."""
     if (num_bytes, num_signals) != (found.num_bytes, found.num_signals):
         raise ValueError(
             f"window {found.label!r} of {found.peer!r} has {num_bytes} bytes and {num_signals} signals, its "
@@ -98,7 +98,7 @@ def check_sizes(label: str, num_bytes: int, num_signals: int) -> None:
 
 
 def check_range(window: Sized, offset_bytes: int, num_bytes: int) -> None:
-    """Raises ValueError unless the range lies within the window."""
+    """Raises ValueError for a range beyond the window."""
     if offset_bytes < 0 or num_bytes < 0 or offset_bytes + num_bytes > window.num_bytes:
         raise ValueError(
             f"{num_bytes} bytes at offset {offset_bytes} do not fit window {window.label!r} of "
@@ -107,7 +107,7 @@ def check_range(window: Sized, offset_bytes: int, num_bytes: int) -> None:
 
 
 def check_signal(window: Sized, signal: int, value: int = 0) -> None:
-    """Raises ValueError for a missing signal or a value that is no unsigned 64-bit number."""
+    """Raises ValueError for a missing signal or a value beyond unsigned 64 bits."""
     if not 0 <= signal < window.num_signals:
         raise ValueError(
             f"window {window.label!r} has {window.num_signals} signals, numbered from 0; {signal} is "
@@ -118,7 +118,7 @@ def check_signal(window: Sized, signal: int, value: int = 0) -> None:
 
 
 def check_tensor(tensor: torch.Tensor, role: str) -> int:
-    """Bytes of a tensor.  Raises ValueError unless contiguous and on the CPU."""
+    """Bytes of a contiguous CPU tensor.  Raises ValueError for others."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"{role} must be a contiguous CPU tensor, not shape {tuple(tensor.shape)}, strides "
@@ -133,10 +133,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Window(ABC):
-    """Memory of this process for peers' writes; subclasses make `bytes` and `words`, and free them."""
+    """Memory of this process for peers' writes; subclasses make and free `bytes` and `words`."""
 
     bytes: torch.Tensor
-    """uint8 [num_bytes], initially zero; mapped during the life of any view."""
+    """uint8 [num_bytes], initially zero; mapped as long as any view."""
     words: SignalWords
 
     def __init__(self, owner: Transport, number: int, label: str, num_bytes: int, num_signals: int) -> None:
@@ -149,8 +149,9 @@ class Window(ABC):
         """The medium's facts for peers."""
 
     def descriptor(self) -> builtins.bytes:
-        """Data for `attach`: name, size, facts of the medium.  ASCII, a few hundred bytes (NIXL: a few
-        kilobytes); valid until the window is freed or the process ends.
+        """ASCII for `attach`, a few hundred bytes (NIXL: a few kilobytes); valid until the window is freed or
+        the
+        process ends.
         """
         return Descriptor(
             kind=self._owner.kind,
@@ -167,22 +168,22 @@ class Window(ABC):
         return self.words.read(signal)
 
     def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here, also to a lower one, and wake this process's waiters.
+        """Set the value here, even lower, and wake this process's waiters.
 
-        To reset a reused window, or wake an own thread; a simultaneous raise of a peer may be lost.
+        Resets a reused window, or wakes an own thread; a simultaneous raise of a peer may be lost.
         """
         check_signal(self, signal, value)
         self.words.set(signal, value)
 
     def free(self) -> None:
-        """Free the window: later puts of peers raise PeerGoneError, at the latest in quiet, or change
-        nothing.  Idempotent.
+        """Free the window: peers' later puts raise PeerGoneError, at the latest in quiet, or change nothing.
+        Idempotent.
         """
         if self._owner.forget(self):
             self.discard()
 
     def discard(self) -> None:  # noqa: B027
-        """Release the medium's resources of the window; called once."""
+        """Release the medium's resources; called once."""
 
 
 class RemoteWindow(ABC):
@@ -193,8 +194,9 @@ class RemoteWindow(ABC):
         self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None if
-        the medium has no mapping.
+        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None
+        without a
+        mapping.
         """
         check_range(self, offset_bytes, num_bytes)
         return None
@@ -207,13 +209,13 @@ class RemoteWindow(ABC):
     def alive(self) -> bool:
         """True if the peer's process and window exist, as far as known without a wait.
 
-        Cheap; some media notice a death only by a write.
+        Some media notice a death only by a write.
         """
 
     def gone_error(
         self, reason: object = "the process has ended, or it was freed or detached from"
     ) -> PeerGoneError:
-        """The error of any later use of the window."""
+        """The error of later uses of the window."""
         return PeerGoneError(
             f"window {self.label!r} of {self.peer!r} is gone ({reason}); attach to its newest window"
         )
@@ -222,8 +224,7 @@ class RemoteWindow(ABC):
 class Transport(ABC):
     """One process's end, from `make_transport`; closed by `close` or as a context manager.
 
-    Thread-safe, with windows' methods; call `close` last.  Remote windows are
-    those attached by this transport.
+    Thread-safe, with windows' methods; call `close` last.
     """
 
     kind: str
@@ -239,10 +240,7 @@ class Transport(ABC):
         self._closed = False
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> Window:
-        """Zeroed local memory for peers' writes.
-
-        Raises ValueError for sizes below zero or a used label.
-        """
+        """Zeroed local memory for peers' writes.  Raises ValueError for negative sizes or a used label."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"transport {self.name!r} is closed; make a new one")
@@ -262,7 +260,7 @@ class Transport(ABC):
     @abstractmethod
     def attach(self, descriptor: bytes) -> RemoteWindow:
         """The window of a descriptor.  Raises PeerUnreachableError for a lost window or process, ValueError
-        for a descriptor of another transport or version, or of other sizes.
+        for a descriptor of another transport, version or size.
         """
 
     @abstractmethod
@@ -275,22 +273,22 @@ class Transport(ABC):
         `fence`: signal n + 1 covers frames 0 to n.
 
         src: contiguous, on the CPU, any dtype, or None for the signal alone; unchanged until `quiet(dst)`.
-        May be asynchronous: over NIXL puts progress while the process puts, waits or quiets, and bytes of
-        puts may overtake each other without a `fence`.  Any offset and length, zero too.
-        Raises ValueError beyond the window, PeerGoneError.
+        May be asynchronous: NIXL progresses puts while the process puts, waits or quiets, and bytes of puts
+        may
+        overtake each other without a `fence`.  Raises ValueError beyond the window, PeerGoneError.
         """
 
     @abstractmethod
     def get(self, src: Any, offset_bytes: int, out: torch.Tensor) -> None:
-        """out = src[offset : offset + out.nbytes]; returns when filled.  Raises ValueError, PeerGoneError."""
+        """out = src[offset : offset + out.nbytes], complete on return.  Raises ValueError, PeerGoneError."""
 
     @abstractmethod
     def fence(self, dst: Any) -> None:
-        """Earlier puts are delivered before later puts.  Raises PeerGoneError."""
+        """Deliver earlier puts before later puts.  Raises PeerGoneError."""
 
     @abstractmethod
     def quiet(self, dst: Any) -> None:
-        """Returns when all puts are delivered and their sources may be reused.  Raises PeerGoneError."""
+        """Wait until all puts are delivered and their sources may be reused.  Raises PeerGoneError."""
 
     def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
         """Wait for signal >= at_least; returns the value.  None: no limit.  Any thread; releases the GIL.
@@ -305,7 +303,7 @@ class Transport(ABC):
         return window.words.read(signal)
 
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
-        """Index of the first (window, signal, at_least) that holds; None after timeout_s.
+        """Index of the first reached (window, signal, at_least); None after timeout_s.
 
         Spins briefly, then sleeps; a sleeper waits for any number of signals of this transport's windows.
         """
@@ -351,8 +349,7 @@ def make_transport(kind: str, *, name: str, **options: Any) -> Transport:
     """One process's end of a transport.
 
     kind: one of KINDS.  name: unique in the cluster, e.g. "server/3"; a restarted process keeps its name.
-    options: of the kind's class.
-    Raises ValueError for an unknown kind.
+    options: of the kind's class.  Raises ValueError for an unknown kind.
     """
     if kind not in _PLACES:
         raise ValueError(f"transport {kind!r} is unknown; choose one of {', '.join(_PLACES)}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts issued by a device: the LoRA Server's interface, and its implementations.
 
-The members of a group start together with equal memory (OpenSHMEM's symmetric memory); a put copies a place
-to the same place of another member, queued on the current stream.  No member joins later or returns.
-Signals count additions: PUT_BLOCKS more per put cover all its bytes.  Puts to one signal are unordered.
+A group's members start together with equal memory (OpenSHMEM's symmetric memory); a put copies a place to
+another member's same place, on the current stream.  No member joins later or returns.  Signals count
+additions: PUT_BLOCKS more per put cover all its bytes.  Puts to one signal are unordered.
 
 Source: InfiniLoRA section 5.1 (IBGDA, push-based communication); OpenSHMEM 1.5 sections 6 and 9.8.
 """
@@ -20,12 +20,12 @@ import torch
 from .contract import LINE_BYTES, check_signal
 
 PUT_BLOCKS = 8
-"""Programs per put, each with a part of the bytes."""
+"""Programs per put."""
 WORDS_PER_SIGNAL = LINE_BYTES // 8
 POLLS_PER_S = 1_000_000
-"""Bounds of waits count polls of local memory, about a microsecond each."""
+"""Waits are bounded by polls of local memory, about a microsecond each."""
 STATUS_BYTES = 16
-"""Bytes behind the rows per program of `put_rows`."""
+"""Bytes per program of `put_rows`, behind the rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class SymmetricWindow:
     """int64 [num_signals * 8], on the device; word 8 * i is signal i"""
 
     def rows(self, start_bytes: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The place from these bytes on, as [num_rows, width]."""
+        """The place from start_bytes, as [num_rows, width]."""
         end_bytes = start_bytes + num_rows * width * dtype.itemsize
         return self.bytes[start_bytes:end_bytes].view(dtype).view(num_rows, width)
 
@@ -56,9 +56,9 @@ class AnswerRows(NamedTuple):
 
     rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = no slot.
     ids: [T, top_k] int32 experts, None at a dense site; only first_expert to end_expert - 1 are put.
-    frame: the step's, with requested generations (see `deltas.device_frames`).
+    frame: the step's, with requested generations (`deltas.device_frames`).
     generation: [M] int64 of the slots now; a row with a newer slot counts as missing.  missing: [1] int64,
-    initial count.  state: [1] int64; nothing is put while it has a bit of `over`.
+    initial count.  state: [1] int64; a bit of `over` stops all puts.
     """
 
     rows: torch.Tensor
@@ -84,26 +84,27 @@ class DevicePuts(Protocol):
     def size(self) -> int: ...
 
     def alloc(self, num_bytes: int, num_signals: int) -> SymmetricWindow:
-        """Zeroed symmetric memory; every member calls with the same sizes, in the same order."""
+        """Zeroed symmetric memory; all members call in the same order with the same sizes."""
         ...
 
     def meet(self) -> None:
-        """A barrier of all members.  Raises LoraServerError for a missing member."""
+        """Wait for all members.  Raises LoraServerError for a missing member."""
         ...
 
     def put_pieces(
         self, window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
     ) -> None:
         """peer's window[offset : offset + num_bytes] = the own for each (offset, num_bytes), then its signal
-        += PUT_BLOCKS for each.  One or two places of one byte or more.
+        += PUT_BLOCKS for each.  One or two places of at least one byte.
         """
         ...
 
     def put_rows(
         self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
-        """Put the peer's rows to its window, then PUT_BLOCKS counts of missing rows to status_bytes (int64,
-        STATUS_BYTES apart), and its signal += PUT_BLOCKS.
+        """Put the peer's rows, then PUT_BLOCKS counts of missing rows at status_bytes (int64, STATUS_BYTES
+        apart), then
+        signal += PUT_BLOCKS.
         """
         ...
 
@@ -119,9 +120,8 @@ def check_device_puts(kind: str) -> None:
 
 
 def join_device_group(kind: str, address: str, rank: int, size: int, device: torch.device) -> DevicePuts:
-    """Meet the other members at `address` (host:port of member 0); returns once all are there.
-
-    Raises LoraServerError for missing members.
+    """Meet the other members at `address` (host:port of member 0).  Raises LoraServerError for missing
+    members.
     """
     joined: DevicePuts = importlib.import_module(_PLACES[kind]).join_group(address, rank, size, device)
     return joined

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-sided baseline and fallback between hosts: torch.distributed's gloo send/recv behind the contract.
 
-A thread per connection receives, writes into the window and raises the signal.  An attach makes a group of
-two.  A put returns once gloo has the bytes.  A send detects a dead peer.
+A thread per connection receives, writes into the window and raises the signal.  A put returns once gloo has
+the bytes.  A send detects a dead peer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .shm_library import SignalWaiter, SignalWords, lines
 
 
 class GlooWindow(Window):
-    """Private memory, filled by this process's receiver threads."""
+    """Private memory, filled by receiver threads."""
 
     def __init__(
         self, owner: GlooTransport, number: int, label: str, num_bytes: int, num_signals: int
@@ -49,7 +49,7 @@ class GlooWindow(Window):
 
 
 class GlooRemoteWindow(RemoteWindow):
-    """A peer's window at the other end of a link."""
+    """A peer's window over a link."""
 
     def __init__(self, found: Descriptor, link: Link) -> None:
         super().__init__(found)
@@ -57,7 +57,7 @@ class GlooRemoteWindow(RemoteWindow):
         self.link: Link | None = link
 
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind the puts sent before."""
+        """Raise a signal behind earlier puts."""
         self.put(0, None, signal, value)
 
     def alive(self) -> bool:
@@ -73,7 +73,7 @@ class GlooRemoteWindow(RemoteWindow):
             link.put(self.number, offset, data, signal, value)
 
     def ask(self, op: Op, offset: int = 0, out: torch.Tensor | None = None) -> None:
-        """A round trip.  Raises PeerGoneError, also for a freed window."""
+        """Call the peer, and wait.  Raises PeerGoneError, also for a freed window."""
         with self._live_link() as link:
             exists, _, _ = link.ask(op, self.number, offset, out)
         if not exists:
@@ -106,8 +106,9 @@ class GlooTransport(Transport):
         timeout_s: float = 30.0,
         put_timeout_s: float | None = None,
     ) -> None:
-        """host: this host's address for peers.  timeout_s: of one send or connection; then the peer counts as
-        gone.  put_timeout_s: of each part of a put; None: timeout_s.
+        """host: this host's address for peers.  timeout_s: of a send or connection; then the peer counts as
+        gone.
+        put_timeout_s: of each part of a put; None: timeout_s.
         """
         self.doorbell = lines(1)
         super().__init__(name, SignalWaiter(self.doorbell))
@@ -115,12 +116,12 @@ class GlooTransport(Transport):
         self._device = ProcessGroupGloo.create_device(hostname=host)
         self._links: dict[tuple[str, int, str], Link] = {}
         self._reception: Reception | None = None
-        # A link in use by another thread must not count as unused.
+        # Another thread's link must not count as unused.
         self._attaching = threading.Lock()
         atexit.register(self.close)  # a receiver left in gloo at interpreter exit aborts the process
 
     def address(self) -> dict[str, Any]:
-        """Address for links of peers; starts with the first window."""
+        """Address for peers' links; starts the reception."""
         with self._lock:
             if self._reception is None:
                 self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
@@ -166,7 +167,7 @@ class GlooTransport(Transport):
     def put_signal(
         self, dst: GlooRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Send; the peer's receiver thread writes the bytes and raises the signal."""
+        """Send; the peer's receiver thread writes and signals."""
         dst.put(offset_bytes, src, signal, value)
 
     def get(self, src: GlooRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
@@ -175,14 +176,14 @@ class GlooTransport(Transport):
         src.ask(Op.GET, offset_bytes, out)
 
     def fence(self, dst: GlooRemoteWindow) -> None:
-        """A link keeps the order of messages."""
+        """A link keeps messages in order."""
 
     def quiet(self, dst: GlooRemoteWindow) -> None:
         """A round trip behind the puts."""
         dst.ask(Op.QUIET)
 
     def detach(self, remote: GlooRemoteWindow) -> None:
-        """Release a peer's window, and the link with its last window."""
+        """Release a peer's window; its last window closes the link."""
         with self._attaching:
             remote.link = None
             self._remotes.discard(remote)

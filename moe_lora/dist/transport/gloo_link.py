@@ -2,7 +2,7 @@
 """One connection between two processes over gloo send/recv: requests one way, answers the other.
 
 A gloo group has fixed members, so each connection is a group of two: the windows' owner (0) and the attacher
-(1).  They meet over a socket (`MeetingStore`).
+(1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWNER, ATTACHED = 0, 1
 _REQUEST = struct.Struct("<qqqqqQ")
 _ANSWER = struct.Struct("<qqq")
 _REQUEST_TAG, _PAYLOAD_TAG, _ANSWER_TAG, _DATA_TAG, _ABORT_TAG = range(5)
-_Group: Any = distributed.ProcessGroupGloo  # its Python signatures are not declared
+_Group: Any = distributed.ProcessGroupGloo  # undeclared Python signatures
 _FOREVER = timedelta(days=365)
 _GOODBYE = timedelta(milliseconds=200)
 
@@ -55,7 +55,7 @@ class Link:
     def __init__(
         self, store: Store, side: int, device: Any, timeout_s: float, put_timeout_s: float | None = None
     ) -> None:
-        """Meets the other end; raises RuntimeError after timeout_s.
+        """Meet the other end.  Raises RuntimeError after timeout_s.
 
         put_timeout_s: of the parts of a put; None: timeout_s.
         """
@@ -66,7 +66,7 @@ class Link:
         options._threads = 1
         options._devices = [device]
         self._group = _Group(store, side, 2, options)
-        self._store = store  # the group alone does not keep a Python store alive
+        self._store = store  # the group does not keep a Python store alive
         self._other = 1 - side
         self._lock = threading.Lock()
         self.alive = True
@@ -87,7 +87,7 @@ class Link:
 
     @contextmanager
     def _turn_to_put(self) -> Iterator[None]:
-        # The lock's holder may wait for a stalled peer, longer than a put's limit.
+        # The lock's holder may wait for a stalled peer longer than a put's limit.
         if not self._lock.acquire(timeout=self._put_timeout.total_seconds()):
             raise RuntimeError("another thread waits for an answer over the same connection")
         try:
@@ -96,7 +96,7 @@ class Link:
             self._lock.release()
 
     def ask(self, op: Op, window: int, offset: int = 0, out: torch.Tensor | None = None) -> Answer:
-        """SIZE, QUIET or GET: the answer comes after all earlier puts."""
+        """SIZE, QUIET or GET, answered after all earlier puts."""
         num_bytes = 0 if out is None else out.nbytes
         with self._lock:
             answer = torch.empty(_ANSWER.size, dtype=torch.uint8)
@@ -109,7 +109,7 @@ class Link:
         return exists, its_bytes, its_signals
 
     def say_goodbye(self) -> None:
-        """End the connection, and the other end's receiver; tolerates an ended link."""
+        """End the connection and the other end's receiver; tolerates an ended link."""
         if not self.alive:
             return
         self.alive = False
@@ -151,7 +151,7 @@ class Link:
 
     def abort(self) -> None:
         """Break the connection under a waiting receiver."""
-        # A timed-out receive closes gloo's pair and its other receives; gloo's abort() does not.
+        # A timed-out receive closes gloo's pair and its receives; gloo's abort() does not.
         self.alive = False
         try:
             self._recv(torch.empty(1, dtype=torch.uint8), _ABORT_TAG, timedelta(milliseconds=1))
@@ -163,9 +163,8 @@ _LENGTHS = struct.Struct("<II")
 
 
 class MeetingStore(Store):
-    """A store of two processes over a socket: values set by one end are sent to the other.
+    """A store of two processes over a socket; torch's TCPStore may take seconds to resolve host names.
 
-    Used because torch's TCPStore resolves host names, which may take seconds.
     Raises OSError, also after a hang-up or the socket's timeout.
     """
 
@@ -187,13 +186,13 @@ class MeetingStore(Store):
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """timeout: ignored, the socket has one."""
+        """timeout: ignored, the socket has a timeout."""
         for key in keys:
             self.get(key)
 
 
 def receive(sock: socket.socket, num_bytes: int) -> bytes:
-    """Exactly that many bytes.  Raises OSError."""
+    """Exactly num_bytes bytes.  Raises OSError."""
     data = b""
     while len(data) < num_bytes:
         part = sock.recv(num_bytes - len(data))
@@ -237,7 +236,7 @@ class Reception:
         try:
             self._serve(number, visitor)
         finally:
-            # Last: ending a link takes time inside gloo, and `close` must wait.
+            # Last: an ending link takes time inside gloo, and `close` must wait.
             self._threads.pop(number, None)
 
     def _serve(self, number: int, visitor: socket.socket) -> None:
@@ -281,7 +280,7 @@ class Reception:
 def connect(
     host: str, port: int, tag: str, device: Any, timeout_s: float, put_timeout_s: float | None = None
 ) -> Link:
-    """A link to the owner at this address; the tag proves possession of its descriptor.
+    """A link to the owner at this address; the tag proves possession of a descriptor.
 
     Raises OSError or RuntimeError.
     """

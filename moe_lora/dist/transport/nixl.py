@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport over NIXL (UCX underneath): one-sided writes with a notification, also between hosts.
 
-Optional: pip install 'moe-lora[nixl]'.  Signals are notifications; waiters collect them and raise the local
-words.  NIXL's progress thread is off, as it burns a core: connections, and puts between hosts (TCP), progress
-only while the target waits or puts.  UCX reads its own variables, e.g. UCX_TLS=tcp,self or
-UCX_NET_DEVICES=eth0.  With Debian's Open MPI, UCX_MODULES=cma avoids a crash at exit.
+Optional: pip install 'moe-lora[nixl]'.  Waiters collect notifications and raise the local words.  NIXL's
+progress thread burns a core and is off: connections, and puts between hosts (TCP), progress only while the
+target waits or puts.  UCX reads variables, e.g. UCX_TLS=tcp,self or UCX_NET_DEVICES=eth0.  With Debian's
+Open MPI, UCX_MODULES=cma avoids a crash at exit.
 
-Attach and `quiet` read a header page {magic, tag, num_bytes, num_signals, freed} before each window's data,
-to notice a freed window.
+Attach and `quiet` read a header page {magic, tag, num_bytes, num_signals, freed} before each window's data.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _MAGIC = int.from_bytes(b"moelora1", "little")
 _HEADER = struct.Struct("<QQQQQ")
 _FREED_OFFSET = 32
 _NOTICE = struct.Struct("<qqQ")
-# Freed windows, kept for the process's life: peers may still write there.
+# Kept for the process's life: peers may still write there.
 _discarded: list[NixlWindow] = []
 _SPIN_S = 200e-6
-# A pause is this share of the time waited so far, within limits.
+# A pause is a share of the time waited, within limits.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
@@ -88,9 +87,7 @@ class NixlWindow(Window):
         return self.words.read(signal)
 
     def discard(self) -> None:
-        """Return the pages but keep the addresses registered, so that a peer's late put does no harm;
-        views read zeros.
-        """
+        """Return the pages but keep the addresses registered, so a late put does no harm; views read zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self._memory[_FREED_OFFSET] = 1
         _discarded.append(self)
@@ -98,7 +95,7 @@ class NixlWindow(Window):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfer:
-    """A write or read under way, and a notice for the peer after its end and the end of earlier transfers.
+    """A write or read under way, and a notice for the peer after this and all earlier transfers.
 
     handle, registered: NIXL's; None for a notice alone.  tensor: kept to the end.  notice: b"": no notice.
     """
@@ -148,8 +145,8 @@ class NixlTransfers:
         lock: threading.RLock,
         meanwhile: Callable[[], None],
     ) -> None:
-        """errors: NIXL's exceptions.  lock: held around each use of the agent.
-        meanwhile: called during waits.
+        """errors: NIXL's exceptions.  lock: held around each use of the agent.  meanwhile: called during
+        waits.
         """
         self._agent, self._errors, self._lock, self._meanwhile = agent, errors, lock, meanwhile
 
@@ -179,7 +176,7 @@ class NixlTransfers:
 
         Returns True if the list is empty.  Raises PeerGoneError.
         """
-        # A notice sent by NIXL could overtake an earlier write under way.
+        # NIXL's own notice could overtake an earlier write.
         with self._lock:
             while transfers:
                 try:
@@ -202,7 +199,7 @@ class NixlTransfers:
         return state
 
     def finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
-        """Wait for the transfers in the list now; other threads may add to the list.
+        """Wait for the transfers in the list now; other threads may add more.
 
         Raises PeerGoneError, also after timeout_s.
         """
@@ -238,7 +235,7 @@ class NixlTransport(Transport):
     local_window = NixlWindow
 
     def __init__(self, *, name: str, timeout_s: float = 30.0) -> None:
-        """timeout_s: of one transfer, after which the peer counts as gone."""
+        """timeout_s: of one transfer; then the peer counts as gone."""
         try:
             from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
@@ -250,7 +247,7 @@ class NixlTransport(Transport):
 
         self.doorbell = lines(1)
         super().__init__(name, SignalWaiter(self.doorbell, 0.0))
-        # A name per incarnation: a returning peer is a new agent, without old state.
+        # A name per incarnation: a returning peer has no old state.
         self._agent_name = f"{name}#{secrets.token_hex(8)}"
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
         self.agent: Any = nixl_agent(self._agent_name, config)
@@ -302,10 +299,7 @@ class NixlTransport(Transport):
     def put_signal(
         self, dst: NixlRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Write, then notify.
-
-        Progresses while this process puts, waits, fences or quiets; a notice waits for all earlier writes.
-        """
+        """Write, then notify; a notice waits for all earlier writes."""
         check_signal(dst, signal, value)
         num_bytes = 0 if src is None else check_tensor(src, "src")
         check_range(dst, offset_bytes if num_bytes else 0, num_bytes)
@@ -343,7 +337,7 @@ class NixlTransport(Transport):
         self._read_header(dst)
 
     def collect(self) -> None:
-        """Turn arrived notifications into signals; also progresses UCX."""
+        """Turn notifications into signals; also progresses UCX."""
         with self._lock:
             if self._closed:
                 return
@@ -384,7 +378,7 @@ class NixlTransport(Transport):
                 return found
 
     def detach(self, remote: NixlRemoteWindow) -> None:
-        """Release a peer's window, and with its last window an ended process."""
+        """Release a peer's window; its last window releases an ended process."""
         with self._lock:
             if remote not in self._remotes:
                 return
@@ -399,6 +393,6 @@ class NixlTransport(Transport):
                     _log.info("NIXL had lost %s before it was detached from", remote.agent)
 
     def end(self) -> None:
-        """NIXL's files and threads go with the last reference to the agent."""
+        """The agent's last reference keeps NIXL's files and threads."""
         with self._lock:
             del self.agent, self._transfers

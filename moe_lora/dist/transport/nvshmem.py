@@ -3,9 +3,8 @@
 
 Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN.  The kernels compile
 for sm_90a against NVSHMEM's device library, and run in Triton's interpreter with stand-in calls.  So `alloc`
-tests one put between neighbours, and refuses to continue without it.
+requires a successful put between neighbours.
 
-NVSHMEM's members are fixed at start; for terms see `device_puts`.
 Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own put_signal does nothing).
 """
 
@@ -41,7 +40,7 @@ class IbgdaGroup(_Gloo):
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def alloc(self, num_bytes: int, num_signals: int, timeout_s: float = _SELF_TEST_S) -> SymmetricWindow:
-        """Zeroed symmetric memory; every member calls with the same sizes, in the same order.
+        """See `DevicePuts`.
 
         Raises ConfigError if this group is not the whole world, or if a put does not arrive within timeout_s.
         """
@@ -55,7 +54,7 @@ class IbgdaGroup(_Gloo):
                 "the members of the world; use the world's group"
             )
         symmetric.set_backend("NVSHMEM")
-        # One extra signal, and a page per member, for the self-test.
+        # The self-test needs one more signal, and a page per member.
         test_bytes = self.size() * _SELF_TEST_BYTES
         num_bytes, num_signals = num_bytes + test_bytes, num_signals + 1
         data = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
@@ -158,7 +157,7 @@ def check_machine() -> None:
 def _create(store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> IbgdaGroup:
     check_machine()
     group = IbgdaGroup(store, group_rank, group_size, timeout)
-    _groups.append(group)  # torch keeps only the C++ object; the methods live in this one
+    _groups.append(group)  # torch keeps only the C++ object
     return group
 
 
@@ -172,7 +171,7 @@ def register() -> None:
 
 
 def join_group(address: str, rank: int, size: int, device: torch.device) -> IbgdaGroup:
-    """This process's world (see `device_puts.join_device_group`): NVSHMEM spans no other."""
+    """This process's world (`device_puts.join_device_group`): NVSHMEM spans no other."""
     register()
     torch.cuda.set_device(device)
     wait, where = timedelta(seconds=_MEET_S), f"tcp://{address}"

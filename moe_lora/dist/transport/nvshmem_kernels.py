@@ -2,9 +2,9 @@
 """Triton kernels that put from the GPU through NVSHMEM's device library.
 
 Import only with a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): decorating looks for the library.  NVSHMEM
-wheels with one library per architecture need a copy or link of libnvshmem_device_sm_90.bc under that name.
+wheels with one library per architecture need a copy or link of libnvshmem_device_sm_90.bc under this name.
 
-Only the last put of a program carries a signal: one of the library's threads adds.
+Only a program's last put carries a signal: one of the library's threads adds.
 """
 # mypy: disable-error-code="no-untyped-def,attr-defined,no-untyped-call"
 
@@ -40,7 +40,7 @@ def put_pieces(first, first_bytes: tl.int64, second, second_bytes: tl.int64, sig
             place, num_bytes = (second, second_bytes)
         if num_bytes > 0:
             part = (tl.cdiv(num_bytes, tl.num_programs(0)) + 15) // 16 * 16
-            # A program without a part puts the last byte again.
+            # A program without a part repeats the last byte.
             start = tl.minimum(tl.program_id(0) * part, num_bytes - 1)
             count = tl.minimum(part, num_bytes - start)
             one = tl.full((), 1, tl.int64)
@@ -68,10 +68,12 @@ def put_rows(
     peer: tl.int32,
     HAS_IDS: tl.constexpr,
 ):
-    """The peer's rows[r * row_bytes :] = row r, for its rows r (see `AnswerRows`), by any number of programs;
-    then each program's count of missing rows, with 1 for the peer's signal.
+    """The peer's rows[r * row_bytes :] = row r, for its rows r (see `AnswerRows`); then each program's count
+    of
+    missing rows, with 1 for the peer's signal.
 
-    A row of an evicted slot may have been read in part: it counts as missing.  status: int64 [2] per program.
+    A row of an evicted slot may have been read in part, and counts as missing.  status: int64 [2] per
+    program.
     """
     if (tl.load(state) & over) != 0:
         return
@@ -92,7 +94,7 @@ def put_rows(
             count += left.to(tl.int64)
     place = status + pid * 2
     tl.store(place, count)
-    quiet()  # the signal orders its own bytes only
+    quiet()  # a signal orders only its own bytes
     tl.debug_barrier()
     one, num_bytes = tl.full((), 1, tl.int64), tl.full((), 16, tl.int64)
     putmem_signal_block(place, place, num_bytes, signal, one, _SIGNAL_ADD, peer)
@@ -101,7 +103,7 @@ def put_rows(
 def launch_put_pieces(
     window: SymmetricWindow, places: Sequence[tuple[int, int]], signal: int, peer: int
 ) -> None:
-    """See `device_puts.DevicePuts.put_pieces`."""
+    """See `DevicePuts`."""
     operands: list[Any] = []
     for offset_bytes, num_bytes in places:
         operands += [window.bytes[offset_bytes:], num_bytes]
@@ -114,7 +116,7 @@ def launch_put_pieces(
 def launch_put_rows(
     window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
 ) -> None:
-    """See `device_puts.DevicePuts.put_rows`."""
+    """See `DevicePuts`."""
     rows, end_bytes = answer.rows, status_bytes + PUT_BLOCKS * STATUS_BYTES
     put_rows[(PUT_BLOCKS,)](
         *(rows.view(torch.uint8), rows.shape[1] * rows.element_size(), len(rows)),

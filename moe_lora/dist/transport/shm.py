@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport over shared memory on one host: a put is a memcpy and a store, a wait spins, then sleeps.
+"""Transport over shared memory on one host: a put is a memcpy and a store, complete on return.
 
-All processes run as one user in one PID namespace.  Puts are complete on return.
-
-Segments are memfds, found through /proc: no name, so the kernel frees them with the last mapping.  A peer
-opens /proc/PID/fd/FD and checks a random tag in the header.  Layout: a header page {magic, tag, num_bytes,
-num_signals}, {freed}, {doorbell}; signals, 64 bytes each; data, at a page.
+All processes run as one user in one PID namespace.  Segments are memfds without a name: the kernel frees them
+with the last mapping.  A peer opens /proc/PID/fd/FD and checks a random tag in the header.  Layout: a header
+page {magic, tag, num_bytes, num_signals}, {freed}, {doorbell}; signals, 64 bytes each; data, at a page.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def _up(num_bytes: int) -> int:
 
 
 class Segment:
-    """A mapped segment, mapped during the life of this object and of tensors over it."""
+    """A segment, mapped as long as this object or a tensor over it."""
 
     def __init__(self, fd: int, num_bytes: int, num_signals: int) -> None:
         data = _PAGE + _up(num_signals * LINE_BYTES)
@@ -84,13 +82,13 @@ class OwnSegment(Segment):
         self.header[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def free(self) -> None:
-        """Notify peers and close the file; mappings and views keep the memory."""
+        """Notify peers and close the file; mappings and views stay."""
         self.freed[0] = 1
         os.close(self.fd)
 
 
 def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
-    """Raises PeerUnreachableError for a lost segment, ValueError for wrong sizes."""
+    """The peer's segment.  Raises PeerUnreachableError for a lost segment, ValueError for wrong sizes."""
     pid = found.medium["pid"]
     try:
         fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
@@ -142,7 +140,7 @@ class ShmWindow(Window):
 
 
 class ShmProcess:
-    """A process with attached windows: its doorbell, and a handle that reports its end."""
+    """A peer process: its doorbell, and a handle that reports its end."""
 
     def __init__(self, found: Descriptor) -> None:
         medium = found.medium
@@ -154,7 +152,7 @@ class ShmProcess:
                 "newest window"
             ) from None
         weakref.finalize(self, os.close, self.pidfd)
-        # The tag is checked after the handle, so the handle is this process's, not a later one's.
+        # The tag check after the open proves the handle's process is the descriptor's.
         bell = replace(found, num_bytes=0, num_signals=0)
         self.bell = map_peer_segment(bell, medium["bell_fd"], medium["bell_tag"])
 
@@ -199,7 +197,7 @@ class ShmRemoteWindow(RemoteWindow):
         self._process = self._segment = None
 
 
-# Below this size a copy keeps the GIL: getting the GIL back may take longer.
+# A short copy keeps the GIL: getting the GIL back may take longer.
 _SHORT_COPY_BYTES = 64 << 10
 
 
@@ -238,7 +236,7 @@ class ShmTransport(Transport):
     def put_signal(
         self, dst: ShmRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Copy, then raise; complete on return."""
+        """Copy, then raise."""
         if src is None:
             dst.signal(signal, value)
             return
@@ -264,7 +262,7 @@ class ShmTransport(Transport):
         shm_library.free.moe_lora_shm_copy(out.data_ptr(), segment.data.data_ptr() + offset_bytes, num_bytes)
 
     def quiet(self, dst: ShmRemoteWindow) -> None:
-        """Puts are complete on return; raises PeerGoneError as a put."""
+        """Raises PeerGoneError; puts are complete already."""
         dst.live_segment()
 
     fence = quiet

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding of the C++ library: signal words for waits of threads and processes."""
+"""Binding of the C++ library: signal words, and waits of threads and processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from .contract import LINE_BYTES, check_signal
 
-# Longest call into the library, so that Ctrl-C is seen and Python may run.
+# Longest library call: Ctrl-C must be seen.
 _SLICE_S = 0.25
 
 
@@ -51,10 +51,10 @@ held = _declare(ctypes.PyDLL(_library_path()))
 
 
 class SignalWords:
-    """num_signals unsigned 64-bit words, one per cache line, and their waiters' doorbell."""
+    """Unsigned 64-bit words, one per cache line, and their waiters' doorbell."""
 
     def __init__(self, memory: torch.Tensor, doorbell: torch.Tensor) -> None:
-        """memory: uint8 [num_signals * 64] at a multiple of 64 bytes, doorbell: uint8 [>= 8], likewise."""
+        """memory: uint8 [num_signals * 64], doorbell: uint8 [>= 8]; both at a multiple of 64 bytes."""
         self.memory = memory
         self._doorbell = doorbell
         self._start = memory.data_ptr()
@@ -64,7 +64,7 @@ class SignalWords:
         return self._start + signal * LINE_BYTES
 
     def tensor(self, signal: int) -> torch.Tensor:
-        """The signal's word, int64 [1], for access by a device."""
+        """The signal's word, int64 [1], for a device."""
         start = signal * LINE_BYTES
         return self.memory[start : start + 8].view(torch.int64)
 
@@ -73,7 +73,7 @@ class SignalWords:
         return held.moe_lora_shm_load(self.address(signal))
 
     def set(self, signal: int, value: int) -> None:
-        """Release store, also of a lower value, and wake."""
+        """Release store, even lower, and wake."""
         held.moe_lora_shm_store(self.address(signal), value, self.doorbell_address)
 
     def raise_to(self, signal: int, value: int) -> None:
@@ -82,7 +82,7 @@ class SignalWords:
 
 
 def lines(count: int) -> torch.Tensor:
-    """Zeroed private memory of `count` cache lines, aligned."""
+    """Zeroed private memory of aligned cache lines."""
     memory = torch.zeros((count + 1) * LINE_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % LINE_BYTES
     return memory[start : start + count * LINE_BYTES]
@@ -96,7 +96,7 @@ class SignalWaiter:
         self._spin_ns = int(spin_s * 1e9)
 
     def any(self, waits: Sequence[tuple[Any, int, int]], timeout_s: float | None) -> int | None:
-        """Index of the first (window, signal, at_least) that holds; None after timeout_s."""
+        """See `Transport.wait_any`."""
         count = len(waits)
         addresses, at_least = (c_void_p * count)(), (c_uint64 * count)()
         for index, (window, signal, value) in enumerate(waits):
