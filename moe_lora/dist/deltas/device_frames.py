@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device puts to the LoRA Server (see `transport.device_puts`): frames in memory, and the LoraBackend.
+"""Device puts to the LoRA Server (`transport.device_puts`): frames in memory, and the LoraBackend.
 
-Members of the group are the server's ranks in order, then the instances.  Every member has the same window:
+Members of the group are the server's ranks in order, then the instances, with equal windows:
 
     for each instance
-        requests: the step's frame, then for each served site: ids (expert sites), x
-        answers: for each served site the deltas
-        for each server rank and served site: number of missing rows of the answer
+        requests: the step's frame, then per served site: ids (expert sites), x
+        answers: per served site the deltas
+        per server rank and served site: number of missing rows
 
-A put copies a request or answer to the same place of the peer.  An instance adds all answers before it
-sends the next request to a place, so one place per site suffices.
+A put copies to the same place of the peer.  An instance adds all answers before the next request to a place,
+so one place per site suffices.
 
-No host work lies between layers.  A step's slots and generations go to all server ranks at its start.  A site
-is a put to its ranks, the base GEMM, a wait for signals, and an addition: stream operations, captured in the
-step's CUDA graph.
-
-Bounded waits and missing rows are recorded on the device; `settled` reads the record after the step.  A
+No host work lies between layers: puts, base GEMM, waits and additions are stream operations of the step's
+CUDA graph.  The device records late answers and missing rows; `settled` reads the record after the step.  A
 failed step is repeated over `remote_backend`.  Source: InfiniLoRA sections 3 and 5.1.
 
-Legend: T token rows of a step, K experts per token, C instances, S served sites.
+Legend: T token rows of a step, K experts per token.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ _ALIGN = 256
 
 
 def has_row_per_expert(site: Site) -> bool:
-    """True if x has a row per token and expert: the output of the experts' first half."""
+    """True if x has a row per token and expert."""
     return site.num_experts > 0 and site.name == "down"
 
 
@@ -83,7 +80,7 @@ class DeviceFrames:
         return self.num_ranks + client
 
     def frame_at(self, client: int) -> int:
-        """Offset of an instance's step frame, int64 [1 + 2 T]: T, slots (-1 = no slot), generations."""
+        """Offset of a step frame, int64 [1 + 2 T]: T, slots (-1 = no slot), generations."""
         return client * self._client_bytes
 
     @property
@@ -92,19 +89,19 @@ class DeviceFrames:
         return 8 * (1 + 2 * self.max_rows)
 
     def ids_at(self, client: int, site: int) -> int:
-        """Offset of the experts of an instance's rows, int32 [T, K]."""
+        """Offset of an instance's expert ids, int32 [T, K]."""
         return self.frame_at(client) + self._places[site].ids
 
     def x_at(self, client: int, site: int) -> int:
-        """Offset of an instance's inputs of a site, [T or T*K, in_features]."""
+        """Offset of a site's inputs, [T or T*K, in_features]."""
         return self.frame_at(client) + self._places[site].x
 
     def answer_at(self, client: int, site: int) -> int:
-        """Offset of the deltas of a site, [T or T*K, out_features]; each server rank puts its rows."""
+        """Offset of a site's deltas, [T or T*K, out_features]."""
         return self.frame_at(client) + self._places[site].answer
 
     def status_at(self, client: int, server_rank: int, site: int) -> int:
-        """Offset of a server rank's answer status: PUT_BLOCKS counts of missing rows."""
+        """Offset of an answer's status: PUT_BLOCKS counts of missing rows."""
         number = server_rank * len(self.sites) + self.sites.index(site)
         return self.frame_at(client) + self._statuses + number * PUT_BLOCKS * STATUS_BYTES
 
@@ -114,7 +111,7 @@ class DeviceFrames:
         return self.num_clients * self._client_bytes
 
     def asked(self, client: int, site: int | None = None) -> int:
-        """Signal, at a server rank, of an instance's step frame, or of its request at a site."""
+        """Signal, at a server rank, of a step frame or a site's request."""
         return client * (1 + len(self.sites)) + (0 if site is None else 1 + self.sites.index(site))
 
     def answered(self, server_rank: int, site: int) -> int:
@@ -122,7 +119,7 @@ class DeviceFrames:
         return self._num_requests + server_rank * len(self.sites) + self.sites.index(site)
 
     def answers_of(self, ranks: range, site: int) -> range:
-        """The signals of several server ranks."""
+        """The signals of these server ranks."""
         first, step = self.answered(ranks.start, site), len(self.sites)
         return range(first, first + len(ranks) * step, step)
 
@@ -165,9 +162,9 @@ class DeviceFrames:
 
 
 class DeviceHalf:
-    """A member's half of an instance's puts: the places in its window, and bounded waits for signals.
+    """A member's half of an instance's puts: places in its window, and bounded waits for signals.
 
-    client: the instance's number.  state: int64 [1], of `triton.exchange`.
+    state: int64 [1], of `triton.exchange`.
     """
 
     def __init__(
@@ -186,7 +183,7 @@ class DeviceHalf:
         self._rows = {site: self._at(site) for site in frames.sites}
 
     def _at(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x, ids and deltas of a site, of max_rows tokens."""
+        """x, ids and deltas of a site."""
         frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
         client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
         x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
@@ -218,9 +215,9 @@ logger = logging.getLogger(__name__)
 class PushedBackend(LoraBackend, DeviceHalf):
     """The backend of a single-process instance.
 
-    group, frames: see `DeviceFrames`.  client: the instance's number.  num_steps: started; num_redone:
-    without full answers.  lost: an answer was late; the backend is off for good, as puts may still be under
-    way and no member can rejoin.
+    num_redone: steps without full answers.  lost: an answer was late; the backend stays off, as puts may
+    still be
+    under way and no member can rejoin.
     """
 
     def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
@@ -245,7 +242,7 @@ class PushedBackend(LoraBackend, DeviceHalf):
         )
 
     def settled(self) -> bool:
-        """True if the last step was answered in full; waits for the step.  Logs the cause otherwise."""
+        """True if the last step got all answers; waits for the step, and logs a failure."""
         self._is_under_way = False
         self.num_steps += 1
         state = int(self.state.item())
@@ -276,7 +273,7 @@ class PushedBackend(LoraBackend, DeviceHalf):
             self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
 
     def abandon_step(self) -> None:
-        """Half a step ends these puts: a server rank waits for every site of a step in a fixed order."""
+        """Half a step ends all puts: a server rank waits for every site of a step in a fixed order."""
         if self._is_under_way and not self.lost:
             self._is_under_way, self.lost = False, True
             logger.error(

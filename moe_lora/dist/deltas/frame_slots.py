@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames between a device's stream and a host worker, in reused slots.
 
-The k-th use of a slot is requested by request word k, answered by answer word k, and refused by refusal word
-k; the engine answers refused uses.  Words only rise, so late answers change nothing.  The device writes words
-without a doorbell, so servers poll.
+Request, answer and refusal words k are a slot's k-th use; the engine answers refused uses.  Words only rise,
+so late answers change nothing.  The device writes words without a doorbell, so servers poll.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from moe_lora.dist.transport.shm_library import SignalWaiter, SignalWords, lines
 from .session import DONE, DeltaRequest, FrameLayout, answer_rows, read_request
 
 SPIN_S, FIRST_SLEEP_S, LONGEST_SLEEP_S = 1e-3, 50e-6, 1e-3
-"""A worker spins for a layer's time, then sleeps longer and longer."""
+"""A worker spins for a layer's time, then sleeps ever longer."""
 
 Compute = Callable[[DeltaRequest, torch.Tensor], int]
-"""Fills the deltas [R, N] of a request; returns the answer's state."""
+"""Fills a request's deltas [R, N]; returns the answer's state."""
 
 
 class FrameSlots:
-    """The slots of one worker, mapped in the engine or the worker.
+    """One worker's slots, mapped in the engine or the worker.
 
     requests: `depth` frames and words.  answers: `depth` frames, words and refusal words.
     """
@@ -50,7 +49,7 @@ class FrameSlots:
         self._spinning, self._sleeping = SignalWaiter(bell, SPIN_S), SignalWaiter(bell, 0.0)
 
     def pending(self) -> int | None:
-        """A slot with a use neither answered nor refused; unserved slots first."""
+        """A slot with a use neither answered nor refused."""
         return self._first_with(lambda slot: max(self._answered(slot), self._refused(slot)), self._asked)
 
     def unanswered(self) -> int | None:
@@ -68,9 +67,9 @@ class FrameSlots:
         ]
 
     def serve(self, slot: int, compute: Compute) -> None:
-        """Answer the slot's pending use, or refuse after an error of `compute`.
+        """Answer the slot's pending use, or refuse unless `compute` is DONE.
 
-        A single thread of one process serves at a time, in place.
+        One thread of one process serves at a time, in place.
         """
         use = self._asked(slot)
         request = read_request(self.request_frames[slot], self.layout)
@@ -80,7 +79,7 @@ class FrameSlots:
         self._first = (slot + 1) % self.depth
 
     def serve_next(self, compute: Compute) -> None:
-        """Wait for a pending slot, and serve the slot."""
+        """Wait for a pending slot, and serve."""
         self.serve(self.wait(), compute)
 
     def wait(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas computed on the host's cores: of one request, and of a server rank's rows whose layer still loads.
+"""Deltas computed on the host's cores: of one request, and of a server rank's rows with a loading layer.
 
 Legend: T token rows, K experts per token, R rows of the answer, N output width.
 """
@@ -27,7 +27,7 @@ from moe_lora.lora.row_routing import RoutedAdapter
 from .session import DeltaRequest
 
 _MAX_MAPPED = 64
-"""Most adapters mapped by an instance for its own computation, least recently used out first."""
+"""Most adapters mapped by an instance."""
 _MAX_LOGGED = 256
 
 
@@ -42,10 +42,7 @@ def request_deltas(
     kernel: str = "sgmv",
     max_lora_rank: int | None = None,
 ) -> None:
-    """out [R, N] = the deltas of the request's rows; zero for slot -1.
-
-    kernel, max_lora_rank: as in `kernels.lora`.
-    """
+    """out [R, N] = the deltas of the request's rows; zero for slot -1."""
     device, ids = arena.device, request.ids
     token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(device)
     ids_there = None if ids is None else torch.from_numpy(np.ascontiguousarray(ids)).to(device)
@@ -61,9 +58,9 @@ def request_deltas(
 def compute_chosen(
     ids: np.ndarray | None, compute: Callable[[torch.Tensor], object], out: torch.Tensor
 ) -> None:
-    """out [R, N] = the rows with an expert of the deltas that `compute` fills.
+    """out [R, N] = the rows with an expert of `compute`'s deltas, [T * K, N] or [R, N].
 
-    ids: [T, K], -1 for the other rows; None at a dense site: all rows.  compute: fills [T * K, N], or [R, N].
+    ids: [T, K], -1 for other rows; None at a dense site: all rows.
     """
     if ids is None or len(out) == ids.size:
         compute(out)
@@ -75,7 +72,7 @@ def compute_chosen(
 
 
 class FailureLog:
-    """Logs the first failure of each adapter content, and remembers the latest `_MAX_LOGGED` contents."""
+    """Logs the first failure of each adapter content; remembers `_MAX_LOGGED` contents."""
 
     def __init__(self, logger: logging.Logger, consequence: str) -> None:
         self._logger = logger
@@ -83,7 +80,7 @@ class FailureLog:
         self._logged: dict[str, None] = {}
 
     def add(self, contents: Iterable[str], error: Exception) -> None:
-        """A request for these contents failed.  Any thread."""
+        """Record a failed request for these contents.  Any thread."""
         contents = list(contents) or ["of unknown content"]
         if all(content in self._logged for content in contents):
             return
@@ -97,7 +94,7 @@ class FailureLog:
 class HostDeltas:
     """Deltas from adapters in host memory, by the CPU library.
 
-    Equal in bits to a server on CPU with any kernel; close to a server on CUDA.
+    Bit-equal to a server on CPU with any kernel; close to a server on CUDA.
     """
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
@@ -112,7 +109,7 @@ class HostDeltas:
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x, -1: zeros.
+        """As `request_deltas`; row_adapter [T]: index into `adapters`, -1: zeros.
 
         Raises AdapterError, with the content hash, for a bad adapter.
         """
@@ -137,7 +134,7 @@ class HostDeltas:
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:
-        """The data of one layer, and its offsets as a table of one slot.  Raises AdapterError."""
+        """A layer's data, and its table of one slot.  Raises AdapterError."""
         packed, tables = self._adapter(content_hash)
         try:
             layer = packed.layers[number]
@@ -156,7 +153,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCompute(Protocol):
-    """Computes deltas on the host's cores.  num_tokens: tokens per piece, in time."""
+    """Computes deltas on the host's cores.  num_tokens: per piece."""
 
     num_tokens: int
 
@@ -174,16 +171,16 @@ class HostCompute(Protocol):
 
 
 class OnHost:
-    """Rows of a request in computation on the host, piece by piece.
+    """Rows of a request under computation on the host, in pieces.
 
-    tokens: [T] bool.  rows: of the answer.  deltas: [number of rows, N].  done: all computed, or failed
-    (error).  wanted: a session waits for the rows.
+    tokens: [T] bool.  rows: of the answer.  deltas: [number of rows, N].  done: computed, or failed (error).
+    wanted: a session waits.
     """
 
     def __init__(
         self, request: DeltaRequest, tokens: np.ndarray, adapters: Sequence[RoutedAdapter], width: int
     ) -> None:
-        """tokens: [T], the adapter of each token's rows, -1: not for the host."""
+        """tokens: [T] adapter of each token, -1: not for the host."""
         self.tokens = tokens >= 0
         token_of = np.arange(len(tokens)) if request.ids is None else np.nonzero(request.ids >= 0)[0]
         self.rows = torch.from_numpy(np.flatnonzero(self.tokens[token_of]))
@@ -192,12 +189,12 @@ class OnHost:
         self.error: Exception | None = None
         self.adapters = adapters
         self._row_adapter = tokens[self.tokens]
-        # Copies: the session's memory may go meanwhile.
+        # Copies: the session's memory may go.
         self._request = _some(request, np.flatnonzero(self.tokens))
         self._next_token = self._next_row = 0
 
     def compute_piece(self, host: HostCompute) -> None:
-        """Compute the next rows, num_tokens tokens."""
+        """Compute the next num_tokens tokens."""
         first, self._next_token = self._next_token, self._next_token + host.num_tokens
         tokens = np.arange(len(self._row_adapter))[first : self._next_token]
         piece = _some(self._request, tokens)
@@ -222,9 +219,8 @@ def _some(request: DeltaRequest, tokens: np.ndarray) -> DeltaRequest:
 class HostShare:
     """At most one request per session, in a thread; called by the data loop's thread.
 
-    Sessions take turns of one piece, so a request waits for at most one piece of each session between two of
-    its own.  Unwanted requests, whose layer has arrived, end after the current piece.
-    on_done: called from that thread for a finished request.
+    Sessions take turns of one piece.  Unwanted requests end after the current piece.
+    on_done: called in this class's thread for a finished request.
     """
 
     def __init__(self, shape: ModelShape, host: HostCompute, on_done: Callable[[], None]) -> None:
@@ -243,9 +239,9 @@ class HostShare:
         here: np.ndarray,
         contents: Mapping[int, tuple[int, RoutedAdapter]],
     ) -> None:
-        """Compute the rows that are not `here` ([T] bool), unless their adapters are still unknown.
+        """Compute the rows not `here` ([T] bool), if their adapters are known.
 
-        contents: generation and adapter of each slot.
+        contents: generation and adapter by slot.
         """
         row_adapter = np.full(len(here), -1)
         adapters: list[RoutedAdapter] = []
@@ -280,14 +276,14 @@ class HostShare:
         return session in self._of
 
     def has(self, session: object) -> bool:
-        """True for a request that is done or failed."""
+        """True for a done or failed request."""
         if session not in self._of:
             return False
         on_host = self._of[session]
         return on_host is None or on_host.done
 
     def take(self, session: object) -> OnHost | None:
-        """The finished result of the session's request, or None."""
+        """The request's finished result, or None."""
         on_host = self._of.pop(session, None)
         if on_host is None:
             return None
@@ -300,7 +296,7 @@ class HostShare:
         return on_host
 
     def close(self) -> None:
-        """Returns after the end of all computation."""
+        """Wait for the end of all computation."""
         for session in list(self._of):
             self.take(session)
         self._thread.shutdown()

@@ -62,11 +62,7 @@ class _SiteInput(NamedTuple):
 
 @dataclass
 class _Part:
-    """One request for deltas, and its rows of y.
-
-    row_adapter: index into the step's adapters per row of x.  sent: the request under way; None: delta was
-    computed here.
-    """
+    """One request, and its rows of y.  row_adapter: of each row of x.  sent None: delta was computed here."""
 
     rows: torch.Tensor
     row_adapter: np.ndarray
@@ -89,7 +85,7 @@ class Division(Protocol):
 
 
 class ServerPartition:
-    """Division of rows among a LoRA Server's ranks, by layer and experts."""
+    """Division among a LoRA Server's ranks, by layer and experts."""
 
     def __init__(self, partition: Partition, client_rank: int) -> None:
         self._partition = partition
@@ -97,7 +93,7 @@ class ServerPartition:
         self.experts_of = partition.experts_of
 
     def shares(self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray) -> Shares:
-        """A rank gets all tokens, or, among replicas, the tokens of its slots."""
+        """All tokens to each rank; among replicas, by slot."""
         servers = self._partition.servers_of_client(self.client_rank, layer, site)
         dp = self._partition.layout.dp
         if dp == 1:
@@ -106,16 +102,13 @@ class ServerPartition:
 
 
 class SessionLink(Protocol):
-    """A standing connection to one server.  session: None while disconnected."""
+    """A standing connection to a server.  session: None while disconnected."""
 
     session: ClientSession | None
 
 
 class DividedBackend(LoraBackend):
-    """LoraBackend over servers that share the rows of a source by a `Division`.
-
-    `num_requests`: so far.
-    """
+    """LoraBackend over servers that share a source's rows by a `Division`."""
 
     def __init__(self, shape: ModelShape, source: Source, division: Division) -> None:
         self._shape = shape
@@ -125,7 +118,7 @@ class DividedBackend(LoraBackend):
 
     @property
     def num_fallback_rows(self) -> int:
-        """Rows computed by the engine in place of a server."""
+        """Rows computed by the engine instead of a server."""
         return 0
 
     def failures(self) -> dict[int, Exception]:
@@ -145,8 +138,8 @@ class DividedBackend(LoraBackend):
 class RemoteBackend(DividedBackend):
     """Over a LoRA Server's ranks, or over host workers.
 
-    Requests that are not sent or answered are computed here from the host store (`HostDeltas`).
-    `num_requests`: answers; `num_host_rows`: answered rows from a LoRA Server's host workers.
+    Requests without an answer are computed here from the host store (`HostDeltas`).
+    `num_requests`: answers; `num_host_rows`: rows from a LoRA Server's host workers.
     Source: InfiniLoRA sections 3 and 5.1.
     """
 
@@ -231,7 +224,7 @@ class RemoteBackend(DividedBackend):
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
-        """One request to one server rank; tokens [T'] own the rows x_rows [T'] of x."""
+        """One request to one server; tokens [T'] own the rows x_rows [T'] of x."""
         rows, layer, site, x = given
         session = self._links[server].session
         leased = bool((rows.slot[tokens] >= 0).all())

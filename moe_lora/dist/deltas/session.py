@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of a client rank and a server rank: a ring of request frames there, a ring of answer frames here.
+"""A session of a client rank and a server rank: a ring of request frames there, of answer frames here.
 
-Request n and its answer use frame n mod depth and signal value n + 1.  A taken answer frees the frame: no
-further credits.
+Request n and its answer use frame n mod depth and signal value n + 1.  A taken answer frees the frame.
 
 Legend: T token rows, K experts per token, R rows of the answer, D input width, N output width.
 
@@ -27,11 +26,11 @@ HEADER_BYTES = 64
 _ALIGN = 64
 
 DONE, STALE = 1, 2
-"""States of an answer: with deltas; or a slot has lost its generation's content."""
+"""States of an answer: with deltas; or a slot lost its generation's content."""
 
 
 def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
-    """Offsets of arrays of these sizes, one behind another, and of the end."""
+    """Offsets of consecutive arrays of these sizes, and of the end."""
     found = [first]
     for size in sizes:
         found.append(found[-1] + -(-size // align) * align)
@@ -40,7 +39,7 @@ def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """Sizes of the frames of one model: at most `max_rows` rows of x, and of the answer, per frame.
+    """Frame sizes of a model: at most `max_rows` rows of x and of the answer.
 
     Raises ConfigError if one token's rows do not fit.
     """
@@ -93,7 +92,7 @@ def lay_out_request(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """Write the header; returns the request's arrays as views of `frame`, to be filled.
+    """Write the header; returns the arrays to fill, views of `frame`.
 
     top_k 0: a row of x per row of the answer and no ids (dense sites).
     """
@@ -102,9 +101,9 @@ def lay_out_request(
 
 
 def read_request(frame: torch.Tensor, layout: FrameLayout) -> DeltaRequest:
-    """The request in `frame` (uint8).  Raises ValueError for an impossible header.
+    """The request in `frame` (uint8), arrays unchecked (see `check_ids`).
 
-    Does not check the arrays (see `check_ids`).
+    Raises ValueError for an impossible header.
     """
     raw = frame.numpy()
     layer, site, num_tokens, top_k, num_rows = raw[:HEADER_BYTES].view(np.int64)[:5].tolist()
@@ -164,7 +163,7 @@ def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
 def write_answer_header(
     frame: torch.Tensor, state: int, started_ns: int, finished_ns: int, num_host_rows: int = 0
 ) -> None:
-    """started_ns, finished_ns: monotonic clock of the server's host.  num_host_rows: from host workers."""
+    """Times: the server host's monotonic clock.  num_host_rows: from host workers."""
     frame.numpy()[:HEADER_BYTES].view(np.int64)[:4] = (state, started_ns, finished_ns, num_host_rows)
 
 
@@ -175,19 +174,19 @@ def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:
-    """Bytes of an answer of this many rows, header included."""
+    """Bytes of an answer, header included."""
     return HEADER_BYTES + num_rows * layout.shape.sites[site].total_out_features * layout.dtype.itemsize
 
 
 def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: int) -> torch.Tensor:
-    """The delta array of an answer: [num_rows, N] in the model's dtype, a view of `frame`."""
+    """An answer's deltas: [num_rows, N] in the model's dtype, a view of `frame`."""
     width = layout.shape.sites[site].total_out_features
     end = answer_size(layout, site, num_rows)
     return frame[HEADER_BYTES:end].view(layout.dtype).view(num_rows, width)
 
 
 class PeerFrames:
-    """A ring of frames in the peer's window, written in place if mapped here."""
+    """A ring of frames in the peer's window, written in place if mapped."""
 
     def __init__(self, transport: Transport, window: RemoteWindow, frame_bytes: int, depth: int) -> None:
         self.window = window
@@ -200,11 +199,11 @@ class PeerFrames:
         self._frames = list(mapped.view(depth, frame_bytes))
 
     def frame(self, number: int) -> torch.Tensor:
-        """Memory for the frame of this number, uint8."""
+        """Memory for this frame, uint8."""
         return self._frames[number % len(self._frames)]
 
     def send(self, number: int, num_bytes: int) -> None:
-        """Put the frame's first bytes and announce the frame.  Raises PeerGoneError."""
+        """Put the frame's first bytes, and signal.  Raises PeerGoneError."""
         if self._in_place:
             self.window.signal(0, number + 1)
             return
@@ -217,15 +216,12 @@ _SLICE_S = 0.05
 
 
 class SessionLostError(Exception):
-    """The peer is gone or refused: compute the deltas elsewhere."""
+    """The peer is gone or refused: compute elsewhere."""
 
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Times of one request, on the monotonic clock.
-
-    sent to taken: under way.  started to finished: on the server.  asked: start of the engine's wait.
-    """
+    """Monotonic times of one request.  asked: start of the engine's wait."""
 
     layer: int
     site: int
@@ -241,7 +237,6 @@ class Sent:
     """A request under way.
 
     request: in its frame, or a copy after the frame's reuse.  delta: the answer, if taken for the reuse.
-    refused: by the server.  num_host_rows: of the answer.
     """
 
     number: int
@@ -253,7 +248,7 @@ class Sent:
 
 
 class ClientSession:
-    """The client's half.  One thread sends and takes answers; any thread may `break_off`.
+    """The client's half, for one thread; any thread may `break_off`.
 
     observed: collects an `ExchangeTimes` per answer.
     """
@@ -276,7 +271,7 @@ class ClientSession:
         self._under_way: dict[int, Sent] = {}
         self._next = 0
         self._first_kept = 0
-        """Answers of earlier requests are abandoned."""
+        """Earlier requests' answers are dropped."""
         self.broken = False
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
         self.observed: list[ExchangeTimes] | None = None
@@ -286,7 +281,7 @@ class ClientSession:
         self.broken = True
 
     def abandon(self) -> None:
-        """Drop the requests under way; `frame` waits for each answer before a reuse."""
+        """Drop requests under way; `frame` waits for each answer before a reuse."""
         self._first_kept = self._next
 
     def frame(self) -> torch.Tensor:
@@ -324,7 +319,7 @@ class ClientSession:
         return sent
 
     def take(self, sent: Sent) -> torch.Tensor:
-        """The deltas [R, N] of a request; valid until the next `frame()`.
+        """A request's deltas [R, N]; valid until the next `frame()`.
 
         Raises SessionLostError; `sent.request` stays usable.
         """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host backend of a device with streams: calls of workers are queued, without waits of the host.
+"""The host backend of a device with streams: stream operations copy rows to a worker's frame, raise its
+signal,
+wait for the answer and add the deltas, without waits of the host.
 
-Stream operations copy rows to a worker's frame, raise its signal, wait for the answer and add the deltas.
 Source: Toppings section 4.2, "Sync-free CPU LoRA invocation".
 
 Legend: T token rows of the step, P rows of a piece, K experts per token, R rows of an answer.
@@ -30,7 +31,7 @@ from .session import HEADER_BYTES, DeltaRequest, answer_rows, request_at
 
 
 class Stream(Protocol):
-    """A device's operations, in order.  Only `synchronize` blocks the caller."""
+    """A device's operations, in order; only `synchronize` blocks."""
 
     device: torch.device
 
@@ -39,7 +40,7 @@ class Stream(Protocol):
         ...
 
     def queue(self, operation: Callable[[], object]) -> None:
-        """Queue calls of torch on device tensors and frames, without waits."""
+        """Queue torch calls on device tensors and frames, without waits."""
         ...
 
     def ask(
@@ -47,7 +48,7 @@ class Stream(Protocol):
     ) -> None:
         """header[:5] = facts; counter += 1; then word = counter, with release order.
 
-        header, word: int64, of host memory.  counter: int64 [1], of the device, for captured graphs.
+        header, word: int64, host memory.  counter: int64 [1], on the device.
         """
         ...
 
@@ -56,17 +57,17 @@ class Stream(Protocol):
         ...
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Give the device access to this host memory; returns the undo.  Raises ConfigError."""
+        """Give the device access to host memory; returns the undo.  Raises ConfigError."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all queued operations have ended."""
+        """Wait for all queued operations."""
         ...
 
 
 @dataclass(eq=False)
 class SlotUse:
-    """A use of a slot.  delta: [R, N] on the device, once copied from the frame."""
+    """A use of a slot.  delta: [R, N] on the device, once copied."""
 
     slot: int
     site: int
@@ -76,7 +77,7 @@ class SlotUse:
 
 
 class StreamSession:
-    """The engine's half of one worker's slots, used in turn by one thread.
+    """The engine's half of one worker's slots, for one thread.
 
     Any number of requests may precede the first `take`: the stream takes an answer before a slot's reuse.
     """
@@ -91,9 +92,9 @@ class StreamSession:
         self._next = 0
 
     def ask(self, facts: tuple[int, int, int, int, int], fill: Callable[[DeltaRequest], object]) -> SlotUse:
-        """Ask for the deltas of a request.
+        """Request deltas.
 
-        facts: layer, site, num_tokens, top_k, num_rows of `lay_out_request`.  fill: queued, writes the rest.
+        facts: layer, site, num_tokens, top_k, num_rows.  fill: queued, writes the rest.
         """
         slots, slot = self._slots, self._next
         self._next = (slot + 1) % slots.depth
@@ -134,8 +135,7 @@ class StreamSession:
 class StreamLink(Protocol):
     """A standing session with one worker; every use is answered.
 
-    num_fallback_rows: rows answered by the engine.  problems: errors by adapter `content_number`, of rows
-    without deltas.
+    num_fallback_rows: answered by the engine.  problems: by adapter `content_number`, of rows without deltas.
     """
 
     stream_session: StreamSession
@@ -145,7 +145,7 @@ class StreamLink(Protocol):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one request.  rows: [P] int64 rows of the step.  generation: [P] int64.  On the device."""
+    """Rows of one request, on the device.  rows, generation: [P] int64."""
 
     worker: int
     rows: torch.Tensor
@@ -155,8 +155,7 @@ class _Piece:
 class StreamBackend(DividedBackend):
     """Over host workers and a device's stream.
 
-    Only the device knows the chosen experts: a worker answers with a row for each of a row's ids, zero
-    without an adapter.
+    Only the device knows the chosen experts: a worker answers a row for each id, zero without an adapter.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class StreamBackend(DividedBackend):
         return found
 
     def abandon_step(self) -> None:
-        """Waits for the stream: a problem of the dropped step never counts for the next step."""
+        """Waits for the stream: a dropped step's problem must not count for the next step."""
         for link in self._links.values():
             link.stream_session.abandon()
         self._stream.synchronize()
@@ -239,12 +238,10 @@ def _add(asked: SlotUse, y: torch.Tensor, y_rows: torch.Tensor) -> None:
 
 
 class CudaStream:
-    """A CUDA device's current stream as a `Stream`.
+    """A CUDA device's current stream.
 
-    Queues torch operations; signals are kernels of `kernels.triton.signals`, compiled here for words and
-    counters at multiples of 16 bytes, as in `StreamSession`.
-
-    Raises ImportError without Triton.
+    Signals are kernels of `kernels.triton.signals`, compiled here for words and counters at multiples of 16
+    bytes.  Raises ImportError without Triton.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -257,7 +254,7 @@ class CudaStream:
         self.synchronize()
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Through pinned memory that torch keeps until the copy ends."""
+        """torch keeps the pinned memory until the copy ends."""
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def queue(self, operation: Callable[[], object]) -> None:
@@ -272,7 +269,7 @@ class CudaStream:
         self._signals.launch_wait(counter, word)
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Page-lock the memory, for asynchronous copies.  Raises ConfigError."""
+        """Page-lock the memory.  Raises ConfigError."""
         try:
             return page_lock(memory, self.device)
         except RuntimeError as error:
