@@ -20,15 +20,15 @@ import msgspec
 from moe_lora.core import errors
 
 MAX_FRAME_BYTES = 64 << 20
-"""A longer frame ends the connection before it is read."""
+"""A longer frame ends the connection unread."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A message of a link; subclass names are the tags."""
+    """A message of a link, tagged by class name."""
 
 
 class CallFrame(Message, frozen=True):
-    """A call of a peer's method; an `AnswerFrame` or a `FailureFrame` of the same number follows."""
+    """A call of a peer's method; the reply has the same number."""
 
     number: int
     method: str
@@ -78,11 +78,11 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
-"""A message, or a value of one, as bytes.  Raises TypeError for unsupported values."""
+"""A message or value as bytes.  Raises TypeError for unsupported values."""
 
 
 class Decoder:
-    """Decodes bytes into one of these types.  Raises msgspec.DecodeError otherwise."""
+    """Decodes bytes into one of these types.  Raises msgspec.DecodeError."""
 
     def __init__(self, types: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(types, dec_hook=_from_plain)
@@ -107,23 +107,24 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def verb(method: Method) -> Method:
-    """Mark a method for calls by name, from other processes too."""
+    """Mark a method for calls by name."""
     method.is_verb = True  # type: ignore[attr-defined]
     return method
 
 
 def verbs_of(part: Any) -> dict[str, Callable[..., Any]]:
-    """The marked methods of an object, or of a class, by name."""
+    """The marked methods of an object or class, by name."""
     kind = part if isinstance(part, type) else type(part)
     found = (name for name, method in vars(kind).items() if getattr(method, "is_verb", False))
     return {name: getattr(part, name) for name in found}
 
 
 class Interface:
-    """Methods that one end of a link answers; their annotations say the types of arguments and results.
+    """Methods of one end of a link; annotations give the types.
 
-    methods: functions of classes by name, or a class with public methods alone.  The result of a generator
-    or a future is its value.  args, results: decoders by method; arguments are a tuple.
+    methods: functions of classes by name, or a class with public methods alone.  A generator's or future's
+    result
+    is its value.  args, results: decoders by method.
     """
 
     def __init__(self, methods: type | Mapping[str, Callable[..., Any]]) -> None:
@@ -150,7 +151,7 @@ class Interface:
     def bind(self, method: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in order, with defaults.
 
-        Raises ValueError for an unknown method, TypeError for arguments that the method does not take.
+        Raises ValueError for an unknown method, TypeError for unsuitable arguments.
         """
         signature = self._signatures.get(method)
         if signature is None:
@@ -165,10 +166,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """One end's view of a link.
-
-    receives: incoming messages.  answers: interface of this end.  asks: interface of the peer.
-    """
+    """One end's view of a link: received messages, own methods, the peer's methods."""
 
     receives: Decoder
     answers: Interface | None = None

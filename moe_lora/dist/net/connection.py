@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OPEN_S = 10.0
 _CLOSE_S = 1.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
-"""A lost host is noticed after about 5 s (on Linux; elsewhere by system defaults)."""
+"""A lost host is noticed after about 5 s (on Linux)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ async def listen(
     visit: Callable[[Connection, str], Awaitable[None]],
     pings: Pings | None = None,
 ) -> AsyncIterator[Address]:
-    """Call `visit` with each connection and its origin, until the context ends; yields the bound address.
+    """Call `visit` with each connection and its origin; yields the bound address.
 
     A Unix socket is private to its user.  setting: the address's name in errors.  Raises ConfigError for an
     unavailable address, or a network address without keys.
@@ -137,7 +137,7 @@ def _keep_alive(connection: Connection) -> None:
 
 
 class _OneLine(logging.Filter):
-    """Logs errors of strangers in one line, without traceback."""
+    """Logs strangers' errors in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1] is not None:

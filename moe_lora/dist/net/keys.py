@@ -25,7 +25,7 @@ _VALID_DAYS = 3650
 class Keys:
     """The certificates in a folder: the authority's, and a member's with its key.
 
-    Raises ConfigError, with the command that makes them, for unreadable certificates.
+    Raises ConfigError for unreadable certificates.
     """
 
     folder: Path
@@ -34,10 +34,7 @@ class Keys:
         self.context(server=False)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """TLS context of one end: shows this certificate and requires the same authority.
-
-        Host names are not checked: a member may have any address.
-        """
+        """TLS context of one end: requires the same authority, but no host name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
@@ -53,17 +50,17 @@ class Keys:
         return context
 
     def authority(self) -> bytes:
-        """The authority's certificate, the identity of a cluster."""
+        """The authority's certificate: the cluster's identity."""
         return (self.folder / AUTHORITY).read_bytes()
 
 
 def keys_in(folder: str | Path | None) -> Keys | None:
-    """The certificates in the folder; None without a folder, on one host."""
+    """The certificates in the folder; None without a folder."""
     return None if folder is None else Keys(Path(folder))
 
 
 def keys_of(cluster: ClusterConfig) -> Keys | None:
-    """The certificates of roles on several hosts; None on one host.
+    """Certificates of roles on several hosts; None on one host.
 
     Raises ConfigError for unreadable certificates, or a network address without certificates.
     """
@@ -75,7 +72,7 @@ def keys_of(cluster: ClusterConfig) -> Keys | None:
 
 
 def make_keys(folder: Path) -> Keys:
-    """Make a cluster's authority, and its members' certificate, in a private folder.
+    """Make a cluster's authority and member certificate in a private folder.
 
     AUTHORITY and MEMBER go to every host; AUTHORITY_KEY signs more members and may stay offline.
     Raises ConfigError for existing certificates, an unwritable folder, or no openssl.

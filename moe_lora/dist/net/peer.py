@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The other end of a connection: ordered messages, and calls with answers.
 
-No resumption: the end of a connection fails its open calls at both ends.
+The end of a connection fails its open calls at both ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .codec import AnswerFrame, CallFrame, FailureFrame, Message, Protocol, enco
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 512 << 20
-"""A peer with more queued bytes has stopped reading; its connection ends."""
+"""A peer with more queued bytes does not read; its connection ends."""
 _LAST_WORDS_S = 1.0
 _NOT_UNDERSTOOD, _GOING_AWAY = 1003, 1001
 
 
 class PeerEndedError(ConnectionError):
-    """The connection has ended; outcomes of unanswered calls are unknown."""
+    """The connection has ended; outcomes of open calls are unknown."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call under way.  waiter: of the caller, who may give up.  over: the peer has answered."""
+    """A call under way.  waiter: may be cancelled.  over: the peer has answered."""
 
     method: str
     waiter: asyncio.Future[Any]
@@ -57,7 +57,7 @@ class Asked:
     args: tuple[Any, ...]
 
     def answer(self, value: Any) -> None:
-        """Send the result; an unsendable result becomes an error."""
+        """Send the result, or an error if unsendable."""
         try:
             data = encode(value)
         except (TypeError, NotImplementedError) as error:
@@ -72,8 +72,9 @@ class Asked:
 class Peer:
     """One end of an open connection; belongs to its event loop.
 
-    Receives messages and answers only during `next` or an iteration of `messages`.
-    ended: set at the connection's end, with the cause in `problem`.  cut: ended without a farewell.
+    Receives only during `next` or `messages`.  ended: set at the end, with the cause in `problem`.  cut:
+    ended
+    without a farewell.
     """
 
     def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:
@@ -93,10 +94,7 @@ class Peer:
         self._writer = asyncio.create_task(self._write())
 
     def send(self, message: Message) -> None:
-        """Queue a message; does not wait for the peer.
-
-        Sends nothing to a lost peer.
-        """
+        """Queue a message; a lost peer gets nothing."""
         if self.ended.is_set() or self._closing:
             return
         data = encode(message)
@@ -107,15 +105,15 @@ class Peer:
             self._end(f"{self.name} does not read what it is sent")
 
     def send_all(self, messages: Iterator[Message]) -> None:
-        """As `send`, for messages drawn lazily while sending."""
+        """As `send`, for messages drawn lazily."""
         if not (self.ended.is_set() or self._closing):
             self._waiting.append(messages)
             self._something.set()
 
     def call(self, method: str, *args: Any, **words: Any) -> asyncio.Future[Any]:
-        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError.
+        """Run a method of the peer; returns its result, or raises its error or PeerEndedError.
 
-        Raises ValueError or TypeError for a call that `Interface.bind` refuses.
+        Raises ValueError or TypeError as `Interface.bind`.
         """
         assert self.protocol.asks is not None
         args = self.protocol.asks.bind(method, args, words)
@@ -129,13 +127,13 @@ class Peer:
         return future
 
     async def next(self) -> Message | Asked:
-        """The peer's next message or call.  Raises PeerEndedError at the connection's end."""
+        """The peer's next message or call.  Raises PeerEndedError."""
         while not self.ended.is_set():
             try:
                 message = self.protocol.receives(await self._socket.recv(decode=False))
                 if isinstance(message, AnswerFrame | FailureFrame):
                     self._take(message)
-                    await asyncio.sleep(0)  # who awaits the answer goes on before the next message is heard
+                    await asyncio.sleep(0)  # the answer's waiter runs before the next message
                 elif isinstance(message, CallFrame):
                     asked = self._asked(message)
                     if asked is not None:
@@ -153,13 +151,13 @@ class Peer:
         raise PeerEndedError(self.problem)
 
     async def messages(self) -> AsyncIterator[Message | Asked]:
-        """The peer's messages and calls until the connection's end."""
+        """The peer's messages and calls until the end."""
         with suppress(PeerEndedError):
             while True:
                 yield await self.next()
 
     async def receive(self, timeout_s: float) -> Message | Asked:
-        """As `next` with a time limit, for handshakes: a silent peer is given up."""
+        """As `next` with a time limit, for handshakes."""
         try:
             # asyncio.wait_for loses a cancellation that comes with the message (Python before 3.12).
             with fail_after(timeout_s):
@@ -169,7 +167,7 @@ class Peer:
             raise PeerEndedError(self.problem) from None
 
     def end(self, reason: str = "") -> None:
-        """End the connection after earlier messages have left, or at once if stuck."""
+        """End the connection after earlier messages, or at once if stuck."""
         if not self._closing:
             self._closing = True
             self.problem = self.problem or reason or "the connection was closed"
@@ -182,7 +180,7 @@ class Peer:
         self._abort()
 
     async def closed(self) -> None:
-        """Wait for the connection's complete end."""
+        """Wait for the complete end."""
         await asyncio.wait([self._writer])
 
     def abandon_calls(self, error: Exception) -> None:
@@ -191,7 +189,7 @@ class Peer:
             call.fail(error)
 
     async def settled(self) -> None:
-        """Wait for the answers of all earlier calls, abandoned or not.  Raises PeerEndedError."""
+        """Wait for answers of all earlier calls, abandoned or not.  Raises PeerEndedError."""
         for call in list(self._calls.values()):
             await call.over.wait()
         if self.ended.is_set():

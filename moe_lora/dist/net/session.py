@@ -24,13 +24,13 @@ from .peer import Peer
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
-"""Growing pauses between dials, reset by a session that ends without an error."""
+"""Growing pauses between dials, reset by a session without error."""
 
 
 class Hello(Message, frozen=True):
-    """The first message of a session.  All versions can read the message, but not each payload.
+    """The first message of a session, readable for all versions except the payload.
 
-    listener, version: of the `Handshake`.  name, epoch: of the dialling process and its incarnation.
+    name, epoch: of the dialling process and its incarnation.
     """
 
     listener: str
@@ -47,7 +47,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refusal(Message, frozen=True):
-    """The reply to a refused caller; the connection ends."""
+    """The reply to a refused caller."""
 
     reason: str
     way_out: str
@@ -58,7 +58,7 @@ _AWAITS_HELLO, _AWAITS_REPLY = Protocol.of(Hello), Protocol.of(Welcome, Refusal)
 
 
 class RefusedError(ConnectionError):
-    """The listening end refuses the session.  way_out: advice for the user."""
+    """The listening end refuses.  way_out: advice for the user."""
 
     def __init__(self, reason: str, way_out: str) -> None:
         super().__init__(f"{reason}; {way_out}")
@@ -67,7 +67,7 @@ class RefusedError(ConnectionError):
 
 @dataclass(frozen=True)
 class Dialler:
-    """The dialling end of a session: its host, and the content of its `Hello`."""
+    """The dialling end: its host, and its `Hello`."""
 
     host: str
     name: str
@@ -79,8 +79,9 @@ class Dialler:
 class Handshake:
     """The handshake of one kind of session.
 
-    listener: noun for the listening process.  version: of the messages; must be equal at both ends.
-    payload, welcome: contents of `Hello` and `Welcome`.  dials, listens: messages of the two ends.
+    listener: noun for the listening process.  version: must be equal at both ends.  payload, welcome:
+    contents of
+    `Hello` and `Welcome`.  dials, listens: messages of the two ends.
     """
 
     listener: str
@@ -97,7 +98,7 @@ class Handshake:
     async def open(
         self, connection: Connection, address: object, hello: Hello, timeout_s: float = OPEN_S
     ) -> tuple[Peer, Any]:
-        """The listening end, and the payload of its welcome.
+        """The listening end, and its welcome's payload.
 
         Raises RefusedError; PeerEndedError without a welcome in timeout_s.
         """
@@ -122,9 +123,9 @@ class Handshake:
         connection: Connection,
         host: str,
     ) -> None:
-        """Serve a connection from a host, after its handshake, until the end.
+        """Serve a connection to its end, after the handshake.
 
-        admit: returns the welcome's payload.  Raises RefusedError.
+        admit: returns the welcome's payload, or raises RefusedError.
         """
         peer = Peer(connection, _AWAITS_HELLO, "a caller")
         try:
@@ -168,9 +169,9 @@ async def stay_connected(
     serve: Callable[[Peer], Awaitable[None]],
     peer: Peer | None = None,
 ) -> None:
-    """Connect, serve the session, and connect again after its end, until cancelled.
+    """Connect and serve, again and again, until cancelled.
 
-    peer: a first session, already open.  A repeated problem is logged once.
+    peer: an open first session.  A repeated problem is logged once.
     """
     said, pause_s = LastProblem(), FIRST_PAUSE_S
     while True:

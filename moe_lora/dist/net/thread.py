@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loops and threads: a loop in a thread, and blocking calls outside a loop."""
+"""A loop in a thread, and blocking calls outside a loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoopThread:
 
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """`asyncio.to_thread` for calls that may hang, e.g. on a network disk: the process can still end."""
+    """`asyncio.to_thread` for calls that may hang: the process can still end."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
