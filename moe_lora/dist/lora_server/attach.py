@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins one rank of an LLM instance to the LoRA Server, and keeps the leases of the instance."""
+"""Joins one rank of an LLM instance to the LoRA Server, and keeps the instance's leases."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _ANSWER_S = 30.0
 
 
 class LeaseClient:
-    """Keeps the leases of one instance, by adapters' content hash.
+    """Keeps an instance's leases, by adapters' content hash.
 
-    The engine's thread states needs and reads grants; the event loop of the control connections does the
-    rest.  on_change: called there after changes of leases or leader.  on_failure: called there with a failed
-    adapter and the error; the next `register` makes the server try again.  join_leader: connects as an
-    instance, with a time limit and a message handler.
-    Raises LoraServerError without a leader within timeout_s.
+    The engine's thread states needs and reads grants.  The event loop calls on_change after changes of leases
+    or
+    leader, and on_failure with a failed adapter; the next `register` tries again.  join_leader: connects
+    within a
+    time limit.  Raises LoraServerError without a leader within timeout_s.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LeaseClient:
         self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = {}
         self._numbers = itertools.count(1)
         self._granted: dict[str, tuple[int, Lease]] = {}
-        """With the acquire's number: a grant for an abandoned acquire is not for the next."""
+        """With the acquire's number: grants for abandoned acquires are void."""
         self._peer: Peer | None = None
         self._joined = network().run(self._start(timeout_s))
 
@@ -78,9 +78,9 @@ class LeaseClient:
         return self._peer is not None
 
     def register(self, adapter_id: str) -> None:
-        """Register an adapter of the host store at the server.
+        """Register an adapter of the host store.
 
-        Raises CapacityError if the adapter can never be resident; assumed to fit while the server is away.
+        Raises CapacityError if the adapter can never be resident; an absent server raises nothing.
         """
         network().run(self._register(adapter_id))
 
@@ -88,9 +88,9 @@ class LeaseClient:
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
 
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
-        """Ask for a lease; False if the server is away or has refused the adapter.
+        """Request a lease; False if the server is away or refused the adapter.
 
-        asker: requester; of several, the first in turn counts.  `on_change` reports the lease.
+        asker: of several, the first in turn counts.  `on_change` reports the lease.
         """
         number, askers = self._wanted.get(adapter_id) or (next(self._numbers), ())
         if asker not in askers and self.lease(adapter_id) is None:
@@ -99,7 +99,7 @@ class LeaseClient:
         return self.connected and adapter_id not in self._rejected
 
     def lease(self, adapter_id: str) -> Lease | None:
-        """The granted lease of an acquired adapter, while valid."""
+        """The valid lease of an acquired adapter."""
         number, lease = self._granted.get(adapter_id, (0, None))
         return lease if number == self._wanted.get(adapter_id, (0,))[0] else None
 
@@ -139,7 +139,7 @@ class LeaseClient:
         self._on_change()
 
     def _tell(self, method: str, adapter_id: str) -> None:
-        """Sends nothing without a connection: the next leader gets the current needs."""
+        """Sends nothing without a leader: the next gets the current needs."""
         if self._peer is not None:
             self._peer.call(method, adapter_id)
 
@@ -164,7 +164,7 @@ class LeaseClient:
                 if adapter_id in self._wanted and self.lease(adapter_id) is None:
                     self._acquire(
                         adapter_id, *self._wanted[adapter_id]
-                    )  # the first acquire came before the content
+                    )  # the first acquire preceded the content
         except PeerEndedError:
             return
         except Exception as error:
@@ -226,7 +226,7 @@ _NEVER = 2**64 - 1
 
 @asynccontextmanager
 async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
-    """Wait for signals in a thread meanwhile: over NIXL a peer attaches only to a waiting target."""
+    """Wait for signals in a thread: over NIXL a peer attaches only to a waiting target."""
     done = threading.Event()
 
     def attend() -> None:
@@ -245,8 +245,8 @@ async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
 class ServerLink:
     """A client rank's session with one server rank, with reconnection.
 
-    join: connects to the rank within a timeout; raises LoraServerError.
-    `session`: None without one; deltas are then computed locally.
+    join: connects within a timeout; raises LoraServerError.
+    `session`: None without a session; deltas are then computed locally.
     """
 
     def __init__(
@@ -328,10 +328,10 @@ class ServerLink:
 
 
 class LoraServerClient:
-    """One client rank's connections: links to its server ranks, and their backend.
+    """One client rank's links to server ranks, and their backend.
 
-    device: the rank's.  pushed: the backend over device puts, if configured and in time.
-    Raises ConfigError for a layout that does not fit the model, LoraServerError for an absent server.
+    pushed: the backend over device puts, if configured and in time.  Raises ConfigError for a layout that
+    does not fit the model, LoraServerError for an absent server.
     """
 
     def __init__(

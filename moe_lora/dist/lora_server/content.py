@@ -20,12 +20,12 @@ _BLOCK_BYTES = 1 << 20
 
 
 def num_blocks(store: HostStore, adapter_id: str) -> int:
-    """Blocks of the file of this content hash."""
+    """Number of blocks of the adapter's file."""
     return -(-store.path(adapter_id).stat().st_size // _BLOCK_BYTES)
 
 
 def send_blocks(peer: Peer, store: HostStore, adapter_id: str) -> None:
-    """Send the file of this content hash after its announcement, reading while sending."""
+    """Send the announced file, reading while sending."""
     peer.send_all(_blocks(store, adapter_id, num_blocks(store, adapter_id)))
 
 
@@ -39,7 +39,7 @@ def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
                 yield Block(data)
     except OSError as error:
         logger.warning("adapter %s can't be read to the end: %s", adapter_id, error)
-        # As many blocks as announced: the receiver finds the damage, and the connection goes on.
+        # All announced blocks: the receiver finds the damage, and the connection goes on.
         for _ in range(num_sent, number):
             yield Block(b"")
 
@@ -48,7 +48,8 @@ async def receive_blocks(peer: Peer, store: HostStore, adapter_id: str, number: 
     """Receive `number` blocks and put the file into the store.
 
     Raises StorageError without room, ConnectionError for a lost peer.  After an error of the store the rest
-    is still read, and the connection goes on.
+    is
+    still read, and the connection goes on.
     """
     loop = asyncio.get_running_loop()
 
@@ -83,10 +84,9 @@ class _Awaited:
 
 
 class LostContent:
-    """Calls the instances of an adapter in turn, in a few rounds with pauses; then the adapter fails.
+    """Calls an adapter's instances in turn, in a few rounds with pauses; then gives up.
 
-    call: calls an instance for content, except the given instances; returns its name, None if none is left.
-    give_up: called with a content and the reason.
+    call: calls an instance, except the given ones, for content; returns its name, None if none is left.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LostContent:
         self._call_next(adapter_id)
 
     def pop(self, adapter_id: str) -> set[int]:
-        """Stop waiting for the content; returns the ranks that need the content."""
+        """Stop waiting for the content; returns the ranks in need."""
         awaited = self._awaited.pop(adapter_id, None)
         return set() if awaited is None else awaited.server_ranks
 
@@ -120,7 +120,7 @@ class LostContent:
             self._call_next(adapter_id)
 
     def drop_instance(self, instance: str) -> None:
-        """The instance has gone: another one is called."""
+        """Call another instance instead."""
         for adapter_id, awaited in list(self._awaited.items()):
             if awaited.called == instance:
                 self._call_next(adapter_id)

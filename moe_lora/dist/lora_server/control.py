@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control connections of a LoRA Server, beside the one-sided data path.
-
-One event loop per process, in its own thread.  After the handshake the peer calls the methods of
-`ServerCalls`.  Websocket pings detect lost peers.
-"""
+"""Control connections of a LoRA Server, on one event loop per process.  Pings detect lost peers."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ async def join(
     hear: Hear = ignore,
     pings: Pings = PINGS,
 ) -> Peer:
-    """Connect to a rank.  begin: method and arguments of a first call without an answer.
+    """Connect to a rank.  begin: method and arguments of a first call.
 
     hear: called with the rank's further messages in order.
     Raises LoraServerError without an answer in timeout_s, or on refusal; ConfigError for a bad address.
@@ -122,7 +118,7 @@ def _of_certificates(error: BaseException | None) -> bool:
 
 
 async def called(peer: Peer, method: str, *args: Any) -> Any:
-    """The rank's answer.  Raises LoraServerError for a lost rank, and the rank's own errors."""
+    """The rank's answer.  Raises LoraServerError for a lost rank, and the rank's errors."""
     try:
         return await peer.call(method, *args)
     except PeerEndedError as error:
@@ -141,7 +137,7 @@ async def ask(
 
 
 async def find_rank(address: str, keys: Keys | None, hello: Hello, server_rank: int, timeout_s: float) -> str:
-    """Address of a server rank, from the leader at `address`.
+    """Address of a server rank, from the leader.
 
     Raises LoraServerError without an answer, or for an absent rank, within timeout_s.
     """
@@ -156,7 +152,7 @@ async def find_rank(address: str, keys: Keys | None, hello: Hello, server_rank: 
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
-    """The first differing fact of a peer; None if both agree."""
+    """The first differing fact; None if both agree."""
     for name in sorted(theirs):
         if ours.get(name) != theirs[name]:
             return f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs[name]!r} at {peer}"
@@ -165,10 +161,7 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) 
 
 @dataclass(eq=False)
 class Visitor:
-    """A peer at a rank of the LoRA Server.  left: callbacks at the connection's end.
-
-    instance, server_rank: its identity.
-    """
+    """A peer at a rank of the LoRA Server.  left: callbacks at the connection's end."""
 
     peer: Peer
     host: str
@@ -178,14 +171,13 @@ class Visitor:
 
 
 Answer = Callable[..., Coroutine[Any, Any, Any]]
-"""Called with the visitor and a call's arguments.  A returned future is answered later."""
+"""Called with visitor and arguments.  A returned future is answered later."""
 
 
 class ControlServer:
-    """Accepts peers that agree with this rank, and answers each peer's calls in order.
+    """Accepts peers with the agreed facts, and answers each peer's calls in order.
 
-    agreed: required facts of a hello (protocol version, model, dtype).  answers: by method of `ServerCalls`.
-    address: of the listener; port 0 picks a free port.
+    answers: by method of `ServerCalls`.  address: port 0 picks a free port.
     Raises LoraServerError if the address can't be bound.
     """
 
@@ -244,10 +236,7 @@ class ControlServer:
 
 
 class LoraServerAdmin:
-    """Calls the leader at `address`, a connection per call; thread-safe.
-
-    timeout_s: limit to find the leader.
-    """
+    """Calls the leader, a connection per call; thread-safe.  timeout_s: limit to find the leader."""
 
     def __init__(self, address: str, keys: Keys | None, *, timeout_s: float = 1.0) -> None:
         self._address = address
@@ -260,7 +249,7 @@ class LoraServerAdmin:
         return found
 
     def resize(self, capacity: int) -> ServerState:
-        """Set the number of resident adapters on all ranks, as `LeaseTable.resize`.
+        """Set the number of resident adapters on all ranks.
 
         Raises CapacityError for an impossible capacity, LoraServerError without an answer.
         """

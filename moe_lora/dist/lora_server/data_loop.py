@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data path of one server rank: serves clients' requests in turn and puts the deltas back.
 
-Receive, compute and send overlap: clients put requests, and puts of answers don't
-wait (InfiniLoRA section 3).
+Receive, compute and send overlap (InfiniLoRA section 3).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _WARM_RANKS = (64, MAX_CUDA_LORA_RANK)
 
 
 class ServerSession:
-    """The server's half of a session (see `session`).  on_drop: called for a lost client."""
+    """The server's half of a session.  on_drop: called for a lost client."""
 
     def __init__(
         self,
@@ -75,17 +74,17 @@ class ServerSession:
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
 
     def pending(self) -> DeltaRequest | None:
-        """The oldest request without an answer.  Raises ValueError for an unreadable frame."""
+        """The oldest unanswered request.  Raises ValueError for an unreadable frame."""
         if self.requests.read_signal(0) <= self.handled:
             return None
         return read_request(self._request_frames[self.handled % len(self._request_frames)], self.layout)
 
     def deltas(self, request: DeltaRequest) -> torch.Tensor:
-        """Target of `request`'s deltas, [R, N]."""
+        """Target of the deltas, [R, N]."""
         return answer_rows(self.answers.frame(self.handled), self.layout, request.site, request.num_rows)
 
     def answer(self, request: DeltaRequest, state: int, started_ns: int) -> None:
-        """Put the answer to the pending request.  Raises PeerGoneError."""
+        """Answer the pending request.  Raises PeerGoneError."""
         frame, num_host_rows = self.answers.frame(self.handled), self.num_host_rows if state == DONE else 0
         write_answer_header(frame, state, started_ns, time.monotonic_ns(), num_host_rows)
         self.num_host_rows = 0
@@ -100,11 +99,9 @@ def instance_number(name: str) -> int:
 
 
 def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[DeltaRequest]:
-    """The smallest and the largest request at a site, without adapters, in `frame`; one of several experts
-    per token is elsewhere.
-    """
+    """The smallest and the largest request at a site, without adapters, in `frame`."""
     most = layout.shape.num_experts_per_token if layout.shape.sites[site].num_experts else 0
-    # The experts' second half has a row of x per expert of a token.
+    # The experts' second half has a row of x per expert.
     for top_k in sorted({min(1, most), most}):
         for num_tokens in sorted({1, layout.max_rows // max(1, top_k)}):
             num_rows = num_tokens * max(1, top_k) - (top_k > 1)
@@ -120,9 +117,8 @@ def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[D
 class DataLoop:
     """Serves the sessions of one server rank, instances in turn.
 
-    host: computes rows of adapters with a layer still loading (`HostShare`); None: these requests wait.
-    Ready requests pass them either way.  num_host_rows: rows computed on the host.  A stage's first rank
-    announces turns, and the stage's ranks prefer the announced instance (section
+    host: computes rows with a layer still loading; None: these requests wait.  num_host_rows: rows computed
+    there.  A stage's first rank announces turns, and the stage's ranks prefer the announced instance (section
     5.1).  lora_time: of an emulated device's layer; None: no emulation.
     """
 
@@ -157,9 +153,9 @@ class DataLoop:
         server_store.on_progress = self.wake
 
     def warm_up(self, layout: FrameLayout, sites: Iterable[int]) -> None:
-        """Compute each site's smallest and largest request without adapters.
+        """Compute each site's smallest and largest request.
 
-        Compiles kernels and allocates memory on CUDA before any request or session waits on the device.
+        CUDA compiles kernels and allocates memory before any request or session waits on the device.
         """
         frame = torch.zeros(layout.request_bytes, dtype=torch.uint8)
         for site in sites:
@@ -188,12 +184,12 @@ class DataLoop:
         self.wake()
 
     def tell(self, turns: RemoteWindow, num_seen: int) -> None:
-        """Announce turns to this rank of the stage too; the rank has seen num_seen announcements."""
+        """Announce turns to another rank of the stage, after num_seen announcements."""
         with self._lock:
             self._told = [*self._told, (turns, itertools.count(num_seen))]
 
     def tell_no_more(self, turns: RemoteWindow) -> None:
-        """The rank has left the stage."""
+        """Stop announcing turns to a rank."""
         with self._lock:
             self._told = [told for told in self._told if told[0] is not turns]
 
@@ -203,7 +199,7 @@ class DataLoop:
         return self.turns.read_signal(0)
 
     def wake(self) -> None:
-        """Wake the loop after a change without a request."""
+        """Wake the loop without a request."""
         with self._lock:
             self._num_wakes += 1
             self._wake.set_signal(0, self._num_wakes)

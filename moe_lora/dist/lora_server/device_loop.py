@@ -2,8 +2,8 @@
 """The data path of one server rank for device puts: a stream per instance, no host.
 
 A session's step is fixed: wait for the frame; per layer, admit rows to slots; per site, wait for x, compute,
-put the answer.  CUDA captures the step once and replays ahead, instances overlapping (InfiniLoRA section 3).
-An idle instance's session waits without bound, so the process must never synchronise the device.
+put the answer.  CUDA captures the step once and replays ahead (InfiniLoRA section 3).  An idle instance's
+session waits without bound, so the process must never synchronise the device.
 
 NOT YET RUN on a GPU.  Without a GPU operations run eagerly, as in tests.
 """
@@ -40,7 +40,7 @@ from .server_store import ServerAdapterStore, on_stream
 logger = logging.getLogger(__name__)
 
 _AHEAD = 2
-"""Queued steps per session: the next waits while one computes."""
+"""Queued steps per session."""
 _SOONER = 16
 """Fraction of the answer timeout before a loading layer is abandoned."""
 _LEFT = 1 << 62
@@ -48,17 +48,18 @@ _STAGE_BYTES = 1 << 20
 
 
 class Resident(NamedTuple):
-    """Device state of each slot.  generation: [M].  loaded: [M, L].  int64, see `ServerAdapterStore`."""
+    """Device state of each slot, int64.  generation: [M].  loaded: [M, L]."""
 
     generation: torch.Tensor
     loaded: torch.Tensor
 
 
 class ResidentTables:
-    """Slot state of a server rank in tables that running operations read.
+    """Slot state of a server rank, in tables for running operations.
 
-    now: current tables.  Added slots make new tables; old tables, still bound by old operations, then show
-    every slot as empty.  stream: without waiting sessions; None on CPU.
+    Added slots make new tables; old tables then show every slot as empty.  stream: without waiting sessions;
+    None
+    on CPU.
     """
 
     def __init__(self, server_store: ServerAdapterStore) -> None:
@@ -67,7 +68,7 @@ class ResidentTables:
         self._lock = threading.Lock()
         on_cuda = self._device.type == "cuda"
         self.stream = torch.cuda.Stream(self._device) if on_cuda else None
-        # Once for any size: page-locking may wait for a device that never rests.
+        # Once: page-locking may wait for a device that never rests.
         self._staging = Staging(_STAGE_BYTES) if on_cuda else None
         self.now = self._made()
         server_store.on_tables = self.publish
@@ -110,8 +111,7 @@ class ResidentTables:
 class DeviceSession(DeviceHalf):
     """One instance's half at this rank.
 
-    num_steps: queued so far.  answer_timeout_s: the instance's; work is
-    abandoned well before, so that the instance learns of missing rows.
+    answer_timeout_s: the instance's; work is abandoned well before, so the instance learns of missing rows.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class DeviceSession(DeviceHalf):
                     self._queued.pop(0).synchronize()
 
     def is_lost(self) -> bool:
-        """True after a wait hit its bound; does not wait for queued steps."""
+        """True after a wait hit its bound; does not wait for steps."""
         with on_stream(self._tables.stream):
             return bool(int(self.state.item()) & self._exchange.LOST)
 
@@ -197,7 +197,7 @@ class DeviceSession(DeviceHalf):
     def prepare(self) -> None:
         """Capture a step, unless captured for the current slots.
 
-        Keeps the old capture's memory until the new capture exists.
+        The old capture's memory stays until the new capture exists.
         """
         resident = self._tables.now
         if self._bound is not None and self._bound[0] is resident:
@@ -205,13 +205,13 @@ class DeviceSession(DeviceHalf):
         if self.stream is None:
             self._bound = resident, self._store.slots
             return
-        # The session's initial state was made on another stream.
+        # Another stream made the session's initial state.
         self.stream.wait_stream(torch.cuda.current_stream(self._group.device))
-        # A queued step waits for its possibly idle instance; other sessions' captures must not.
+        # A queued step waits for an idle instance; other captures must not.
         self.stream.synchronize()
         with _capturing, torch.cuda.stream(self.stream):
             self._bound = resident, self._store.slots
-            # Compile kernels before the capture, in a state without waits and puts.
+            # Compile kernels before the capture, without waits and puts.
             self.state.fill_(self._exchange.ENDED)
             expected = self._expected.clone()
             self.step()
@@ -220,7 +220,7 @@ class DeviceSession(DeviceHalf):
             self.stream.synchronize()
             if self._ended:
                 self.state.fill_(self._exchange.ENDED)
-            # Not `torch.cuda.graph`, which waits for the device and other sessions.
+            # `torch.cuda.graph` waits for the device and other sessions.
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             self.step()
@@ -263,7 +263,7 @@ _capturing = threading.Lock()
 
 
 class DeviceLoop:
-    """Serves all instances of a device group at this rank, a thread and stream each, until `stop`.
+    """Serves all instances of a device group at this rank, a thread and stream each.
 
     join: meets the other members.
     """
@@ -317,7 +317,7 @@ class DeviceLoop:
             session.end()
 
     def stop(self) -> None:
-        """End all waits; returns when the device has finished the group's work."""
+        """End all waits, and wait for the device."""
         self._stopping.set()
         for session in self.sessions:
             session.end()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The leader: registers adapters, grants leases to instances, orders loads on ranks.
 
-Runs in the server's first rank, on the event loop of the control connections: every peer hears decisions in
-their order.  Waiting instances are examined once per turn of the loop, in the next turn.
+Runs in the server's first rank, on the control connections' event loop: every peer hears decisions in their
+order.  Waiting instances are examined once per turn of the loop.
 """
 
 from __future__ import annotations
@@ -49,17 +49,14 @@ logger = logging.getLogger(__name__)
 
 LEADER = 0
 RESTART_S = 0.1
-"""From the reply to a restart call to the leader's end."""
+"""From a restart's reply to the leader's end."""
 LOOK_AGAIN_S = 1.0
-"""Period of checks while instances wait for leases: conditions may change with time."""
+"""Period of checks while instances wait: conditions may change with time."""
 
 
 @dataclass(frozen=True)
 class OwnRank:
-    """Calls from the leader to its own rank.
-
-    order: passes an order.  regained: reports recovered content.  restart: ends the process for a restart.
-    """
+    """Calls from the leader to its own rank.  regained: reports recovered content."""
 
     order: Callable[[Order], None]
     regained: Callable[[str], None]
@@ -69,7 +66,7 @@ class OwnRank:
 class Leader:
     """Answers the calls of instances, server ranks and the front end (`ServerCalls`).
 
-    first_generation: lower bound of this incarnation's generations; lower generations on the wire are stale.
+    first_generation: of this incarnation; lower generations on the wire are stale.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Leader:
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False
-        """True if `_give_out` is scheduled, or failed since the last successful look."""
+        """True if `_give_out` is scheduled or has failed."""
         self._lost = LostContent(self._call_for_content, self._fail)
         self.addresses: dict[int, str] = {}
 
@@ -174,7 +171,7 @@ class Leader:
         return self._memory, self._first_generation
 
     async def join_rank(self, visitor: Visitor, server_rank: int, address: str) -> None:
-        """A rank joins or returns: send resident adapters, then changes."""
+        """Send a new rank resident adapters, then changes."""
         visitor.server_rank = server_rank
         visitor.left.callback(self._lose_rank, visitor)
         self._ranks[server_rank] = visitor
@@ -204,7 +201,7 @@ class Leader:
         logger.warning("server rank %d left", visitor.server_rank)
 
     async def join_instance(self, visitor: Visitor, instance: str) -> None:
-        """Register an instance for leases, which end with this connection."""
+        """Register an instance for leases until this connection's end."""
         earlier = self._instances.pop(instance, None)
         if earlier is not None:  # reconnected before its loss was noticed
             earlier.peer.abort("the instance has joined again")
@@ -240,7 +237,7 @@ class Leader:
             logger.warning("adapter %s is fetched again: %s", adapter_id, error)
             await asyncio.to_thread(self._store.remove, adapter_id)
             return False
-        if self._instances.get(visitor.instance) is visitor:  # otherwise a later connection has replaced this
+        if self._instances.get(visitor.instance) is visitor:  # else a later connection has replaced this
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
         return True
@@ -270,12 +267,12 @@ class Leader:
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float
     ) -> asyncio.Future[tuple[int, int]]:
         instance = visitor.instance
-        # A repeated call, for another tenant: both calls are answered.
+        # A repeated call for another tenant gets an answer too.
         asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         try:
             lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
         except AdapterNotFoundError:
-            # Its content is on the way; the instance calls again after registration.
+            # Its content is on the way; the instance calls again.
             logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)
             raise
         self._dispatch()
@@ -314,14 +311,12 @@ class Leader:
         self._look(self._table.grant_due)
 
     def _look_again(self) -> None:
-        """Stops if no instance waits, e.g. without connections."""
+        """Stops if no instance waits."""
         self._looks_again = False
         self._look(self._table.grant_waiting)
 
     def _look(self, look: Callable[[float], None]) -> None:
-        """Carries out decisions made before a failure; the rest waits for `_look_again`, to avoid a busy loop
-        of failures.
-        """
+        """Carries out decisions made before a failure; `_look_again` does the rest, without a busy loop."""
         try:
             look(time.monotonic())
             self._gives_out = False
@@ -348,7 +343,7 @@ class Leader:
             self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
 
     def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
-        """A rank gave up this load; ignores earlier generations."""
+        """A rank gave up this load; earlier generations don't count."""
         if self._table.is_resident(adapter_id, generation - self._first_generation):
             self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
 
@@ -368,7 +363,7 @@ class Leader:
         self.supply(visitor.server_rank, adapter_id)
 
     def supply(self, server_rank: int, adapter_id: str) -> None:
-        """Send content to a rank, at once or after an instance has sent the content."""
+        """Send content to a rank, at once or once an instance has sent it."""
         try:
             if adapter_id not in self._store:
                 self._lost.await_content(server_rank, adapter_id)

@@ -32,7 +32,7 @@ class Block(Message, frozen=True):
 class AdapterFailed(Message, frozen=True):
     """The server gave up an adapter of this instance on all ranks.
 
-    A later `register` makes the adapter known again.  reason: the error of the failed rank.
+    A later `register` tries again.  reason: the failed rank's error.
     """
 
     adapter_id: str
@@ -58,7 +58,7 @@ class ResizeOrder(Message, frozen=True):
 
 
 class RestartOrder(Message, frozen=True):
-    """End the rank's process for a restart by its supervisor."""
+    """End the rank's process for a restart."""
 
 
 Order = LoadOrder | EvictOrder | ResizeOrder
@@ -76,34 +76,32 @@ class Memory:
 class ServerCalls(typing.Protocol):
     """Calls of LoRA Server ranks: the first two on all ranks, the rest on the leader.
 
-    Effects of a call end with its connection.
+    A call's effects end with its connection.
     """
 
     def open_session(self, instance: str, answers: bytes, max_rows: int, depth: int) -> bytes:
-        """Serve rows of an instance's rank.  answers: descriptor of its window;
-        returns the rank's descriptor.
-        """
+        """Serve an instance's rank; `answers` and the result are window descriptors."""
 
     def tell_turns(self, turns: bytes, num_seen: int) -> None:
-        """Announce turns to another rank of the stage.  turns: the descriptor of its window."""
+        """Announce turns to another rank of the stage, through this window descriptor."""
 
     def find(self, server_rank: int) -> str | None:
         """Address of a rank; None before its join."""
 
     def memory(self) -> tuple[Memory, int]:
-        """Layout of a rank's memory, and the leader's incarnation, a lower bound of generations."""
+        """A rank's memory, and the leader's incarnation, a lower bound of generations."""
 
     def join_rank(self, server_rank: int, address: str) -> None:
-        """Send this rank resident adapters, then changes.  address: of its listener."""
+        """Send this rank resident adapters, then changes."""
 
     def linked(self, clients: tuple[str, ...]) -> None:
         """Set the client ranks (`client_name`) with a session with this rank."""
 
     def need(self, adapter_id: str) -> None:
-        """Send missing content to a rank, at once or after an instance has sent the content."""
+        """Send missing content to a rank."""
 
     def fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
-        """Give up a generation on all ranks after an error of this rank; instances get `AdapterFailed`."""
+        """Give up a generation on all ranks after an error; instances get `AdapterFailed`."""
 
     def fail_content(self, adapter_id: str, reason: str) -> None:
         """Answer `Need` without the content."""
@@ -118,7 +116,7 @@ class ServerCalls(typing.Protocol):
         """
 
     def give(self, adapter_id: str, num_blocks: int) -> None:
-        """Receive an adapter's file in num_blocks following blocks."""
+        """Receive an adapter's file in following blocks."""
 
     def unregister(self, adapter_id: str) -> None:
         """Forget the adapter after its last registered instance."""
@@ -126,15 +124,14 @@ class ServerCalls(typing.Protocol):
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
         """Slot and generation of a lease, once available; no answer after a release.
 
-        tenant, share: of the requester, for the leader's decisions alone.
+        tenant, share: for the leader's decisions alone.
         """
 
     def release(self, adapter_id: str) -> None:
         """Return the lease, or cancel the wait."""
 
     def join_devices(self, instance: str) -> tuple[str, int, int, int]:
-        """Meeting address of devices with mutual puts, the instance's number,
-        number of instances, rows of a step.
+        """Meeting address of devices, the instance's number, number of instances, rows of a step.
 
         instance: "" for a server rank.  Raises LoraServerError for a late member.
         """
@@ -143,16 +140,13 @@ class ServerCalls(typing.Protocol):
         """Counts for metrics, and settings."""
 
     def resize(self, capacity: int) -> ServerState:
-        """Set the number of resident adapters on all ranks; see `LeaseTable.resize`.
+        """Set the number of resident adapters on all ranks.
 
         Raises ConfigError below 1, CapacityError for a growth beyond the ranks' memory.
         """
 
     def restart(self, server_rank: int) -> None:
-        """End a rank's process for a restart by its supervisor.
-
-        Raises LoraServerError for an absent rank.
-        """
+        """End a rank's process for a restart.  Raises LoraServerError for an absent rank."""
 
 
 _CALLS = Interface(ServerCalls)
@@ -164,4 +158,4 @@ HANDSHAKE = Handshake(
     dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
     listens=Protocol.of(Block, answers=_CALLS),
 )
-"""The payload: facts that must agree.  The version covers the frames of `deltas.session` too."""
+"""The payload: facts that must agree.  The version covers frames of `deltas.session` too."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out the leader's orders on one server rank with the `ServerAdapterStore`.
-
-Loads retry after transient errors, beside all other orders.
-"""
+"""Carries out the leader's orders on one server rank."""
 
 from __future__ import annotations
 
@@ -24,10 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Orders:
-    """Carries out orders in threads, since the store waits for its loader.  Belongs to one event loop.
+    """Carries out orders in threads, since the store waits for its loader.
 
-    need: requests missing content; `regained` or `refused` follows.  Failed loads end in
-    `ServerAdapterStore.give_up`; no order ends the rank or affects another adapter.
+    need: requests missing content; `regained` or `refused` follows.  Loads retry after transient errors;
+    failed
+    loads end in `ServerAdapterStore.give_up` and affect no other adapter.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class Orders:
         self._server_store.set_led(True)
 
     async def hear(self, order: Order) -> None:
-        """Carry out an order, or defer a load until its content is here."""
+        """Carry out an order; a load waits for its content."""
         if isinstance(order, LoadOrder):
             await self._load(order)
             return
@@ -62,7 +60,7 @@ class Orders:
             logger.exception("an order of the leader can't be carried out: %s", order)
 
     async def hear_from(self, restart: Callable[[], None], leader: Peer, message: Message) -> None:
-        """Carry out a leader's message.  restart: ends this rank, for another start."""
+        """Carry out a leader's message.  restart: ends this rank."""
         if isinstance(message, Content):
             await self._receive(leader, message)
         elif isinstance(message, RestartOrder):
@@ -87,7 +85,7 @@ class Orders:
             await self._load(order)
 
     async def refused(self, adapter_id: str, error: Exception) -> None:
-        """The content came but can't be kept."""
+        """The content can't be kept."""
         for order in self._awaiting.pop(adapter_id, []):
             await self._fail(order, error)
 
@@ -127,7 +125,7 @@ class Orders:
         if (is_damaged or isinstance(cause, PASSING)) and self._num_failures[key] < NUM_TRIES:
             logger.warning("adapter %s is tried again: %s", adapter_id, error)
             retry = asyncio.create_task(self._load_later(order, self._epoch))
-            self._retries.add(retry)  # an event loop alone does not keep its tasks
+            self._retries.add(retry)  # an event loop does not keep its tasks
             retry.add_done_callback(self._retries.discard)
             return
         del self._num_failures[key]

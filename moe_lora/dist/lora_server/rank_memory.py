@@ -27,7 +27,7 @@ from .messages import Memory
 
 
 def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
-    """[X] bool: the rank's entries of a layer; slot matters under data parallelism only."""
+    """[X] bool: the rank's entries of a layer; slot matters only under data parallelism."""
     return _kept(partition, server_rank, layer, slot % partition.layout.dp)
 
 
@@ -48,7 +48,7 @@ def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.n
 def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) -> ShardPages:
     """Pages of the adapter on each server rank, per layer.
 
-    Under data parallelism one rank, chosen by slot, holds the whole adapter: every rank is charged.
+    Under data parallelism every rank is charged: the slot chooses one rank.
     """
     pages: dict[int, dict[int, int]] = {}
     for rank in range(partition.layout.num_ranks):
@@ -65,15 +65,15 @@ def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) ->
 
 _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
-"""Rounding a layer's shard up to pages costs at most an eighth."""
+"""Rounding up to pages costs a layer's shard at most an eighth."""
 _MAX_PAGES = 1 << 18
-"""Most pages of a rank: the leader searches all pages per layer."""
+"""Most pages of a rank: the leader searches them per layer."""
 _USUAL_SHARE = 8
-"""Room for adapters of the usual size takes at most an eighth of a device's memory."""
+"""Usual adapters take at most an eighth of a device's memory."""
 
 
 def spare_bytes(device: torch.device, num_sharers: int) -> int:
-    """Memory of each rank for adapters of the usual size, including unknown adapters.
+    """Memory of each rank for adapters of the usual size.
 
     num_sharers: ranks on the device.  Constant per machine: a restarted leader plans the same memory.
     """
@@ -85,10 +85,7 @@ def spare_bytes(device: torch.device, num_sharers: int) -> int:
 
 
 def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_sharers: int) -> None:
-    """Raises ConfigError for an arena above this rank's share of a device; memory_gb is not checked.
-
-    num_sharers: ranks on the device, of total_bytes.
-    """
+    """Raises ConfigError for an arena above this rank's share of a device; memory_gb is not checked."""
     share = total_bytes // num_sharers
     if num_sharers > 1 and server.memory_gb is None and num_bytes > share:
         raise ConfigError(
@@ -101,8 +98,9 @@ def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_
 def memory_of_all(
     config: EngineConfig, partition: Partition, dtype: torch.dtype, device: torch.device, store: HostStore
 ) -> Memory:
-    """`plan_memory` for the adapters of the instances, put into the store.  Bad adapters are left out: the
-    instance reports a bad adapter, and here the adapter must not block a restart.
+    """`plan_memory` for the instances' adapters, put into the store.
+
+    Leaves out bad adapters: they must not block a restart.
     """
     server = config.lora_server
     assert server is not None
@@ -130,9 +128,8 @@ def plan_memory(
 ) -> Memory:
     """The budget of each rank: `memory_gb`, or `capacity` times the largest of `packed`.
 
-    Without memory_gb at least `capacity` times a rank-16 adapter on all targets, within the spare bytes
-    (None: no limit), for larger adapters later.
-    Raises ConfigError with the least sufficient size if an adapter does not fit.
+    Without memory_gb at least `capacity` rank-16 adapters on all targets, within the spare bytes (None: no
+    limit).  Raises ConfigError with the least sufficient size if an adapter does not fit.
     """
     ranks = range(partition.layout.num_ranks)
     usual = partition.shape.adapter_bytes(DEFAULT_LORA_RANK) * dtype.itemsize // partition.shape.dtype_bytes

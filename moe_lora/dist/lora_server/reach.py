@@ -44,8 +44,8 @@ def client_name(instance: str, client_rank: int) -> str:
 def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
     """This process's end of the configured transport.
 
-    put_timeout_s: limit of a put to a stuck peer, on media with blocking puts.  Raises ConfigError for
-    device_puts without their libraries.
+    put_timeout_s: limit of a blocking put to a stuck peer.  Raises ConfigError for device_puts without
+    libraries.
     """
     if server.device_puts != "none":
         from moe_lora.dist.transport.device_puts import check_device_puts
@@ -58,7 +58,7 @@ def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float |
 
 
 class DeviceMembers:
-    """Kept by a LoRA Server's leader for its life.  config: of its instances."""
+    """The device meeting of a LoRA Server.  config: of its instances."""
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.lora_server is not None
@@ -72,10 +72,7 @@ class DeviceMembers:
         self._instances: dict[str, int] = {}
 
     async def join(self, visitor: Visitor, instance: str) -> tuple[str, int, int, int]:
-        """Meeting address, the instance's number, number of instances, and rows of a step.
-
-        instance: "" for a server rank.  Raises LoraServerError for a late member.
-        """
+        """See `ServerCalls.join_devices`."""
         number = -1
         if instance:
             if instance in self._instances or len(self._instances) == self._config.num_instances:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the LoRA Server: control connections beside the data loop.
-
-Rank 0 is the leader: it owns the leases, and all processes get its address.
-"""
+"""One rank of the LoRA Server: control connections beside the data loop.  Rank 0 leads."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ _LEADER_TIMEOUT_S = 120.0
 
 
 def own_device(config: EngineConfig, local_rank: int) -> torch.device:
-    """The only device of a process with `device_shares`, else the device of LOCAL_RANK.
+    """The only device with `device_shares`, else the device of LOCAL_RANK.
 
     Raises ConfigError for too few visible devices.
     """
@@ -78,11 +75,11 @@ def own_device(config: EngineConfig, local_rank: int) -> torch.device:
 
 
 class ServerRank:
-    """One rank, built and ready to `run`.
+    """One rank, ready to `run`.
 
-    config: of a served instance, resolved: the leader stores its adapters at start and sizes the arenas.
-    host: see `DataLoop`; closed with this.  local_rank: among the host's ranks; None: server_rank.
-    Raises ConfigError for impossible settings, LoraServerError for an absent or refusing leader.
+    config: of a served instance, resolved.  host: see `DataLoop`; closed here.  local_rank: among the host's
+    ranks; None: server_rank.  Raises ConfigError for impossible settings, LoraServerError for an absent or
+    refusing leader.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class ServerRank:
         self._host = host
         self.restarts = False
         self.on_restart: Callable[[], None] = lambda: None
-        """Called at the start of that end; set by the process."""
+        """Called when a restart begins."""
         assert config.lora_server is not None
         server = self._server = config.lora_server
         self._config, self._shape, self._server_rank = config, shape, server_rank
@@ -113,7 +110,7 @@ class ServerRank:
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._linked: Counter[str] = Counter()
-        """Sessions by client rank; a reconnected rank may keep its last session for a while."""
+        """Sessions by client rank; a reconnected rank may briefly keep the last."""
         self._tell_links: Callable[[tuple[str, ...]], object] = lambda clients: None
         self._tasks: list[asyncio.Task[None]] = []
         if server_rank == LEADER:
@@ -265,7 +262,7 @@ class ServerRank:
         )
 
     async def _obey(self, peer: Peer) -> None:
-        """Follow a leader's orders until its end; start over, as the leader may be new."""
+        """Follow a leader's orders until its end, from scratch: the leader may be new."""
         memory, first_generation = await called(peer, "memory")
         if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
             logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
@@ -288,7 +285,7 @@ class ServerRank:
         self._call_leader("need", adapter_id)
 
     def _call_leader(self, method: str, *args: Any) -> None:
-        """Sends nothing without a leader: the next leader orders every load again."""
+        """Sends nothing without a leader: the next orders every load again."""
         if self._leader is not None and not self._leader.ended.is_set():
             self._leader.call(method, *args)
 
@@ -342,7 +339,7 @@ class ServerRank:
         self.loop.tell(window, num_seen)
 
     async def _join_stage(self) -> Peer:
-        """Let the stage's first rank announce turns (see `data_loop.DataLoop`)."""
+        """Let the stage's first rank announce turns."""
         leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, self._stage_leader, REJOIN_S)
         begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
@@ -363,5 +360,5 @@ async def _carry_out(steps: asyncio.Queue[Callable[[], Awaitable[None]]]) -> Non
         step = await steps.get()
         try:
             await step()
-        except Exception:  # later decisions must be carried out all the same
+        except Exception:  # later decisions must still be carried out
             logger.exception("the leader's own rank can't carry out an order")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of one server rank: its arena, and the thread that loads layer by layer.
+"""One server rank's adapters: the arena, and a thread that loads layer by layer.
 
 Legend: M slots, L layers.
 """
@@ -42,10 +42,7 @@ PASSING = (OSError, StorageError)
 
 @dataclass(eq=False)
 class _Loading:
-    """A load in progress: remaining layers, in order.  epoch: of the server_store at the start.
-
-    num_failures: of its layers.  due_s: earliest time of the next layer.
-    """
+    """A load in progress: remaining layers, in order.  due_s: earliest time of the next layer."""
 
     slot: int
     generation: int
@@ -76,11 +73,11 @@ class ServerAdapterStore:
     """The adapters of one server rank.
 
     generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
-    L] generation of each layer in the arena.  contents: generation and adapter of used slots.  reading: held
-    while slot table and arena are read for a request.  led: True if load commands can come.
-    Loads interleave by layer (InfiniLoRA section 5.3); on CUDA on their own stream.  load_bytes_per_s: limit
-    of the load rate.  layer_wise: False loads whole adapters in sequence, for comparison.
-    Raises ConfigError without the memory.
+    L] generation of each layer in the arena.  contents: generation and adapter of used slots.  reading: lock
+    for
+    reads of slot table and arena.  led: True if load commands can come.
+    Loads interleave by layer (InfiniLoRA section 5.3); on CUDA on their own stream.  layer_wise: False loads
+    whole adapters in sequence, for comparison.  Raises ConfigError without the memory.
     """
 
     def __init__(
@@ -99,13 +96,13 @@ class ServerAdapterStore:
         self.server_rank = server_rank
         self._page_bytes = memory.page_bytes
         self.on_progress: Callable[[], None] = lambda: None
-        """Called, from any thread, if a waiting request may have become ready or stale."""
+        """Called, from any thread, if a waiting request may be ready or stale."""
         self.on_tables: Callable[[], None] = lambda: None
-        """Called on changes of `generation` or `loaded`: before old content is cleared, and after new
-        content is there.
+        """Called on changes of `generation` or `loaded`: before old content is cleared, after new content is
+        there.
         """
         self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
-        """Called, from any thread, with content hash, generation and error of a failed load."""
+        """Called, from any thread, for a failed load."""
         self._link = None if load_bytes_per_s is None else LinkTime(load_bytes_per_s)
         self._layer_wise = layer_wise
         self.arena = _allocate(memory.num_pages[server_rank] * memory.page_bytes, device)
@@ -127,7 +124,7 @@ class ServerAdapterStore:
         self._thread.start()
 
     def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
-        """Start to load this rank's part of the adapter into the runs of pages, one per layer.
+        """Start to load this rank's part into the runs of pages, one per layer.
 
         Ignores a load already evicted.
         """
@@ -136,7 +133,7 @@ class ServerAdapterStore:
                 return
             self.generation[slot] = generation
             self.contents[slot] = generation, RoutedAdapter(packed.content_hash, packed.targets)
-            # Layers without content on this rank are loaded at once.
+            # Layers without content here are loaded at once.
             for layer in set(range(self._shape.num_layers)) - set(runs):
                 self.loaded[slot, layer] = generation
             self.on_tables()
@@ -160,7 +157,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def start_over(self, first_generation: int) -> None:
-        """Forget everything: generations start above first_generation."""
+        """Drop everything: generations start above first_generation."""
         with self._changed:
             self._loading.clear()
             self.contents.clear()
@@ -175,7 +172,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def grow(self, num_slots: int) -> None:
-        """Grow to at least num_slots slots, new slots empty; earlier requests for them are stale."""
+        """Grow to at least num_slots slots; earlier requests for new slots are stale."""
         with self._changed:
             more = num_slots - len(self.generation)
             if more <= 0:
@@ -183,13 +180,13 @@ class ServerAdapterStore:
             slots = self.slots.grown(num_slots)
             with self.reading:
                 self.slots = slots
-            # The data loop reads a slot here as soon as `generation` has the slot.
+            # The data loop reads a slot once `generation` has it.
             self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
             self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
             self.on_tables()
 
     def set_led(self, led: bool) -> None:
-        """Set the presence of a leader; without one, requests for missing content do not wait."""
+        """Set the presence of a leader; without a leader, requests for missing content do not wait."""
         self.led = led
         self.on_progress()
 
@@ -202,7 +199,7 @@ class ServerAdapterStore:
         return bool((generation < self.generation[slot]).any())
 
     def is_ready(self, slot: np.ndarray, generation: np.ndarray, layer: int) -> bool:
-        """True if all rows' adapters are loaded up to this layer."""
+        """True if all rows' adapters have this layer."""
         return bool((self.loaded[slot, layer] == generation).all())
 
     def stop(self) -> None:
@@ -274,7 +271,7 @@ class ServerAdapterStore:
         self.on_failure(content_hash, generation, error)
 
     def _is_wanted(self, loading: _Loading) -> bool:
-        """True unless evicted or forgotten since the start; requires the lock."""
+        """True unless evicted since the start; requires the lock."""
         same_content = bool(self.generation[loading.slot] == loading.generation)
         return same_content and loading.epoch == self._epoch
 
@@ -289,7 +286,7 @@ class ServerAdapterStore:
             if not self._is_wanted(loading):
                 return 0
             self._follow_others()
-        # Without the lock: a later owner's load of these pages writes after this one, in this thread.
+        # Without the lock: this thread writes a later owner's load after this one.
         self._copy(packed, shard, self.arena[start : start + num_bytes])
         with self._changed:
             if not self._is_wanted(loading):
@@ -304,8 +301,8 @@ class ServerAdapterStore:
         return num_bytes
 
     def _follow_others(self) -> None:
-        """The loader's stream waits for launched work: deltas of the pages' former
-        owners, and slot table changes.
+        """The loader's stream waits for launched work: deltas of the pages' former owners, and slot table
+        changes.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
