@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured times of host workers, device and loads, as the `host` section of a performance model's file."""
+"""Measured times of host workers, device and loads: the `host` section of a performance model's file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def host_section(
     mean_errors: Mapping[str, float],
     samples: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The file's `host` section.  mean_errors: relative, of the fits; samples: as measured."""
+    """The `host` section.  mean_errors: relative, of the fits."""
     return {
         "version": VERSION,
         "machine": dict(machine),
@@ -63,8 +63,7 @@ def read_host_times(
 ) -> HostTimes:
     """The times in a file of `moe-lora profile-steps --host-worker`.
 
-    machine, model: required origin (`machine_of`, `model_of`); None: any.  Raises ConfigError with the file
-    and the fault.
+    machine, model: required origin; None: any.  Raises ConfigError with the file and the fault.
     """
     section = _read(path)
     if section is None:
@@ -109,9 +108,9 @@ def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
 
 
 def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
-    """Start of prompts on workers by the settings, with "auto" and c from the times; None without workers.
+    """Start of prompts on workers by the settings and times; None without workers.
 
-    c is that of the largest measured LoRA rank.  "auto" counts this host's cores: each engine rank keeps one.
+    c is the largest measured rank's.  "auto" counts this host's cores: each engine rank keeps one.
     """
     c = config.host_tokens_per_worker or times.tokens_per_worker(times.max_rank)
     if config.host_workers == AUTO:
@@ -133,7 +132,7 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
 
 
 def routed_host_start(config: EngineConfig, path: str | Path) -> HostStart | None:
-    """`host_start` for routers, without access to the instances' device and model; the file must match.
+    """`host_start` for routers, without the instances' device and model.
 
     None also for "auto" with a file of a CPU device or without times.  Raises ConfigError.
     """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host worker: a process on its own core that computes deltas from adapters in host memory.
 
-Run as `python -m moe_lora.dist.host_workers.worker FD`.  Serves one `dist.deltas.session`, or a device
-stream's `frame_slots`, and ends with the engine.
+Serves one `dist.deltas.session`, or a device stream's `frame_slots`, and ends with the engine.
 Source: Toppings section 4.2.
 """
 
@@ -36,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSetUp:
-    """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any.
-    owned: the store goes with the engine.  slowdown: see `HostWorkers`.  requests: descriptor of the engine's
-    window for `FrameSlots`; None: the worker makes a window for a `ServerSession`.
+    """A worker's first message.  answers, requests: descriptors of the engine's windows; requests None: the
+    worker makes a window for a `ServerSession`.  core None: any.  owned: the store goes with the engine.
     """
 
     name: str
@@ -56,7 +54,7 @@ class WorkerSetUp:
 
 
 class StoreDeltas:
-    """Answers requests from the adapters in a store, named by `content_number`."""
+    """Answers requests from a store's adapters, named by `content_number`."""
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._store = store
@@ -65,7 +63,7 @@ class StoreDeltas:
         self._failures = FailureLog(logger, "the engine computes its rows")
 
     def compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """As `fill`; returns the answer's state, STALE after an error."""
+        """As `fill`; returns the state, STALE after an error."""
         try:
             self.fill(request, out)
         except Exception as error:
@@ -74,13 +72,13 @@ class StoreDeltas:
         return DONE
 
     def fill(self, request: DeltaRequest, out: torch.Tensor) -> None:
-        """out [R, N] = the deltas of the request.  Raises AdapterError for a missing adapter."""
+        """out [R, N] = the request's deltas.  Raises AdapterError for a missing adapter."""
         numbers, row_adapter = np.unique(request.generation, return_inverse=True)
         adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
         self._deltas.compute(request, adapters, row_adapter, out)
 
     def fill_apart(self, request: DeltaRequest, out: torch.Tensor) -> dict[int, Exception]:
-        """As `fill`, with zeros for failed adapters; returns the errors by content number."""
+        """As `fill`, with zeros for failed adapters; returns errors by content number."""
         numbers, row_adapter = np.unique(request.generation, return_inverse=True)
         failed: dict[int, Exception] = {}
         total = torch.zeros_like(out)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's links to host workers: a process with restarts, and the session.
 
-A stream's wait has no time limit: its link's thread answers for a dead, late or refusing worker.
+A stream's wait has no limit: the link's thread answers for a dead, late or refusing worker.
 """
 
 from __future__ import annotations
@@ -34,26 +34,21 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 DEPTH = 4
-"""Frames of a session: sites of a layer in flight, and one to spare."""
+"""Frames of a session: a layer's sites in flight, and one to spare."""
 _RESTARTS = RestartPolicy()
 _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """answer_timeout_s: limit, after which the engine computes a worker's rows.  slowdown: emulates less than
-    a core.
-    """
+    """answer_timeout_s: then the engine computes a worker's rows.  slowdown: emulates less than a core."""
 
     answer_timeout_s: float = 5.0
     slowdown: float = 1.0
 
 
 class WorkerLink(threading.Thread):
-    """Keeps one worker process and a `ClientSession`.
-
-    session: None while disconnected; the engine then computes deltas.
-    """
+    """Keeps one worker process and a session; session None: the engine computes deltas."""
 
     session: ClientSession | None = None
     _end_s = 1.0
@@ -105,7 +100,7 @@ class WorkerLink(threading.Thread):
                     self._live(held)
                 except (OSError, EngineDeadError, PeerUnreachableError) as error:
                     logger.warning("%s can't be started: %s", self.name, error)
-                except Exception:  # without this thread no worker restarts, and a stream waits for ever
+                except Exception:  # else no worker restarts, and a stream waits for ever
                     logger.exception("%s can't be started", self.name)
                 if not self._closing.is_set():
                     logger.warning("%s ended; the engine computes its rows until it is back", self.name)
@@ -137,7 +132,7 @@ class WorkerLink(threading.Thread):
                 pass
 
     def _windows(self, held: contextlib.ExitStack) -> tuple[str, bytes, bytes | None]:
-        """A name for the worker, and descriptors of windows for answers and requests."""
+        """The worker's name, and descriptors of windows for answers and requests."""
         label = f"{self.name}-{next(self._starts)}"
         self._answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
         held.callback(self._answers.free)
@@ -147,7 +142,7 @@ class WorkerLink(threading.Thread):
         return connection.poll(START_TIMEOUT_S)
 
     def _open(self, requests: bytes, held: contextlib.ExitStack) -> None:
-        """The worker is ready; requests: descriptor of its window."""
+        """Use a ready worker; requests: descriptor of its window."""
         there = self._transport.attach(requests)
         held.callback(self._transport.detach, there)
         self.session = ClientSession(
@@ -183,10 +178,9 @@ _ANSWER_LOOK_S, _SERVING_LOOK_S = 0.02, 10 * FIRST_SLEEP_S
 
 
 class StreamWorkerLink(WorkerLink):
-    """Keeps one worker process and its slots for a stream; the slots outlive processes.
+    """Keeps one worker process, and a stream's slots beyond the process's end.
 
-    serving: the worker serves, not this thread.  num_fallback_rows, problems: see
-    `stream_backend.StreamLink`.
+    serving: the worker serves, not this thread.
     """
 
     _end_s = 0.0
@@ -208,7 +202,7 @@ class StreamWorkerLink(WorkerLink):
             stream.register(memory) for window in windows for memory in (window.words.memory, window.bytes)
         ]
         self._asked: list[tuple[int, float]] = []
-        """By slot, the owed use and its start time."""
+        """By slot, the owed use and its start."""
         self._ended = threading.Event()
         self.serving = threading.Event()
         self.num_fallback_rows = 0
@@ -218,7 +212,7 @@ class StreamWorkerLink(WorkerLink):
         super().__init__(number, transport, layout, store, *options)
 
     def end(self) -> None:
-        """The stream has ended: no answers are owed."""
+        """The stream has ended: nothing is owed."""
         self._ended.set()
 
     def run(self) -> None:
@@ -281,7 +275,7 @@ class StreamWorkerLink(WorkerLink):
         return DONE
 
     def _compute_apart(self, request: DeltaRequest, out: torch.Tensor, error: Exception) -> None:
-        """As `_compute`, adapter by adapter; zeros for all without memory."""
+        """As `_compute`, adapter by adapter; zeros without memory."""
         try:
             self.problems |= self._deltas.fill_apart(request, out)
         except Exception:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host workers of an engine: start, restart, and division of rows."""
+"""The host workers of an engine, and the division of rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_cores(
 ) -> None:
     """Raises ConfigError for more workers than cores, and for unavailable cores.
 
-    num_ranks: of all instances of this host, or of its LoRA Server.  setting: name of the number in errors.
+    num_ranks: of all instances of this host, or of its LoRA Server.
     """
     allowed = allowed_core_numbers()
     unknown = [core for core in cores if core not in allowed]
@@ -56,8 +56,8 @@ def check_cores(
 class HostWorkers:
     """The host workers of one engine process, and their LoraBackend.
 
-    store: of adapters; None: a new one in a folder of the engine.  num_tokens: per step within time, over all
-    workers.  cores: one per worker; empty: any.  stream: of the device; None: the engine's thread waits.
+    store None: a new store in a folder of the engine.  num_tokens: per step in time, over all workers.
+    cores: one per worker; empty: any.  stream None: the engine's thread waits.
     Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
     """
 
@@ -134,10 +134,9 @@ class HostWorkers:
         return [link.pid for link in self.links.values()]
 
     def failures(self) -> dict[int, Exception]:
-        """Return errors by `content_number` since the last call.
+        """Errors by `content_number` since the last call; with errors the step's rows are wrong.
 
-        Neither a worker nor the engine computed rows of these adapters: the step's rows are wrong.  Without a
-        stream the step raises instead.  Call this after the device has ended the step.
+        Call this after the device has ended the step.  Without a stream the step raises instead.
         """
         return self.backend.failures()
 
@@ -175,9 +174,8 @@ def _own_folder() -> OwnFolder:
 class RowShares:
     """Divides a site's rows over the workers (a `Division`).
 
-    Pieces of at most c rows go to workers in turn, so L rows occupy ⌈L / c⌉ workers.
-
-    tokens_per_worker: c, one core's tokens in time.  Source: Toppings section 4.2.
+    Pieces of at most c = tokens_per_worker rows go to workers in turn, so L rows occupy ⌈L / c⌉ workers.
+    Source: Toppings section 4.2.
     """
 
     def __init__(self, num_workers: int, tokens_per_worker: int, num_experts: int) -> None:
@@ -186,7 +184,7 @@ class RowShares:
         self._experts = range(num_experts)
 
     def shares(self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray) -> Shares:
-        """(worker, token rows) of workers with rows."""
+        """(worker, token rows), workers with rows only."""
         num_pieces = -(-len(tokens) // self._tokens_per_worker)
         pieces = np.array_split(tokens, num_pieces)
         return [(number % self._num_workers, piece) for number, piece in enumerate(pieces)]
