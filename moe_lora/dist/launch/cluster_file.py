@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of this host's processes: their cluster file, sockets, shares of the host, devices.
+"""The settings of this host's processes: cluster file, sockets, shares of the host, devices.
 
-`python -m moe_lora.dist.launch.cluster_file` prints the number of CUDA devices.  The process keeper imports
-no torch, so a child counts, with the roles' library and CUDA_VISIBLE_DEVICES; without a CUDA driver 0 and no
-child.
+As a program, prints the number of CUDA devices: the process keeper imports no torch, so a child counts.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from moe_lora.core.errors import ConfigError
 
 @contextmanager
 def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
-    """A descriptor of the cluster's file.  No process's end leaves a file."""
+    """A descriptor of the cluster's file, without a name to leave behind."""
     with TemporaryFile() as file:
         write_cluster(file.fileno(), cluster)
         yield file.fileno()
 
 
 def write_cluster(file: int, cluster: ClusterConfig) -> None:
-    """Write the cluster; processes read the file at start or on SIGHUP.
+    """Write the cluster for processes to read at start or on SIGHUP.
 
     Raises OSError without room, and keeps the old content.
     """
@@ -59,7 +57,7 @@ def write_cluster(file: int, cluster: ClusterConfig) -> None:
 def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:
     """The cluster with all addresses as sockets in a private folder.
 
-    num_front_ends: 1: the front end starts the instances and includes the controller.
+    With one front end, the front end starts the instances and includes the controller.
     """
     front_end = replace(cluster.front_end, engines_address=None)
     if num_front_ends == 1:
@@ -80,7 +78,7 @@ def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> Clus
 def thread_share(num_threads: int | None, num_instances: int, num_cores: int) -> int:
     """CPU threads of each instance: as set, else an equal share of the cores, at least one.
 
-    More threads than cores wait for each other at every parallel step: raises ConfigError.
+    Raises ConfigError for more threads than cores: they wait for each other.
     """
     share = max(1, num_cores // num_instances)
     if num_threads is not None and num_threads > share:
@@ -93,7 +91,7 @@ def thread_share(num_threads: int | None, num_instances: int, num_cores: int) ->
 
 
 def check_pool(config: EngineConfig) -> None:
-    """Raises ConfigError for an adapter pool that `config.num_instances` on this machine can't keep."""
+    """Raises ConfigError for an adapter pool that the instances can't keep."""
     pool = config.pool
     if pool is None:
         return
@@ -116,7 +114,7 @@ _COUNT_S = 300.0
 
 @functools.cache
 def count_devices() -> int:
-    """CUDA devices for the roles of this host; 0 without a driver, or with a torch for CPUs.
+    """CUDA devices of this host; 0 without a driver, or with a torch for CPUs.
 
     Raises ConfigError if torch fails.
     """
@@ -144,9 +142,9 @@ def _not_counted(problem: str) -> str:
 
 
 def placed(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster with a device for each rank on this host; unchanged on CPU.
+    """The cluster with a device for each rank; unchanged on CPU.  Idempotent.
 
-    A placed cluster stays the same.  Raises ConfigError for too few devices and for impossible `devices`.
+    Raises ConfigError for too few devices and for impossible `devices`.
     """
     config, server = cluster.engine, cluster.lora_server
     if config.device == "cpu":
@@ -178,8 +176,7 @@ def log_devices(cluster: ClusterConfig) -> None:
 
 
 def use_devices(shares: tuple[DeviceShare, ...]) -> None:
-    """Limit this process to these devices, before CUDA starts.  Rank r then has
-    cuda:r, and foreign GPUs stay untouched.
+    """Limit this process to these devices, before CUDA starts: rank r has cuda:r.
 
     Raises ConfigError for a device beyond CUDA_VISIBLE_DEVICES.
     """

@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 FRONT_END, CONTROLLER, INSTANCE = "front-end", "controller", "instance"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 START_TRIES = 3
-"""Starts of a process that dies silently, before `ready` fails: the cause, e.g. lack of memory, may pass."""
+"""Silent deaths before `ready` fails: the cause, e.g. lack of memory, may pass."""
 STOP_S = 20.0
-"""From SIGTERM to SIGKILL, beside a front end's drain time: an instance finishes its step."""
+"""From SIGTERM to SIGKILL, plus a front end's drain time."""
 STOPPED_DEATHS = 2.0
-"""Kill a stopped process after this multiple of dead_s."""
+"""A process stopped for this multiple of dead_s is killed."""
 _LOOK_S = 0.5
 _LOOKS = 20
-"""At a stopped process, in the time for which it may be stopped."""
+"""Checks of a stopped process in this time."""
 
 
 class Started(Message, frozen=True):
-    """First word of a child to its keeper.  error: cause of a failed start."""
+    """A child's first word to its keeper.  error: of a failed start."""
 
     error: Exception | None = None
 
@@ -87,9 +87,8 @@ class HostRoles:
     """Keeps roles running; belongs to one event loop.
 
     Restarts for ever, unless a setting breaks the first start.  drain_s: time for a front end's requests.
-    at_once: once set, `stop` waits for no process.  dead_s: a stopped process (SIGSTOP) is killed after
-    STOPPED_DEATHS times this.  spare: for roles of kind INSTANCE.  failed: cause
-    that stops every role of a kind.
+    at_once: once set, `stop` waits for no process.  dead_s: see STOPPED_DEATHS.  failed: cause that
+    stops every role of a kind.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class HostRoles:
         await asyncio.gather(*self._ready.values())
 
     def kill(self, name: str) -> None:
-        """Kill a stopped or stuck process, for a restart."""
+        """Kill a stuck process, for a restart."""
         found = self._running.get(name)
         if found is not None:
             found[1].process.kill()
@@ -144,15 +143,12 @@ class HostRoles:
                     self.kill(name)
 
     def hang_up(self) -> None:
-        """Send SIGHUP to all, to read settings again.
-
-        A process without a handler yet ends, and reads the settings on restart.
-        """
+        """Send SIGHUP to all, to read settings again; a process without a handler restarts."""
         for _, child in self._running.values():
             child.process.send_signal(signal.SIGHUP)
 
     async def stop(self) -> None:
-        """Stop all, dependents first; return after their end."""
+        """Stop all, dependents first, and wait."""
         self._stopping = True
         if self._spare is not None:
             await self._spare.stop()
@@ -185,9 +181,9 @@ class HostRoles:
             await asyncio.sleep(self._policy.pause_s(num_deaths))
 
     async def _live(self, role: Role, num_starts: int) -> Exception:
-        """Run a role's process to its end; returns its error or exit.
+        """Run a role's process; returns its error or exit.
 
-        _Died also for failures here, e.g. lack of handles, memory or threads: the next try may work.
+        _Died also for failures here, e.g. lack of memory or threads: the next try may work.
         """
         try:
             return await self._run(role, num_starts)
@@ -272,8 +268,7 @@ async def run_roles(
 ) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; True if all started.
 
-    drain_s, dead_s, spare: see `HostRoles`.  reload: SIGHUP handler.  at_once: set by a second signal, also
-    after the return.
+    reload: SIGHUP handler.  at_once: set by a second signal, even after the return.
     """
     over, at_once = asyncio.Event(), at_once or asyncio.Event()
     kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s, spare=spare)
@@ -325,13 +320,13 @@ def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Rol
 
 
 def instance_roles(num_instances: int, file: int) -> list[Role]:
-    """The instances of a cluster on this host.  file: descriptor of the cluster's file."""
+    """The instances on this host."""
     names, run = instance_names(num_instances), _instance(file)
     return [Role(name=name, kind=INSTANCE, words=(*run, "--name", name), fds=(file,)) for name in names]
 
 
 def spare_of(cluster: ClusterConfig, file: int) -> Spare | None:
-    """The spare of the cluster's instances on this host.  file: descriptor of the cluster's file."""
+    """The spare of the instances on this host, if any."""
     if not cluster.engine.spare_process or cluster.engine.num_instances == 1:
         return None
     from .spare import Spare
@@ -344,7 +339,7 @@ def _instance(file: int) -> tuple[str, ...]:
 
 
 def server_roles(num_ranks: int, file: int) -> list[Role]:
-    """The LoRA Server's ranks, as in a torchrun job.  file: descriptor of the cluster's file."""
+    """The LoRA Server's ranks, as in a torchrun job."""
     return [
         Role(
             name=f"lora-server-{rank}",
@@ -361,5 +356,5 @@ _RUN_ROLE = ("-m", "moe_lora.dist.launch.run_role")
 
 
 def _told(file: int) -> tuple[str, ...]:
-    """Options of a process that reads the cluster from a descriptor, and ends with its parent."""
+    """Options: the cluster's descriptor, and the parent to end with."""
     return "--config", f"/dev/fd/{file}", "--parent", str(os.getpid())

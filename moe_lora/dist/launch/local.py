@@ -39,7 +39,7 @@ _ALL_ENDED = "each that ended is being started again; send the request again in 
 
 
 def checked(cluster: ClusterConfig) -> ClusterConfig:
-    """Settings with devices, for all roles on this host.  Raises ConfigError."""
+    """Settings with devices, checked for all roles on one host.  Raises ConfigError."""
     for name, place in cluster.front_ends.items():
         if place.admin_address is not None:
             raise ConfigError(
@@ -66,11 +66,10 @@ async def local_instances(
     at_once: asyncio.Event | None = None,
     passes_on: Listeners | None = None,
 ) -> AsyncIterator[ControlledFleet]:
-    """Engine processes of this host that replace each other, ended with the context.
+    """This host's engine processes, restarted on failure and ended with the context.
 
-    An ended process is started again.  registry: see `controlled_fleet`.  router: overrides the settings.
-    at_once: see `HostRoles`.  passes_on: gets the listener of these processes.  Raises the error of a failed
-    start.
+    router: overrides the settings.  at_once: see `HostRoles`.  passes_on: gets these processes' listener.
+    Raises the error of a failed start.
     """
     cluster = _with_shares(cluster)
     config = cluster.engine
@@ -121,9 +120,7 @@ def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
 def _passed_on(
     passes_on: Listeners | None, file: int, cluster: ClusterConfig, roles: HostRoles
 ) -> Iterator[None]:
-    """Keep the processes' log level equal to this process's.  file: the processes' settings file, with
-    `cluster`.
-    """
+    """Keep the processes' log level equal to this process's.  file: their settings, of `cluster`."""
 
     def tell(now: FrontEndConfig) -> None:
         front_end = replace(cluster.front_end, log_level=now.log_level)
@@ -144,10 +141,9 @@ def _passed_on(
 async def local_lora_server(
     cluster: ClusterConfig, at_once: asyncio.Event | None = None, passes_on: Listeners | None = None
 ) -> AsyncIterator[ClusterConfig]:
-    """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
+    """The LoRA Server's ranks on this host, ended with the context; yields settings with its address.
 
-    Chooses address and store_dir.  at_once, passes_on: see `local_instances`.  Starts no
-    process without a LoRA Server.
+    Starts nothing without a LoRA Server.
     """
     given = cluster.lora_server
     if given is None:
@@ -163,7 +159,7 @@ async def local_lora_server(
         folder = stack.enter_context(OwnFolder())
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
-        # Check before the start of a process per rank.
+        # Check before the start of processes.
         shape = shape_of(config.hf_config())
         layout = Layout.parse(server.layout)
         Partition(shape, layout, config.expert_parallel, sites=server.sites)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of an LLM instance, and the life of any role's process: alone, or a rank of a torchrun job."""
+"""The role of an LLM instance, and the life of any role's process."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 _PARENT_S = 0.5
 RESTART_CODE = os.EX_TEMPFAIL
-"""Exit code of a process that ends for a restart: torchrun takes 0 for done."""
+"""Exit code for a restart: torchrun takes 0 for done."""
 RESTART_S = 20.0
-"""Seconds for such a process to end by itself."""
+"""Limit for an end by itself."""
 LOOK_S, LOOKS = 1.0, 20
 
 
@@ -49,7 +49,7 @@ LOOK_S, LOOKS = 1.0, 20
 class JobPlace:
     """This process in its torchrun job; without torchrun, a job of one.
 
-    local_rank: LOCAL_RANK, within the host; None: not given, equal to dist_rank.
+    local_rank None: equal to dist_rank.
     """
 
     dist_rank: int = 0
@@ -73,7 +73,7 @@ class JobPlace:
         return self.dist_rank if self.local_rank is None else self.local_rank
 
     def device_shares(self, config: EngineConfig) -> tuple[DeviceShare, ...]:
-        """Devices from LOCAL_RANK on for the ranks of an instance; (): from the first on."""
+        """Devices from LOCAL_RANK on for an instance's ranks; (): from the first on."""
         first = self.on_host - self.dist_rank
         if first <= 0 or config.device == "cpu":
             return ()
@@ -85,7 +85,7 @@ def serve_instance(
 ) -> int:
     """Run one LLM instance, connected to every front end; its first rank is the engine.
 
-    starts: number of earlier starts by a keeper; None: no keeper.  The rest as `serve_lora_server`.
+    starts: earlier starts by a keeper; None: no keeper.
     """
     from moe_lora.core.address import own_host
 
@@ -112,7 +112,8 @@ def serve_instance(
         seed=seed_of(config.seed, name, starts),
         contents_dir=contents,
         # A bad folder stops no instance: the controller sends the adapter or marks it bad.  Only a server
-        # with its own instances reports it at start.  Unnamed adapters of a registry stop no instance either.
+        # with
+        # its own instances reports named adapters at start.
         leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
     if config.device_shares:
@@ -131,21 +132,19 @@ def serve_instance(
 
 
 def set_environment(config: EngineConfig, starts: int | None) -> int:
-    """Set the environment of an instance's threads, before torch is imported;
-    returns the number of threads.
-    """
+    """Set the environment of an instance's threads, before torch is imported; returns their number."""
     from moe_lora.core.processes import usable_cores, worker_environment
 
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     os.environ.update(worker_environment(replace(config, num_threads=threads).threads_per_process))
     if starts:
-        # The first start left its code on disk.  Compile processes would import torch again.
+        # The first start left its code on disk; compile processes would import torch again.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return threads
 
 
 def seed_of(seed: int, name: str, starts: int | None) -> int:
-    """The seed of one start of an instance: equal seeds would repeat unseeded answers."""
+    """The seed of one start: equal seeds would repeat unseeded answers."""
     return seed + zlib.crc32(f"{name} {time.time_ns() if starts is None else starts}".encode())
 
 
@@ -162,10 +161,7 @@ def _serve_engine(
     status: int | None,
     stuck_s: float,
 ) -> int:
-    """Build an engine and serve the addresses until stopped; the exit code.
-
-    stuck_s: see `end_stuck`.
-    """
+    """Build an engine and serve the addresses until stopped; returns the exit code."""
     gc.disable()
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
@@ -206,7 +202,7 @@ def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
     """Call `stop` on SIGTERM, SIGINT, and at the end of the parent torchrun."""
 
     def stop_aside(*_: object) -> None:
-        # Not in the handler: the interrupted code may hold a lock needed by `stop`.
+        # Not in the handler: the interrupted code may hold a lock of `stop`.
         threading.Thread(target=stop, name="stop", daemon=True).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -220,7 +216,7 @@ def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
 def reread_on_hang_up(config: str, place: JobPlace) -> None:
     """On each SIGHUP, read the log level from the cluster's file.
 
-    With a terminal, or a torchrun that forwards its end, SIGHUP ends the process.
+    With a terminal or torchrun, SIGHUP ends the process.
     """
 
     def reread() -> None:
@@ -237,10 +233,7 @@ def reread_on_hang_up(config: str, place: JobPlace) -> None:
 
 
 def end_for_restart() -> None:
-    """End this process within RESTART_S, even if stuck, for a restart.
-
-    Its peers are gone by then, so no other process would end it.
-    """
+    """End this process within RESTART_S, even if stuck: its peers are gone, so no other process would."""
 
     def end() -> None:
         logger.error("it was told to end, to be started again, and hangs: ended after %g s", RESTART_S)
@@ -252,9 +245,9 @@ def end_for_restart() -> None:
 
 
 async def end_stuck(pulse: Pulse, limit_s: float) -> None:
-    """End this process for a restart if its engine stays at one piece of work for limit_s.
+    """End this process if its engine stays at one piece of work for limit_s.
 
-    Peers have given the process up by then.  Time while the process is stopped does not count.
+    Peers have given the process up by then.  Time of a stopped process does not count.
     """
     clock, stuck_s, look_s = WallClock(), 0.0, max(LOOK_S, limit_s / LOOKS)
     looked_s = clock.now_s()
@@ -285,14 +278,14 @@ def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
 
 
 FULL_COLLECTION_EVERY = 1000
-"""Collections of the middle generation between two full ones; Python's default is 10."""
+"""Middle collections between two full ones; Python's default is 10."""
 
 
 def collect_rarely() -> None:
     """Exempt current objects (modules, the model) from garbage collection, and collect rarely.
 
-    A full collection stops the engine's thread: 0.3 s at 100 000 cached nodes.  It frees cycles only, and the
-    engine makes almost none.  For the engine's own process.
+    A full collection stops the engine's thread: 0.3 s at 100 000 cached nodes.  The engine makes almost no
+    cycles.
     """
     gc.collect()
     gc.freeze()

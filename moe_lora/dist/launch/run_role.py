@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 2 -m moe_lora.dist.launch.run_role --config cluster.yaml --role lora-server
     torchrun -m moe_lora.dist.launch.run_role --config cluster.yaml --role instance --name instance-1
 
-A single process needs no torchrun: python -m moe_lora.dist.launch.run_role and the same options.
-`moe-lora serve` starts its processes with --status-fd.
+A single process needs no torchrun.
 """
 
 from __future__ import annotations

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 THREADS_PER_RANK = 1
 _BESIDE_WAITS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""For processes with unbounded waits on the device (`lora_server.device_loop`).  Lazy kernel loading may wait
-for an idle device, and streams beyond CUDA's 8 default queues share a queue.  Read by the driver at start.
+"""For processes with unbounded waits on the device.  Lazy kernel loading may wait for an idle device, and
+streams
+beyond CUDA's 8 default queues share a queue.
 """
 
 
 def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | None = None) -> int:
-    """Run one rank of the LoRA Server until SIGTERM or SIGINT; the exit code.
+    """Run one rank of the LoRA Server until SIGTERM or SIGINT; returns the exit code.
 
-    status: descriptor for the start report (see `host_roles`).  Raises ConfigError, LoraServerError or
-    AdapterError for a failed start.
+    status: descriptor for the start report.  Raises ConfigError, LoraServerError or AdapterError for a failed
+    start.
     """
     config = cluster.lora_server_rank(place.on_host)
     if config.lora_server is None:
@@ -53,7 +54,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
 
 
 def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int:
-    """Build a rank of the config's LoRA Server, and run until stopped; the exit code."""
+    """Build a rank and run until stopped; returns the exit code."""
     rank = build_rank(config, place.dist_rank, place.on_host)
     rank.on_restart = end_for_restart
     stop_on_signals(rank.stop, place)
@@ -63,10 +64,7 @@ def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int
 
 
 def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = None) -> ServerRank:
-    """A rank of the LoRA Server with started host workers.  config: of the instances, with the server.
-
-    local_rank: see `ServerRank`.
-    """
+    """A rank of the LoRA Server with started host workers.  config: of the instances, with the server."""
     import torch
 
     from moe_lora.dist.lora_server.server_rank import ServerRank

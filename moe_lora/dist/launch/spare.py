@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spare process of a host: it starts ahead of need and replaces the next instance that dies.
-
-Imports are most of the time from the death of an instance to its return.
+"""A spare process of a host: replaces the next instance that dies, after most of an instance's start, the
+imports.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from moe_lora.core.processes import Child
 logger = logging.getLogger(__name__)
 
 SPARE_AFTER_S = 10.0
-"""Seconds between a ready instance and the start of the next spare."""
+"""Pause between a ready instance and the next spare."""
 _IMPORTED = (
     "moe_lora.dist.cluster.instance_links",
     "moe_lora.engine.build",
@@ -31,7 +30,7 @@ _IMPORTED = (
 class Spare:
     """Keeps at most one spare process; belongs to one event loop.
 
-    words: of an instance's command, after the interpreter, without its name.  fds: that it inherits.
+    words: an instance's command, after the interpreter, without its name.  fds: inherited.
     """
 
     def __init__(self, words: Sequence[str], fds: Sequence[int], clock: Clock | None = None) -> None:
@@ -44,7 +43,7 @@ class Spare:
         self._earliest_s = 0.0
 
     def put_off(self) -> None:
-        """Start no spare process for the next SPARE_AFTER_S."""
+        """Start no spare for SPARE_AFTER_S."""
         self._earliest_s = self._clock.now_s() + SPARE_AFTER_S
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep())
@@ -81,7 +80,7 @@ class Spare:
         await died
 
     def acquire(self, name: str, num_starts: int) -> Child | None:
-        """Turn the spare process into this instance.  None: no spare waits."""
+        """Turn the spare into this instance.  None: no spare waits."""
         waiting = self._waiting
         if waiting is None or waiting.ended.done() or waiting.is_stopped:
             return None
@@ -94,7 +93,7 @@ class Spare:
         return waiting
 
     async def stop(self) -> None:
-        """End the spare process; returns after its end."""
+        """End the spare, and wait."""
         self._stopping = True
         self._changed.set()
         if self._keeping is not None:
@@ -104,8 +103,7 @@ class Spare:
 def wait_for_name(fd: int, *, compiles: bool) -> tuple[int, str]:
     """Import the engine, then wait; returns the number of earlier starts and the instance's name.
 
-    fd: the child's end of the keeper's socket.  compiles: the engine will compile.  Set the threads'
-    environment before.
+    Set the threads' environment before.  fd: the child's end of the keeper's socket.
     """
     for module in (*_IMPORTED, *(["torch._inductor.compile_fx"] if compiles else [])):
         importlib.import_module(module)
