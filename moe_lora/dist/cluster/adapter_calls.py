@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters loaded, unloaded and pinned on every instance, or on none."""
+"""Adapters changed on every instance, or on none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 STANDING = frozenset(("pause_requests", "resume_requests", "sleep", "wake_up"))
 """Verbs of `StandingOrders`."""
 MAX_ABORTS = 8
-"""Orders in a controller's state, for calls at once."""
+"""Abort orders in a controller's state."""
 Answer = TypeVar("Answer")
 Loaded = TypeVar("Loaded", AdapterInfo, PoolEntry)
 Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
@@ -47,7 +47,7 @@ Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
 
 
 def latest_aborts(orders: tuple[AbortOrder, ...]) -> tuple[AbortOrder, ...]:
-    """At most MAX_ABORTS of them, without the oldest order of ids, else without the oldest."""
+    """At most MAX_ABORTS orders; the oldest order of ids goes first."""
     if len(orders) <= MAX_ABORTS:
         return orders
     first = next((one for one in orders if one.scope.ids), orders[0])
@@ -59,11 +59,9 @@ async def ask(
     instances: list[Instance],
     calls: Iterable[Awaitable[Answer]],
 ) -> Answers[Answer]:
-    """Answers of these instances, and errors of instances that refused.
+    """Answers of these instances, and errors of refusing instances.  calls: one per instance.
 
-    calls: one of each instance's client.
-
-    Dead instances leave routing and the result; silent instances only the result, since they may return.
+    Dead instances leave routing and the result; silent instances leave only the result.
     Raises EngineDeadError if no instance is left.
     """
     clients = [instance.client for instance in instances]
@@ -90,7 +88,7 @@ async def ask(
 async def ask_live(
     instance_registry: InstanceRegistry, call: Callable[[EngineClient], Awaitable[Answer]]
 ) -> list[tuple[Instance, Answer]]:
-    """Each live instance's answer.  Raises the first refusal, EngineDeadError without a live instance."""
+    """Each live instance's answer.  Raises the first refusal, or EngineDeadError."""
     live = instance_registry.having(None)
     answers, errors = await ask(instance_registry, live, [call(one.client) for one in live])
     for _, error in errors:
@@ -101,9 +99,9 @@ async def ask_live(
 async def load_alike(
     instances: list[Instance], load: Callable[[list[Instance], str | None], Awaitable[Answers[Loaded]]]
 ) -> Answers[Loaded]:
-    """Load an adapter on these instances: the first reads the content, the others must match.
+    """Load an adapter on these instances: the first reads the content, the rest must match.
 
-    load: on some instances, with the required content hash.  As `ask` otherwise.
+    load: on some instances, with the required content hash.
     """
     for number, first in enumerate(instances, 1):
         rest = instances[number:]
@@ -112,7 +110,7 @@ async def load_alike(
         except EngineDeadError:
             if not rest:
                 raise
-            continue  # the next instance is first
+            continue  # the next instance reads
         if errors or not rest:
             return answers, errors
         loaded = answers[0][1]
@@ -126,11 +124,10 @@ async def load_alike(
 
 
 class FleetAdapters:
-    """Changes the adapters of all instances of a registry; a returning instance catches up later.
+    """Changes the adapters of all instances; a returning instance catches up later.
 
-    A change continues after the caller's cancellation, so that instances agree.  A change before the first
-    instance waits (see `InstanceRegistry.dialled_in`). pool: chooses holders of each adapter; None: every
-    instance.  ranks: of adapters, kept up to date.
+    A change outlives the caller's cancellation: instances must agree.  A change before the first instance
+    waits.  pool: chooses holders of each adapter; None: every instance.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
@@ -146,7 +143,7 @@ class FleetAdapters:
         self._own = verbs_of(self)
         self._rollouts: Rollouts | None = None
         self._found: set[str] = set()
-        """Names that load for a resolver."""
+        """Names under load for a resolver."""
         # Calls for one adapter run in sequence: instances must agree on the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -155,9 +152,9 @@ class FleetAdapters:
         return {device for instance in self.instance_registry.instances for device in instance.devices}
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Run one of `FLEET_CHANGES` on all live instances; a change of an adapter after earlier ones.
+        """Run one of `FLEET_CHANGES` on all live instances, after earlier changes of the adapter.
 
-        Raises the verb's errors, and those of `Interface.bind`.
+        Raises the verb's and `Interface.bind`'s errors.
         """
         registry = self.instance_registry
         bound = _INTERFACE.bind(verb, args, words)
@@ -180,7 +177,7 @@ class FleetAdapters:
             raise
 
     def rollouts(self, versions: ServedRegistry | None) -> Rollouts:
-        """Created at the first step of an alias.  versions: the registry of adapters, if any."""
+        """Created at the first step of an alias."""
         if self._rollouts is None:
             from .rollouts import Rollouts
 
@@ -188,10 +185,7 @@ class FleetAdapters:
         return self._rollouts
 
     async def _on_all(self, verb: str, args: tuple[Any, ...]) -> list[Any] | None:
-        """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None.
-
-        An instance that joins during a pause or a sleep gets the order (see `CatchUp`).
-        """
+        """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None."""
         registry = self.instance_registry
         if registry.on_abort is not None and (verb == "abort_requests" or args[1:2] == ("abort",)):
             registry.aborts = latest_aborts((*(registry.aborts or ()), AbortOrder(args[0], time.time_ns())))
@@ -207,9 +201,8 @@ class FleetAdapters:
     ) -> AdapterInfo:
         """Serve the directory as `name` on all live instances.
 
-        The first instance reads the content.  If an instance refuses, or reads other content, all return to
-        the earlier version.  most: of adapters of resolvers, running loads included.  Raises BusyError
-        beyond.
+        If an instance refuses, or reads other content, all return to the earlier version.
+        most: of resolvers' adapters, running loads included; beyond, raises BusyError.
         """
         registry, pool = self.instance_registry, self.pool
         if name in registry.aliases:
@@ -268,7 +261,7 @@ class FleetAdapters:
                     await self._load_missing(name, served)
 
     async def _load_missing(self, name: str, served: ServedVersion) -> None:
-        """Load an adapter on the live instances without it; an ended instance catches up at its return."""
+        """Load an adapter on the live instances without it."""
         from .listener import catch_up
 
         pool = self.instance_registry.pool
@@ -301,8 +294,8 @@ class FleetAdapters:
     async def unload_adapter(self, name: str, only: ServedVersion | None = None) -> None:
         """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
-        only: unload this version alone, without a wait for its last request.  Raises AdapterNotFoundError
-        for an unserved name or version.
+        only: unload this version alone, without a wait for its last request.
+        Raises AdapterNotFoundError for an unserved name or version.
         """
         registry = self.instance_registry
         registry.having(None)
@@ -315,7 +308,7 @@ class FleetAdapters:
         was_served = registry.served_version(name) is not None  # maybe unavailable on all instances
         registry.forget(name)
         self.ranks.pop(name, None)
-        # Read again: an instance that joined before `forget` has the adapter.
+        # Read again: an instance may have joined before `forget`.
         instances = registry.having(None)
         if self.pool is not None:
             self.pool.forget(name)
@@ -328,7 +321,7 @@ class FleetAdapters:
                 raise error
 
     async def _change(self, verb: str, name: str, *args: Any) -> AdapterInfo:
-        """Run an engine's verb on the live instances that have the adapter.
+        """Run an engine's verb on the adapter's live instances.
 
         If an instance refuses, all return to the earlier pin.  Raises AdapterNotFoundError for an unknown
         name.
@@ -352,7 +345,7 @@ class FleetAdapters:
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
-        """Undo a load; an instance with a failed undo gets no more requests for the adapter."""
+        """Undo a load; after a failed undo an instance gets no requests for the adapter."""
 
         def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
             if previous is None:

@@ -12,11 +12,11 @@ from moe_lora.engine.client.messages import Alias
 
 MAX_ALIASES = 1000
 MAX_REMOVED = 256
-"""Removed aliases with a known number, latest first."""
+"""Most remembered removed aliases."""
 
 
 def learn(known: dict[str, Alias], found: Mapping[str, Alias]) -> None:
-    """Add later steps; the latest `MAX_REMOVED` removed aliases stay."""
+    """Add later steps; keep the latest `MAX_REMOVED` removed aliases."""
     unknown = Alias()
     known |= {name: one for name, one in found.items() if one.number > known.get(name, unknown).number}
     gone = sorted((one.number, name) for name, one in known.items() if not one.current)
@@ -25,13 +25,13 @@ def learn(known: dict[str, Alias], found: Mapping[str, Alias]) -> None:
 
 
 def replace_all(known: dict[str, Alias], found: Mapping[str, Alias]) -> None:
-    """Replace the content of the shared dictionary."""
+    """Replace the shared dictionary's content."""
     known.clear()
     known |= found
 
 
 def drawn_adapter(name: str, alias: Alias, key: str) -> str:
-    """The adapter of a request with this key: `second` for `alias.share` of the keys.
+    """The adapter of a key: `second` for `alias.share` of the keys.
 
     A key's adapter is constant; a larger share keeps the keys of `second`.
     """
@@ -51,7 +51,7 @@ def of_adapter(aliases: Mapping[str, Alias], adapter: str) -> Iterator[str]:
 
 
 def check_load(aliases: Mapping[str, Alias], name: str) -> None:
-    """Raises AdapterError for the name of an alias with other adapters: no request would reach the load."""
+    """Raises AdapterError for an alias's name without this adapter: no request would reach the load."""
     alias = aliases[name]
     if alias.current and name not in targets(alias):
         raise AdapterError(
@@ -103,7 +103,7 @@ def promoted(name: str, alias: Alias) -> Alias:
 
 
 def rolled_back(name: str, alias: Alias) -> Alias:
-    """The alias before the last rollout, also after the promotion.
+    """The alias before the last rollout, even a promoted one.
 
     A second rollback changes nothing.  Raises ConfigError without a former adapter.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drained instances: no requests while other instances serve, by an operator or for a restart."""
+"""Drained instances: no requests while other instances serve."""
 
 from __future__ import annotations
 
@@ -8,38 +8,33 @@ from collections.abc import Callable, Iterable, Mapping
 from moe_lora.engine.client.messages import DrainOrder
 
 MAX_UNDRAINED = 256
-"""Kept orders of undrained instances, latest first."""
+"""Most remembered undrain orders."""
 
 
 class Drains:
-    """Orders for each instance, by name.
+    """The last order to each instance, by name; the higher number counts.
 
-    Front ends (`ClusterState`) and instances (`messages.InstanceFacts`) remember the controller's orders for
-    a later controller; the higher number counts.
-
-    Undrain orders are kept, since a process that missed the order may still report the drain before; only
-    the latest `MAX_UNDRAINED`: after a longer absence an old drain may come back.  All drains are kept,
-    since an instance may return at any time: undrain instances gone for good.
-
-    on_drained: called with the names of newly drained instances.
+    Front ends and instances remember orders for a later controller.  Undrain orders are kept, since a process
+    may still report the drain before; beyond `MAX_UNDRAINED` an old drain may come back.  Drains are kept for
+    good: undrain instances that never return.
     """
 
     def __init__(self, on_drained: Callable[[frozenset[str]], None] = lambda names: None) -> None:
         self.orders: Mapping[str, DrainOrder] = {}
-        """Last order to each instance, without the oldest undrains."""
+        """Without the oldest undrains."""
         self.restarting: frozenset[str] = frozenset()
-        """Instances without requests until a restart."""
+        """Instances under restart."""
         self.names: frozenset[str] = frozenset()
         """Both kinds."""
         self._on_drained = on_drained
 
     @property
     def by_operator(self) -> frozenset[str]:
-        """Instances without requests until an undrain."""
+        """Instances drained by an operator."""
         return frozenset(name for name, order in self.orders.items() if order.drained)
 
     def order(self, name: str, *, drained: bool) -> DrainOrder:
-        """A new order of an operator, later than all known orders."""
+        """An operator's new order, later than all known orders."""
         number = 1 + max((order.number for order in self.orders.values()), default=0)
         order = DrainOrder(drained, number)
         self.follow({**self.orders, name: order}, self.restarting)
@@ -50,7 +45,7 @@ class Drains:
         self.follow(self.orders, names)
 
     def learn(self, orders: Mapping[str, DrainOrder]) -> None:
-        """Learn later orders from others."""
+        """Learn later orders."""
         never = DrainOrder()
         later = {
             name: one for name, one in orders.items() if one.number > self.orders.get(name, never).number
@@ -67,7 +62,7 @@ class Drains:
 
 
 def _latest(orders: Mapping[str, DrainOrder]) -> dict[str, DrainOrder]:
-    """All drains, and the latest `MAX_UNDRAINED` other orders."""
+    """All drains, and the latest `MAX_UNDRAINED` undrains."""
     undrained = sorted((one.number, name) for name, one in orders.items() if not one.drained)
     forgotten = {name for _, name in undrained[:-MAX_UNDRAINED]}
     return {name: one for name, one in orders.items() if name not in forgotten}

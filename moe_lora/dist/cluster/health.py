@@ -24,10 +24,10 @@ _LOOKS_PER_TIMEOUT = 10
 class HealthMonitor:
     """Watches one engine from its first beat to its end.
 
-    A silent engine leaves routing, and calls fail.  Without beats requests go elsewhere; with beats
-    requests stay: the engine may be at one long step.  While drained, requests are moved, repeatedly.
-    `come` brings the engine into routing, also after each silence.  `give_up` ends an engine that stays
-    silent, or fails to come.  wait: for the engine's end, up to a time.
+    A silent engine leaves routing, and calls fail.  Requests move only without beats: with beats the engine
+    may
+    be at one long step.  A drained engine's requests are moved repeatedly.  `come` brings the engine into
+    routing, also after each silence.  `give_up` ends an engine that stays silent or fails to come.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HealthMonitor:
         self._moved_off_s = self._clock.now_s()
 
     async def run(self) -> None:
-        """Run until the engine's end; then out of routing."""
+        """Watch until the engine's end; then remove it from routing."""
         ending = asyncio.ensure_future(self._client.ended.wait())
         try:
             await self._watch(ending)
@@ -98,7 +98,7 @@ class HealthMonitor:
         return self._instance.live and self._instance.client is self._client
 
     def _move_off(self, interval_s: float) -> None:
-        """Move requests while drained: a move may fail, or bring an earlier request."""
+        """Repeat: a move may fail, or bring an earlier request."""
         now_s = self._clock.now_s()
         if now_s - self._moved_off_s >= interval_s and self._instance.name in self._instance_registry.drained:
             self._moved_off_s = now_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's connections to all front ends (`listener`), with redials."""
+"""An engine's connections to all front ends, with redials."""
 
 from __future__ import annotations
 
@@ -49,14 +49,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_JOINED_BYTES = 1 << 14
-"""Experts of an output beside other outputs; more go in a message of their own."""
+"""Larger experts of an output go in a separate message."""
 
 
 @dataclass(eq=False)
 class _Request:
-    """A running request.  num_prompt: tokens to compute before its first token; left: tokens still needed,
-    at most.
-    """
+    """A running request.  num_prompt: tokens before its first token; left: tokens needed, at most."""
 
     peer: Peer
     request_id: str
@@ -67,9 +65,8 @@ class _Request:
 class ConnectionMux:
     """Passes commands of all peers to an engine loop, and each event to its peer.
 
-    Two peers may use equal ids; events for a lost peer are dropped.  Belongs to the event loop of the
-    connections.  restart: called at a peer's call for a restart. fail: called at a failure of the engine.
-    drain, aliases: the latest orders from a peer.
+    Peers may use equal ids; events for a lost peer are dropped.  Belongs to the connections' event loop.
+    drain, aliases: a peer's latest orders.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class ConnectionMux:
         self._open.append(peer)
 
     def close(self, peer: Peer) -> None:
-        """End the requests of this peer only."""
+        """End this peer's requests."""
         self._open.remove(peer)
         for name, asked in self._requests.items():
             if asked.peer is peer:
@@ -134,7 +131,7 @@ class ConnectionMux:
 
     @verb
     def restart(self) -> None:
-        """End this process for a restart."""
+        """End for a restart."""
         self._restart()
 
     @verb
@@ -151,7 +148,7 @@ class ConnectionMux:
 
     @verb
     def pass_on(self, orders: Sequence[MoveOrder]) -> int:
-        """Send orders to the front ends of these requests; returns the number of live requests."""
+        """Send orders to these requests' front ends; returns the number of live requests."""
         found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
         for asked, order in found:
             if asked.peer in self._open:
@@ -168,7 +165,7 @@ class ConnectionMux:
         return request if name == request.request_id else replace(request, request_id=name)
 
     def emit(self, event: Event) -> None:
-        """Send an event of the loop to its peers."""
+        """Send the loop's event to its peers."""
         if isinstance(event, Outputs):
             for (peer, _), outputs in self._sorted(event.outputs).items():
                 if peer in self._open:
@@ -191,7 +188,7 @@ class ConnectionMux:
             self._fail()
 
     def _sorted(self, outputs: list[TokenOutput]) -> dict[tuple[Peer, str], list[TokenOutput]]:
-        """Outputs of each message, by receiver and the name of a request with a message of its own."""
+        """Outputs by receiver and, for a separate message, request name."""
         found: dict[tuple[Peer, str], list[TokenOutput]] = {}
         for output in outputs:
             name = output.request_id
@@ -216,7 +213,7 @@ class ConnectionMux:
         return asked
 
     def elsewhere(self, peer: Peer, stuck_s: float, held_back: bool = False) -> Beat:
-        """A beat for a peer, with the requests of all other peers."""
+        """A beat for a peer, with all other peers' requests."""
         others = [asked for asked in self._requests.values() if asked.peer is not peer]
         return Beat(
             stuck_s=stuck_s,
@@ -240,10 +237,9 @@ HANDSHAKE = Handshake(
 
 
 class FrontEndLinks:
-    """Links by name to each listener, for commands to an engine loop and its events.
+    """Links to each listener, for an engine loop's commands and events.
 
-    Belongs to the event loop of its creation.  Events for an absent listener are dropped.  keys: None if
-    all addresses are sockets of this host.
+    Belongs to the creator's event loop.  Events for an absent listener are dropped.
     """
 
     def __init__(
@@ -257,13 +253,13 @@ class FrontEndLinks:
         self._stopping = asyncio.Event()
         self._heartbeat_s: dict[Peer, float] = {}
         self.failed = False
-        """True if the engine itself ended the service."""
+        """True if the engine failed."""
         self.restarts = False
-        """True if `run` ended for a restart by the process's supervisor."""
+        """True if `run` ended for a restart."""
 
     def emit(self, event: Event) -> None:
-        """Send an event to its peers; called from the engine loop's threads."""
-        with suppress(RuntimeError):  # the event loop and its links have ended
+        """Send an event to its peers, from any thread."""
+        with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._mux.emit, event)
 
     def stop(self) -> None:
@@ -276,7 +272,7 @@ class FrontEndLinks:
         self._stopping.set()
 
     async def run(self, instance: str, epoch: str, facts: InstanceFacts, pulse: Pulse) -> None:
-        """Serve until `stop`, then stop the engine loop.  epoch: of the process.  pulse: of the loop."""
+        """Serve until `stop`, then stop the engine loop.  epoch: of the process."""
 
         def hello() -> Hello:
             return HANDSHAKE.hello(
@@ -311,7 +307,7 @@ class FrontEndLinks:
         self._mux.open(peer)
         beats = asyncio.create_task(self._beat(peer, pulse))
         try:
-            # A separate task: a message resumes the reader alone, without its callers.
+            # A separate task: a message resumes the reader alone.
             await asyncio.create_task(self._read(peer))
         finally:
             beats.cancel()

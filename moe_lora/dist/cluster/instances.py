@@ -36,21 +36,19 @@ if TYPE_CHECKING:
     from .standing_orders import StandingOrders
 
 DIAL_IN_S = 20.0
-"""All running instances dial in within this time; a controller may spend half of the time on absent front
-ends.
-"""
+"""All running instances dial in within this time."""
 MAX_UNLOADED = 10_000
-"""Names of unloaded adapters with a known version; a forgotten name's versions count from the highest."""
+"""Most unloaded names with a known version; other names count from the highest version."""
 _LOOK_S = 0.1
 ABSENCE = "none has dialled in, or all have left; send the request again in a while"
-"""Text for tenants; the log has the instances' dial-in address."""
+"""Text for tenants, without addresses."""
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """An adapter version that every instance serves under a name.
+    """An adapter version under a name on every instance.
 
-    content_hash: `AdapterInfo.content_hash`; None: the directory's content at the first instance.
+    content_hash: None: the directory's content at the first instance.
     """
 
     path: str
@@ -69,7 +67,7 @@ class ServedVersion:
 class Holding:
     """An instance holds all served adapters but `missing`.
 
-    problems: known reasons by name.  incarnation: see `instance_links.HANDSHAKE`.
+    problems: reasons by name.  incarnation: see `instance_links.HANDSHAKE`.
     """
 
     incarnation: str | None
@@ -81,15 +79,14 @@ class Holding:
 class Served:
     """The served adapters.
 
-    adapters: by name.  versions: the latest of each name ever known; a name without an adapter was unloaded
-    at that version.
+    versions: the latest of each name ever known; a name without an adapter was unloaded at that version.
     """
 
     adapters: Mapping[str, ServedVersion] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
 
     def lacking(self, have: Mapping[str, ServedVersion]) -> set[str]:
-        """The adapters that an engine with `have` lacks."""
+        """Adapters missing in `have`."""
         return {name for name, adapter in self.adapters.items() if not adapter.is_same(have.get(name))}
 
     def state_of(self, name: str) -> tuple[int, bool]:
@@ -98,11 +95,11 @@ class Served:
 
     @staticmethod
     def of(adapters: Mapping[str, ServedVersion]) -> Served:
-        """An account without unloaded adapters."""
+        """Without unloaded adapters."""
         return Served(adapters, {name: one.version for name, one in adapters.items()})
 
     def joined(self, other: Served) -> Served:
-        """Both accounts in one: the higher version of each name.
+        """The higher version of each name in both accounts.
 
         At equal versions an unload precedes an adapter, and this account the other; a pin in either counts.
         """
@@ -130,7 +127,7 @@ class Served:
 
 
 def reason(error: Exception) -> str:
-    """A failed load in words for clients: the project's message, else the error's type."""
+    """A failed load for clients: the project's message, else the error's type."""
     return str(error) if isinstance(error, MoeLoraError) else type(error).__name__
 
 
@@ -138,11 +135,10 @@ def reason(error: Exception) -> str:
 class Instance:
     """An engine among several.  A restart or redial replaces `client`.
 
-    name: number or dial-in name.  asked_tokens: tokens that requests from here may still need;
-    tokens_elsewhere: of other front ends.  silent: out of routing for lack of progress.  missing: adapters
-    with a failed load at a start; problems: reasons by name.  starting: client of a process not in routing
-    yet.  latest: last stats.  past: counters of earlier processes; past_before: before the latest, with the
-    latest's incarnation beside. devices: of the ranks, as reported at dial-in.
+    asked_tokens: tokens that requests from here may still need; tokens_elsewhere: of other front ends.
+    silent: out of routing for lack of progress.  missing: adapters with a failed load; problems: reasons by
+    name.  starting: client of a process not yet in routing.  latest: last stats.  past: counters of earlier
+    processes; past_before: before the latest, with its incarnation.
     """
 
     index: int
@@ -173,7 +169,7 @@ class Instance:
         return self.asked_tokens + self.tokens_elsewhere
 
     def hear(self, beat: Beat) -> None:
-        """Record the engine's report of other front ends' requests, and of room for adapters."""
+        """Record a beat: other front ends' requests, and room for adapters."""
         self.tokens_elsewhere = beat.outstanding_tokens
         self.load.num_elsewhere = beat.num_running + beat.num_waiting
         self.load.held_back = beat.held_back
@@ -182,10 +178,8 @@ class Instance:
 class InstanceRegistry:
     """The instances and served adapters.
 
-    clients: of the instances live from the start; others may `enter`.  adapters: (name, directory) pairs of
-    the start.  advice: error text without live instances, also for tenants, so without addresses.
-    heartbeat: the time until an instance counts as silent.  pool: the directory of adapters; None: every
-    instance has all adapters.
+    clients: live from the start; others may `enter`.  adapters: (name, directory) at the start.  advice:
+    error text without live instances, also for tenants.  pool: None: every instance has all adapters.
     """
 
     def __init__(
@@ -203,36 +197,34 @@ class InstanceRegistry:
         self._adapters = {name: ServedVersion(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
         self._least_version = 0
-        """The highest version of an unloaded name that is no longer known."""
+        """The highest forgotten version."""
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
         self._holdings: Mapping[str, Holding] = {}
         self.directed = False
-        """True once another process's controller has sent the served adapters; before, they are the
-        instances'.
-        """
+        """True once another process's controller has sent the served adapters."""
         self.advice = advice
         self.on_move: Callable[[Move], None] = lambda move: None
-        """Called with an instance's move orders; set by the client that sends requests."""
+        """Called with move orders; set by the client that sends requests."""
         self.on_unheard: Callable[[Instance], None] = lambda instance: None
-        """Called repeatedly with an instance without beats; set as `on_move` is."""
+        """Called repeatedly with an instance without beats."""
         self.on_forget: Callable[[str], None] = lambda name: None
-        """Called with a name that is no longer served; set as `on_move` is."""
+        """Called with a name no longer served."""
         self.recovered: Served | None = None
-        """The account at the end of the recovery, with late reports; None before."""
+        """The account at the recovery's end, with late reports; None before."""
         self.on_late: Callable[[dict[str, ServedVersion], dict[str, int]], Awaitable[None]] | None = None
-        """Called with an engine's process new here and its adapters, after the recovery."""
+        """Called after the recovery with a new process's adapters."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
         self.standing: StandingOrders | None = None
-        """None before the first pause and the first sleep."""
+        """None before the first order."""
         self.aliases = KnownAliases()
         self.aborts: tuple[AbortOrder, ...] | None = None
-        """The latest, in order.  None: another process's controller has yet to tell."""
+        """The latest, in order; None: still unknown."""
         self.on_abort: Callable[[PauseScope], None] | None = None
         """Ends requests that wait for a resolver."""
         self.on_drain: Callable[[Instance], None] = lambda instance: None
-        """Called at a drain, and repeatedly until its end; set as `on_move` is."""
+        """Called at a drain, and repeatedly until its end."""
         self._at_rest = asyncio.Event()
         self._at_rest.set()
         self._all_there_s = time.monotonic() + (0.0 if clients else DIAL_IN_S)
@@ -252,7 +244,7 @@ class InstanceRegistry:
 
     @property
     def drained(self) -> frozenset[str]:
-        """Names of instances without requests while others serve."""
+        """Instances without requests while others serve."""
         return self.drains.names
 
     @property
@@ -266,21 +258,19 @@ class InstanceRegistry:
                 self.on_drain(instance)
 
     def hear_drain(self, name: str, order: DrainOrder) -> None:
-        """Record the order of an instance that dials in; a known order of another process's controller
-        wins.
-        """
+        """Record the order of an instance that dials in; another process's controller wins."""
         if not self.directed and order.number:
             self.drains.learn({name: order})
 
     def candidates(self, adapter: str | None) -> list[Instance]:
-        """Instances for a request: drained ones only without others.  Raises as `having` does."""
+        """Instances for a request: drained ones only without others.  Raises as `having`."""
         found = self.having(adapter)
         if not self.drains.names:
             return found
         return [instance for instance in found if instance.name not in self.drained] or found
 
     def having(self, adapter: str | None) -> list[Instance]:
-        """Live instances with an adapter.  Raises EngineDeadError with the reason if there is none."""
+        """Live instances with an adapter.  Raises EngineDeadError without one."""
         found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
         if found:
             return found
@@ -292,7 +282,7 @@ class InstanceRegistry:
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
 
     def problem(self, adapter: str) -> str:
-        """The reason for the adapter's absence from the live instances."""
+        """Why no live instance has the adapter."""
         reasons = (one.problems.get(adapter) for one in self.live if adapter in one.missing)
         return next(filter(None, reasons), "its files are damaged or not those that were loaded")
 
@@ -325,10 +315,7 @@ class InstanceRegistry:
             instance.latest = EngineStats()
 
     def enter(self, name: str, client: EngineClient) -> Instance:
-        """The entry of an engine that dials in, not in routing yet: existing or new.
-
-        Raises EngineDeadError after `close`.
-        """
+        """The entry of an engine that dials in, not yet in routing.  Raises EngineDeadError after `close`."""
         self._check_open()
         for instance in self.instances:
             if instance.name == name:
@@ -344,21 +331,21 @@ class InstanceRegistry:
             raise EngineDeadError("the instances were closed")
 
     def number_of(self, name: str) -> int:
-        """The index of the instance of that name, now or once dialled in."""
+        """The index of this instance, even before its dial-in."""
         return self._numbers.setdefault(name, len(self._numbers))
 
     def name_of(self, index: int) -> str:
-        """The name of the instance of this index, now or once dialled in."""
+        """The name of this index."""
         return next(name for name, number in self._numbers.items() if number == index)
 
     async def dialled_in(self, condition: Callable[[], object]) -> None:
-        """Return when the condition holds, or no expected dial-in can change the condition."""
+        """Return when the condition holds, or no dial-in can change it."""
         with move_on_after(self._all_there_s - time.monotonic()):
             while not condition() and not self.closed.is_set():
                 await asyncio.sleep(_LOOK_S)
 
     async def at_rest(self) -> None:
-        """Return when no adapter is being loaded everywhere, or after `close`."""
+        """Return when no adapter loads everywhere, or after `close`."""
         while self._num_loading and not self.closed.is_set():
             await self._at_rest.wait()
 
@@ -372,7 +359,7 @@ class InstanceRegistry:
     ) -> bool:
         """Put an instance into routing if `have` is the served state; waits for running loads.
 
-        incarnation: unchanged if the engine was not restarted. Raises EngineDeadError after `close`.
+        incarnation: unchanged if the engine was not restarted.  Raises EngineDeadError after `close`.
         """
         await self.at_rest()
         self._check_open()
@@ -382,7 +369,7 @@ class InstanceRegistry:
         return True
 
     def _is_all(self, have: dict[str, ServedVersion]) -> bool:
-        """True if an engine has all served adapters; sets the content of an adapter that no engine had."""
+        """True if an engine has all served adapters; sets contents still unknown."""
         if have.keys() != self._adapters.keys():
             return False
         for name, there in have.items():
@@ -410,8 +397,9 @@ class InstanceRegistry:
     ) -> None:
         """Put an instance of another process's controller into routing.
 
-        The instance is no candidate for adapters missing in `have`, unless listed as held by the
-        controller, which may have loaded them meanwhile.  Raises EngineDeadError after `close`.
+        The instance is no candidate for adapters missing in `have`, unless the controller's holding lists
+        them.
+        Raises EngineDeadError after `close`.
         """
         self._check_open()
         if not self.directed:
@@ -424,12 +412,12 @@ class InstanceRegistry:
         self._route_to(instance, client, missing, incarnation)
 
     def holding_of(self, name: str, incarnation: str | None) -> Holding | None:
-        """Of the instance's process, by another process's controller; None: not in its routing."""
+        """The process's holding at another process's controller; None: not in its routing."""
         holding = self._holdings.get(name)
         return None if holding is None or holding.incarnation != incarnation else holding
 
     def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
-        """Set the served adapters and holdings of another process's controller.
+        """Follow another process's controller: served adapters and holdings.
 
         An instance unseen by the controller lacks new adapters.
         """
@@ -461,7 +449,7 @@ class InstanceRegistry:
         return dict(self._adapters)
 
     def served_version(self, name: str | None) -> ServedVersion | None:
-        """The version under a name; None for the base model and unserved names."""
+        """The version under a name, if served."""
         return None if name is None else self._adapters.get(name)
 
     def version(self, name: str | None) -> int | None:
@@ -481,11 +469,11 @@ class InstanceRegistry:
                 self._at_rest.set()
 
     def next_version(self, name: str) -> int:
-        """The number for a new version of the name."""
+        """The name's next version."""
         return self._versions.get(name, self._least_version) + 1
 
     def serve(self, info: AdapterInfo, path: str) -> ServedVersion:
-        """Serve this version on all instances.  Versions of a name count up over restarts."""
+        """Serve this version on all instances.  Versions count up over restarts."""
         version = max(info.version, self.next_version(info.name))
         self._versions.pop(info.name, None)
         self._versions[info.name] = version  # the latest loaded is last
@@ -499,7 +487,7 @@ class InstanceRegistry:
         return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:
-        """Record the pin of the adapter on all instances."""
+        """Record the adapter's pin."""
         self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def forget(self, name: str) -> None:
@@ -515,16 +503,16 @@ class InstanceRegistry:
 
     @property
     def served(self) -> Served:
-        """A copy: the served adapters, and the versions of earlier ones."""
+        """A copy, with the versions of earlier adapters."""
         return Served(dict(self._adapters), dict(self._versions))
 
     def recover(self, found: Served) -> None:
-        """Merge other processes' accounts of earlier served adapters (see `Served.joined`)."""
+        """Merge other processes' accounts (`Served.joined`)."""
         joined = Served(self._adapters, self._versions).joined(found)
         self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
 
     def close(self) -> list[EngineClient]:
-        """Refuse joins from now on; returns the clients to close."""
+        """Refuse joins; returns the clients to close."""
         self.closed.set()
         self._at_rest.set()
         clients = [client for i in self.instances for client in (i.client, i.starting)]

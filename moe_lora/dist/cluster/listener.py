@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's listener for engines, with their joins and redials."""
+"""The front end's listener for engines."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ async def catch_up(
     pool: PoolDirectory | None = None,
     problems: dict[str, str] | None = None,
 ) -> None:
-    """Load, unload and pin until the engine has `served`; failures go to missing.
+    """Load, unload and pin until the engine has `served`; failures go to missing and, with reasons, to
+    problems.
 
-    pool: the directory of adapters; None: the engine reads all from disk.  problems: filled with the
-    reasons.
+    pool: None: the engine reads adapters from disk.
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
@@ -101,7 +101,7 @@ async def held_by(
 ) -> tuple[dict[str, ServedVersion], dict[str, int]]:
     """The engine's adapters and LoRA ranks, after all earlier commands.  Raises EngineDeadError.
 
-    pool: learns the engine's adapters and holdings.
+    pool: learns the engine's holdings.
     """
     await client.settled()
     if pool is not None:
@@ -119,11 +119,11 @@ RECOVERY_S = 2.0
 
 
 class CatchUp:
-    """Loads missing adapters before an engine enters routing, unloads unserved adapters, and pins.
+    """Brings an engine's adapters up to date before the engine enters routing.
 
     In the recovery, the first seconds, adapters found on engines count as served, and no engine enters
-    routing. Engines that outlived the earlier process dial in then, so adapters loaded over HTTP stay
-    served; later reports count too (see `FleetAdapters`).  recovery_s: None: until `end_recovery`.
+    routing:
+    adapters loaded over HTTP outlive the front end's process.  recovery_s: None: until `end_recovery`.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
@@ -140,7 +140,7 @@ class CatchUp:
         self._holding.close()
 
     async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        """Put an engine into routing.  Raises EngineDeadError after the engine's end, or after `close`."""
+        """Put an engine into routing.  Raises EngineDeadError after its end, or after `close`."""
         registry = self._instance_registry
         (have, ranks), missing = await held_by(client, registry.pool), set[str]()
         instance.problems = {}
@@ -168,7 +168,7 @@ class CatchUp:
     async def _order(
         self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool
     ) -> dict[str, PauseOrder]:
-        """As `StandingOrders.give`, if there are orders."""
+        """`StandingOrders.give`, if there are orders."""
         standing = self._instance_registry.standing
         return {} if standing is None else await standing.give(client, known, may_differ=may_differ)
 
@@ -176,9 +176,9 @@ class CatchUp:
 class _Stream(AsyncIterator[TokenOutput]):
     """An engine's outputs of a request; an early close aborts the request.
 
-    The reader sets the awaited future directly, without a generator between. under_way: the connection's
-    streams; the reader removes a stream with the last item. max_unread: limit of unread items; beyond, the
-    request ends with an UnreadError.
+    The reader sets the awaited future directly, without a generator between.  The reader removes a stream
+    from
+    under_way with the last item.  Beyond max_unread items the request ends with an UnreadError.
     """
 
     def __init__(
@@ -239,11 +239,11 @@ _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids", "sa
 
 
 class DialledClient(CallableEngine):
-    """`EngineClient` of an engine that dialled in.  A close ends the connection, not the engine.
+    """`EngineClient` of an engine that dialled in; a close ends only the connection.
 
-    Belongs to the event loop of the connection. on_move: called with move orders for requests of this
-    connection.  on_death: called with the adapters at work in the engine, and its notes.
-    max_unread: unread items per request.  notes: place of the engine's notes.
+    Belongs to the connection's event loop.  on_death: called with the adapters at work and the engine's
+    notes.
+    max_unread: unread items per request.  notes: their place.
     """
 
     ended: asyncio.Event
@@ -295,7 +295,7 @@ class DialledClient(CallableEngine):
         self._streams.clear()
 
     def _at_work(self) -> frozenset[str]:
-        """Adapters of the engine's notes; of this connection's requests for an engine on another host."""
+        """Adapters in the engine's notes; for another host's engine, of this connection's requests."""
         if self._notes.readable:
             return self._notes.adapters()
         return frozenset(s.adapter for s in self._streams.values() if s.adapter is not None)
@@ -313,11 +313,11 @@ class DialledClient(CallableEngine):
             stream.leave()
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all pending calls; requests continue."""
+        """Fail pending calls; requests continue."""
         self._peer.abandon_calls(error)
 
     async def settled(self) -> None:
-        """Return when all earlier commands are done.  Raises EngineDeadError."""
+        """Wait for all earlier commands.  Raises EngineDeadError."""
         try:
             await self._peer.settled()
         except PeerEndedError as error:
@@ -354,9 +354,8 @@ class DialledClient(CallableEngine):
 class InstanceListener:
     """Admits engines of this cluster to the `InstanceRegistry`.
 
-    catch_up: None: another process's controller manages the adapters, and engines enter routing unchanged.
-    on_give_up: called with the name of an engine given up as dead, after its connection's end. max_unread:
-    see `DialledClient`.
+    catch_up: None: another process's controller manages the adapters.  on_give_up: called with the name of an
+    engine given up as dead.
     """
 
     def __init__(
@@ -376,7 +375,7 @@ class InstanceListener:
 
     @asynccontextmanager
     async def open(self, setting: str, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
-        """Listen at the address until the context ends.  setting: names the address in errors.
+        """Listen until the context ends.  setting: names the address in errors.
 
         Raises ConfigError if the address is unavailable.
         """
@@ -387,7 +386,7 @@ class InstanceListener:
             yield place
 
     def _register(self, caller: Dialler) -> float:
-        """Take the engine's name; returns seconds between beats.  Raises RefusedError."""
+        """Register an engine; returns seconds between beats.  Raises RefusedError."""
         info: ModelInfo = caller.payload.info
         first = self._info or info
         for fact in _ALIKE:

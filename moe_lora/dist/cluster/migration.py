@@ -3,10 +3,9 @@
 
 The target gets the request and the answer so far, held: it loads the adapter, allocates pages and computes
 all tokens but the last, while the source decodes.  Then the source holds the request between two steps and
-returns the new tokens. The target resumes with these tokens; the reply is the acknowledgement.  The stream
-continues from the source's last token with the target's next.  Before the acknowledgement the source owns
-the request and resumes after any error; afterwards the target does, with failover as usual. Source: dLoRA
-section 5.2 (migration as a transfer of tokens); the two phases are ours.
+returns the new tokens, and the target resumes with them.  Until the target's acknowledgement the source owns
+the request and resumes after any error; afterwards the target does.  Source: dLoRA section 5.2 (migration as
+a transfer of tokens); the two phases are ours.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ logger = logging.getLogger(__name__)
 MoveKind = Literal["tokens", "kv"]
 MOVES_AT_ONCE = 4
 READY_S = 30.0
-"""Time limit for a target's adapter, pages and prompt, while the source decodes."""
+"""Limit for a target's adapter, pages and prompt, while the source decodes."""
 ACK_S = 5.0
-"""Time limit for each wait of a held request: for a ready target, a source's send, a target's resume."""
+"""Limit for each wait of a held request."""
 
 
 class MoveTask:
@@ -57,9 +56,9 @@ class MoveTask:
 class RequestMover:
     """Moves requests of one front end.
 
-    num_moved: moves with a token of the target.  A pause lasts from the order to hold to the target's first
-    token.  Otherwise see `MoveStats`. running: by id.  next_instance: the router's choice.  continued: the
-    request of the latest epoch.
+    num_moved: moves with a token of the target.  A pause lasts from the hold order to the target's first
+    token.
+    continued: the request of the latest epoch.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class RequestMover:
         self.pause_s = 0.0
 
     def note_pause(self, attempt: Attempt) -> None:
-        """Count the pause of a move at the target's first output."""
+        """Count a move's pause at the target's first output."""
         assert attempt.held_s is not None
         pause_s, attempt.held_s = self._clock.now_s() - attempt.held_s, None
         self.num_moved[attempt.kind] += 1
@@ -102,7 +101,7 @@ class RequestMover:
         )
 
     async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
-        """Move a request to the instance of this name.  Raises MoveError; the source then resumes."""
+        """Move a request to this instance.  Raises MoveError; the source then resumes."""
         resumable = self._running.get(request_id)
         if resumable is None:
             raise MoveError(f"request {request_id!r} is not running")
@@ -139,7 +138,7 @@ class RequestMover:
         return problems.count(None), [problem for problem in problems if problem is not None]
 
     def move_off(self, instance: Instance) -> None:
-        """Move the requests of a drained instance, except requests with a move."""
+        """Move a drained instance's requests."""
         for name in self.requests_at(instance.name):
             attempt = self._running[name].attempt
             if attempt is not None and attempt not in self._leaving:
@@ -147,7 +146,7 @@ class RequestMover:
                 self._in_background(self._move_one_off(name, attempt))
 
     def move_on(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        """Move a kept request, in the background; once more after a failure."""
+        """Move a kept request in the background; once more after a failure."""
         self._in_background(self._move_kept(resumable, attempt))
 
     async def _move_kept(self, resumable: ResumableRequest, attempt: Attempt) -> None:
@@ -173,7 +172,7 @@ class RequestMover:
     ) -> str | None:
         """Returns the problem, None after a move.
 
-        attempt: a request with a later attempt stays.  target: None: the router chooses.
+        A request with a later attempt stays.  target: None: the router chooses.
         """
         async with self._places if attempt is None or attempt.kept_s is None else nullcontext():
             resumable = self._running.get(request_id)
@@ -206,7 +205,7 @@ class RequestMover:
         task.add_done_callback(self._tasks.discard)
 
     def requests_at(self, instance: str) -> list[str]:
-        """Ids of the instance's requests, requests without a token first."""
+        """Ids of the instance's requests, without a token first."""
         found = [
             (bool(one.delivered), request_id)
             for request_id, one in self._running.items()
@@ -247,7 +246,7 @@ class RequestMover:
         source.leave()
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
-        """Have a decoding source put computed KV into the target's window; None: the target has no window."""
+        """Have a decoding source put KV into the target's window; None: no window."""
         window: KvWindow | None = await target.call("kv_window")
         if window is None:  # the pages went to an older request, or the instance takes no KV
             target.kind = "tokens"
@@ -279,7 +278,7 @@ class RequestMover:
         resumable.next = target
 
     def resume(self, source: Attempt) -> None:
-        """Let a held request go on at its instance, in the background."""
+        """Resume a held request at its instance, in the background."""
 
         async def resume() -> None:
             with suppress(MoeLoraError, ValueError):  # the source or the request has ended

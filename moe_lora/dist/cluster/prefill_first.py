@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on instances of their own (InfiniLoRA section 5): with its first token a request moves, by KV."""
+"""Prompts on separate instances (InfiniLoRA section 5): with its first token a request moves, by KV."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from .routing_client import FleetClient
 
 
 class ByPhase:
-    """A `Router` among prefill instances before a request's first token, then among others, if any.
-
-    running: by id.
-    """
+    """A `Router` among prefill instances before a request's first token, then among others, if any."""
 
     def __init__(
         self, router: Router, running: Mapping[str, ResumableRequest], prefill_instances: Sequence[str]
@@ -39,7 +36,7 @@ class ByPhase:
 
 
 class PrefillFirstClient(FleetClient):
-    """`FleetClient` whose requests move on after a prefill instance's first token."""
+    """`FleetClient` with moves after a prefill instance's first token."""
 
     def __init__(self, *args: Any, **words: Any) -> None:
         super().__init__(*args, **words)

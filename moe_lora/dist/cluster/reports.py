@@ -32,7 +32,7 @@ BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", 
 
 
 def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
-    """Counters added up; no gauges."""
+    """Sums of counters, without gauges."""
     return EngineStats(**_counters(list(parts)))
 
 
@@ -54,8 +54,9 @@ def merge_stats(
 
 
 def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
-    """One entry per name, in the order of first appearance: requests and pages as sums, the best
-    residency, the latest version and use.
+    """One entry per name, in order of appearance: sums of requests and pages, the best residency, the latest
+    version
+    and use.
     """
     merged: dict[str, AdapterInfo] = {}
     for info in chain.from_iterable(lists):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and loads unknown adapters from their first request on, and unloads idle adapters near a number.
-
-A name is searched and loaded once at a time, with a memory of errors.
-"""
+"""Finds and loads unknown adapters at their first request, and unloads idle adapters near a number."""
 
 from __future__ import annotations
 
@@ -45,15 +42,15 @@ if TYPE_CHECKING:
 Find = Callable[[str], Awaitable[str]]
 """A name's folder.  Raises AdapterNotFoundError, AdapterError or OSError; other errors may pass."""
 MAX_LOADS = 4
-"""Names that a front end finds and loads at once."""
+"""Most finds and loads of a front end at once."""
 MARK = "/."
-"""Ends the path of an adapter that a resolver loaded: all front ends know paths, also after a restart."""
+"""Ends a resolved adapter's path: all front ends know paths, even after a restart."""
 MAX_MISSING = 10_000
-"""Missing names that a front end remembers."""
+"""Most remembered missing names."""
 
 
 def resolved(instance_registry: InstanceRegistry) -> dict[str, ServedVersion]:
-    """Adapters that the resolvers of all front ends loaded, except pinned and aliased adapters."""
+    """Adapters loaded by any front end's resolver, except pinned and aliased adapters."""
     kept = {name for one in instance_registry.aliases.live.values() for name in targets(one)}
     return {
         name: one
@@ -63,7 +60,7 @@ def resolved(instance_registry: InstanceRegistry) -> dict[str, ServedVersion]:
 
 
 class MissingNames:
-    """Names without a loadable adapter, with the error, for `kept_s`; the oldest go first."""
+    """Errors of names without a loadable adapter, for `kept_s`; the oldest go first."""
 
     def __init__(self, kept_s: float, most: int = MAX_MISSING) -> None:
         self._kept_s = kept_s
@@ -93,7 +90,7 @@ class MissingNames:
 class Resolver:
     """Finds and loads unknown adapters for a front end: a name once at a time.
 
-    load: serves a folder under a name on the instances.
+    load: serves a folder under a name.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ class Resolver:
         self._turns = asyncio.Semaphore(MAX_LOADS)
 
     async def load(self, name: str) -> None:
-        """Return once the adapter is served.  Raises the error of finding or loading, now or before."""
+        """Return once the adapter is served.  Raises the load's error, new or remembered."""
         self.missing.check(name)
         task = self.running.get(name)
         if task is None:
@@ -134,7 +131,7 @@ class Resolver:
                 raise AdapterError(what) from error
 
     async def _folder(self, name: str) -> str:
-        """Logs the cause of a failed search: addresses and settings are for administrators alone."""
+        """Logs the cause of a failed search: only administrators may see addresses and settings."""
         try:
             return await self._find(name)
         except AdapterError as error:
@@ -169,7 +166,7 @@ _HUB_PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
 
 
 def find_folder(name: str, folder: str, root: str | None) -> str:
-    """The adapter's folder `folder`/`name`.  root: see `EngineConfig.adapter_root`.
+    """The folder `folder`/`name`, below root.
 
     Raises AdapterNotFoundError, also for a name that leaves the folder.
     """
@@ -187,7 +184,7 @@ def find_on_hub(name: str, organisation: str, config: SourcesConfig) -> str:
 
 
 def is_below(name: str) -> bool:
-    """True if the name is a path without empty parts and parts that start with a dot."""
+    """True for a path without empty or dotted parts."""
     return name_problem(name) is None and all(part and part[0] != "." for part in name.split("/"))
 
 
@@ -204,17 +201,17 @@ _LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0
 
 
 class ResolvingClient(FleetClient):
-    """A `FleetClient` that loads unknown adapters.  `attach` comes before the first request."""
+    """A `FleetClient` that loads unknown adapters; `attach` it first."""
 
     def attach(self, resolver: Resolver, most: int) -> None:
         """most: see `SourcesConfig.max_resolved`."""
         self._resolver, self._most = resolver, most
         self._unloading: asyncio.Task[None] | None = None
         self._loads: dict[str, tuple[GenerateRequest, asyncio.Task[None]]] = {}
-        """Requests that wait, by id."""
+        """Waiting requests, by id."""
         self._instance_registry.on_abort = self._abort_loads
         self._used: Counter[str | None] = Counter()
-        """Requests by adapter, from before the load on."""
+        """Requests by adapter, even before the load."""
 
     async def is_served(self, name: str) -> bool:
         """Loads an unknown adapter.  Raises the load's error, except for an unknown name."""
@@ -305,7 +302,7 @@ class ResolvingClient(FleetClient):
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     async def _unload_idle(self) -> None:
-        """Unload the adapters with the longest idle time, to four fifths of the number."""
+        """Unload the longest idle adapters, to four fifths of the number."""
         try:
             infos = await self.list_adapters()
             found = resolved(self._instance_registry)
@@ -314,7 +311,7 @@ class ResolvingClient(FleetClient):
                 for one in infos
                 if one.name in found and not (self._is_used(one.name) or one.num_running + one.num_waiting)
             ]
-            # An adapter without a use may have a request under way.
+            # A never used adapter may have a request under way.
             idle.sort(key=lambda one: (one.idle_s is None, -(one.idle_s or 0.0)))
             for one in idle[: max(0, len(found) - self._most * 4 // 5)]:
                 if not self._is_used(one.name):
@@ -326,12 +323,12 @@ class ResolvingClient(FleetClient):
             self._unloading = None
 
     def _is_used(self, name: str) -> bool:
-        """True for requests and loads of this front end."""
+        """True for this front end's requests and loads."""
         return name in self._used or name in self._resolver.running
 
 
 def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]) -> None:
-    """Have the fleet's client find adapters by `sources.resolver`.  call: the controller's.
+    """Have the fleet's client find adapters by `sources.resolver`.
 
     Raises ConfigError for a resolver that is no folder.
     """

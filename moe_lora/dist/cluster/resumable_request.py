@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that continues at another instance: after the end of its instance, or by a move."""
+"""A request that continues at another instance, after its instance's end or by a move."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from .migration import MoveTask
 
 MAX_RESENDS = 3
-"""A request that ran on more instances that died is not retried. The request may be the cause."""
+"""After more deaths the request may be the cause, and is not retried."""
 
 
 class Attempt:
-    """The computing of a request at one instance, counted in the instance's load until `close`.
+    """A request's computation at one instance, counted in the instance's load until `close`.
 
-    request: under a separate id, so that outputs of other attempts never mix.  first: number of the
-    answer's first token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was
-    held, until a token comes; timing_before: the source's timing.  kept_s: of a source: when it kept
-    the request after the first token.  given_up: the instance was.
+    request: under a separate id, so that outputs of attempts never mix.  first: number of the answer's first
+    token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was held, until a token
+    comes; timing_before: the source's timing.  kept_s: when a source kept the request after the first token.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -48,19 +47,17 @@ class Attempt:
         instance.load.add(request.adapter, self._prompt_tokens)
 
     def outputs(self) -> AsyncIterator[TokenOutput]:
-        """The instance's outputs for the request; the first call sends the request.  Raises
-        EngineDeadError.
-        """
+        """The instance's outputs; the first call sends the request.  Raises EngineDeadError."""
         if self._stream is None:
             self._stream = self.client.generate(self.request)
         return self._stream
 
     async def call(self, verb: str, *args: Any) -> Any:
-        """Call a method of the instance for this request."""
+        """Call the instance's method for this request."""
         return await self.client.call(verb, self.request.request_id, *args)
 
     def take(self, output: TokenOutput) -> None:
-        """Count the computed tokens of an output, with the first output the prompt's."""
+        """Count an output's tokens, with the first output the prompt's."""
         done = min(self._left, self._num_prompt + len(output.token_ids))
         self._num_prompt = 0
         self._left -= done
@@ -71,15 +68,11 @@ class Attempt:
             self.instance.load.start(self.request.adapter, self._prompt_tokens)
 
     def leave(self) -> None:
-        """End the stream after the received tokens, and the request at the instance; it continues
-        elsewhere.
-        """
+        """End the stream after the received tokens, and the request here; it continues elsewhere."""
         cast("CallableEngine", self.client).leave(self.request.request_id)
 
     def lose(self, error: EngineDeadError) -> None:
-        """End the stream with this error after the received tokens; the instance is told to drop the
-        request.
-        """
+        """End the stream with this error after the received tokens, and the request here."""
         self.given_up = True
         cast("CallableEngine", self.client).fail_request(self.request.request_id, error)
 
@@ -101,9 +94,9 @@ class Attempt:
 class ResumableRequest:
     """The delivered part of a request's answer.
 
-    adapter_version: of the answer; before the answer, the version served at arrival.  attempt: the current
-    attempt; next: continues after the delivery of its tokens.  move: the running move.  left: the last
-    instance died.  epoch: of the latest attempt.  Times are in seconds of the caller's clock.
+    adapter_version: of the answer; before, the version served at arrival.  next: continues after the delivery
+    of
+    the attempt's tokens.  left: the last instance died.  epoch: of the latest attempt.
     """
 
     request: GenerateRequest
@@ -149,16 +142,17 @@ class ResumableRequest:
         self._leave(now_s)
 
     def switch(self, target: Attempt) -> None:
-        """Continue with the target, after the delivery of all tokens of the attempt before."""
+        """Continue with the target, after all earlier tokens."""
         self._leave(target.begun_s)
         if self.delivered:
             self._timing = self._timing or target.timing_before
 
     def take(self, output: TokenOutput) -> TokenOutput:
-        """An instance's output for the client, as if one instance had made the whole answer.
+        """An instance's output for the client, as of a single instance.
 
-        Cached tokens are of the first instance that delivered tokens. A moved answer's timing is of the
-        first instance too; after a failure of the last, since the first report is lost.
+        Cached tokens are of the first instance that delivered tokens.  So is a moved answer's timing; after a
+        failure
+        the last instance's counts, since the first report is lost.
         """
         if not self.epoch:
             self._num_cached = output.num_cached_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: an alias moves from one adapter to another, by shares of the requests."""
+"""Rollouts: an alias moves between adapters, by shares of the requests."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 VERSION = re.compile(r"v([1-9]\d{0,8})")
-"""A version of the registry in a rollout's `to`."""
+"""A registry's version in a rollout's `to`."""
 _LOOK_S = 0.2
 
 
 class Rollouts:
-    """Executes steps of aliases, in sequence.  versions: the registry of adapters, if any.
+    """Executes steps of aliases, in sequence.
 
     Instances and front ends remember the aliases for a later controller.
     """
@@ -55,7 +55,7 @@ class Rollouts:
         """The alias after the step; True if a later start has it.
 
         Raises AdapterNotFoundError for an unknown alias or adapter, ConfigError for a step out of order, and
-        the errors of a load and of a pin.
+        errors of loads and pins.
         """
         registry = self._registry
         async with self._lock:
@@ -76,7 +76,7 @@ class Rollouts:
             return registry.aliases[name], await self._save(name)
 
     async def _save(self, name: str) -> bool:
-        """Raises RegistryError: the step is done, and the next start does not know of it."""
+        """Raises RegistryError: the step is done, but lost for the next start."""
         if self._versions is None:
             return False
         paths = {adapter: served.path for adapter, served in self._registry.adapters.items()}
@@ -89,7 +89,7 @@ class Rollouts:
             raise RegistryError(f"{what}: {error}") from error
 
     async def pin_all(self) -> None:
-        """Pin the adapters of aliases from an earlier server, once an instance takes part.
+        """Pin an earlier server's aliased adapters, once an instance takes part.
 
         An adapter without room stays unpinned, with a warning.
         """
@@ -112,7 +112,7 @@ class Rollouts:
             return False
 
     def _record(self, name: str, alias: Alias) -> None:
-        """Numbers are above those of an earlier controller, whose last steps may be unknown here."""
+        """Numbers exceed an earlier controller's: its last steps may be unknown here."""
         aliases = self._registry.aliases
         number = max([int(time.time() * 1000), *(1 + one.number for one in aliases.values())])
         kept = [
@@ -164,7 +164,7 @@ class Rollouts:
         return replace(after, loaded=(*before.loaded, *loaded), pinned=(*before.pinned, *pinned))
 
     async def _check_version(self, name: str, version: int) -> None:
-        """Raises AdapterError for files that others served under the name of this version."""
+        """Raises AdapterError for other files under the name of this version."""
         assert self._versions is not None
         found = await in_daemon_thread(self._versions.registry.get, name, version)
         served = self._registry.adapters.get(version_name(name, version))
@@ -180,7 +180,7 @@ class Rollouts:
             raise AdapterNotFoundError(f"adapter {adapter!r} was unloaded meanwhile; load it again")
 
     async def _pin(self, adapter: str) -> bool:
-        """False for an adapter of a LoRA Server, which decides by itself.  Raises CapacityError."""
+        """False on a LoRA Server, which decides by itself.  Raises CapacityError."""
         try:
             await self._adapters.call("pin_adapter", adapter, True)
         except CapacityError:
@@ -206,13 +206,13 @@ class Rollouts:
         return target, int(version[1])
 
     async def _send(self) -> None:
-        """Have the live instances remember the aliases; absent instances learn at their return."""
+        """Have live instances remember the aliases; absent instances learn at their return."""
         for instance in self._registry.live:
             with suppress(EngineDeadError):
                 await instance.client.call("remember_aliases", self._registry.aliases)
 
     def _release(self, adapter: str, loaded: bool, pinned: bool) -> None:
-        """Undo a rollout's load and pin of an adapter; running requests end first."""
+        """Undo a rollout's load and pin; running requests end first."""
         task = self._releasing[adapter] = asyncio.create_task(self._free(adapter, loaded, pinned))
         task.add_done_callback(partial(self._forget, adapter))
 

@@ -38,18 +38,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORT_S = 5.0
-"""Time for an instance's last output of an aborted request, a step or two."""
+"""Limit for an aborted request's last output, a step or two."""
 
 
 _NO_MOVES = MoveStats(num_moved={"tokens": 0, "kv": 0})
 
 
 class FleetClient:
-    """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for the contract).
+    """`EngineClient` over the instances of an `InstanceRegistry`.
 
-    At an instance's end, unfinished requests continue at another from the last token.  routes: gets the
-    ranks of adapters before the first request.  call: has the controller run a verb on the instances.
-    seed: source of seeds for requests without a seed, so that answers can continue elsewhere.
+    At an instance's end, unfinished requests continue at another from the last token.  call: has the
+    controller
+    run a verb on the instances.  seed: for seeds of unseeded requests, so that answers can continue
+    elsewhere.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class FleetClient:
 
     @property
     def mover(self) -> RequestMover:
-        """Created for the first move of a request."""
+        """Created for the first move."""
         if self._mover is None:
             from .migration import RequestMover
 
@@ -169,7 +170,7 @@ class FleetClient:
         return resumable
 
     async def _lose(self, resumable: ResumableRequest, attempt: Attempt, error: EngineDeadError) -> None:
-        """The instance has died.  Raises EngineDeadError if no other instance can continue."""
+        """The instance has died.  Raises EngineDeadError if no other can continue."""
         if not isinstance(error, EngineSilentError):  # a silent instance may return
             self._instance_registry.lose(attempt.instance, attempt.client)
         if resumable.move is not None:
@@ -186,10 +187,7 @@ class FleetClient:
                 listener.cancel(resumable.request.request_id)
 
     async def _admit(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
-        """Return the next instance, after a suspect's wait (see `Suspects.admit`).
-
-        None: the request was aborted meanwhile.
-        """
+        """The next instance, after a suspect's wait (`Suspects.admit`); None after an abort."""
         suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
         if adapter is None:
             return self._next_instance(resumable), None
@@ -222,7 +220,7 @@ class FleetClient:
     def _leave(self, instance: Instance) -> None:
         """Continue requests of an instance without beats elsewhere, if possible.
 
-        Late outputs belong to ended attempts and are ignored.
+        Late outputs of ended attempts are ignored.
         """
         for resumable in self._running.values():
             attempt = resumable.attempt
@@ -261,7 +259,7 @@ class FleetClient:
             ) from error
         adapter, begun = resumable.request.adapter, resumable.adapter_version
         version = self._instance_registry.version(adapter)
-        # During a load of a new version, only engines with the answer's version can continue the answer.
+        # During a load of a new version, only engines with the answer's version can continue.
         replaced = version is not None and begun is not None and version > begun
         must_end = resumable.delivered and replaced and not resumable.switches
         if adapter is not None and (version is None or must_end):
@@ -288,7 +286,7 @@ class FleetClient:
             attempt.leave()
 
     async def model_info(self) -> ModelInfo:
-        """Of one instance, since all are alike.  max_loras counts for each."""
+        """One instance's: all are alike."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
             self._routes.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
@@ -299,7 +297,7 @@ class FleetClient:
         return self._instance_registry.served_version(name) is not None
 
     def is_refused(self, name: str) -> bool:
-        """True after instances died with the adapter; a load replaces the adapter."""
+        """True after instances died with the adapter, until a load replaces it."""
         suspects = self._instance_registry.suspects
         return suspects.active and suspects.problem(name) is not None
 
@@ -315,7 +313,7 @@ class FleetClient:
         for name, problem in self._instance_registry.suspects.refused.items():
             if name in infos:
                 infos[name] = replace(infos[name], residency="unavailable", problem=problem)
-        # Instances of a pool received them in different orders.
+        # A pool's instances received them in different orders.
         return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
 
     async def stats(self) -> EngineStats:
@@ -336,7 +334,7 @@ class FleetClient:
         return bool(self._instance_registry.live)
 
     async def close(self) -> None:
-        """Close all instances, including restarting ones."""
+        """Close all instances, even restarting ones."""
         await asyncio.gather(*(client.close() for client in self._instance_registry.close()))
 
 
@@ -347,7 +345,7 @@ def make_client(
     call: Callable[..., Coroutine[Any, Any, Any]],
     name: str = "",
 ) -> FleetClient:
-    """A front end's client.  call: as for `FleetClient`.  name: of one of several front ends."""
+    """A front end's client.  name: of one of several front ends."""
     kind = FleetClient
     if cluster.has_resolver:
         from .resolving import ResolvingClient

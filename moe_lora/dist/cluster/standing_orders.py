@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.05
 SLEEP_S = 60.0
-"""Time for the loads of an instance without requests, before its sleep."""
+"""Time for an idle instance's loads, before its sleep."""
 
 
 class StandingOrders:
@@ -46,7 +46,7 @@ class StandingOrders:
     async def recording(self, verb: str, args: Sequence[Any]) -> AsyncIterator[None]:
         """Record one of `adapter_calls.STANDING` before the instances answer.
 
-        After a refused sleep, all instances return to the earlier order.  A refused wake-up stays ordered.
+        A refused sleep returns all instances to the earlier order.  A refused wake-up stays ordered.
         Raises BusyError for a sleep or wake-up beside another.
         """
         if verb == "pause_requests":
@@ -83,14 +83,14 @@ class StandingOrders:
 
     @property
     def active(self) -> bool:
-        """True while an instance that joins gets an order."""
+        """True while a joining instance gets an order."""
         now_s = time.monotonic()
         return bool(self.sleep and self.sleep.parts) or any(one.end_s > now_s for one in self.pauses.values())
 
     def recover(self, asleep: Sequence[SleepOrder], paused: Iterable[CurrentPause]) -> None:
-        """Adopt the sleep and the pauses of an instance, unless such an order came here.
+        """Adopt an instance's sleep and pauses, unless such an order came here.
 
-        A pause by an instance without the last resume lasts to its end, or to a further resume.
+        A pause at an instance that missed the last resume lasts to its end, or to a further resume.
         """
         if asleep and self.sleep is None:
             self.sleep = asleep[0]
@@ -100,7 +100,7 @@ class StandingOrders:
                 self.pauses.setdefault(one.scope.owner, order)
 
     async def until_given(self, name: str, incarnation: str) -> None:
-        """Return once another process's controller has given its orders to an instance's process.
+        """Wait until another process's controller has given its orders to an instance.
 
         Returns too at the end of the orders, and after `DIAL_IN_S` without that controller.
         """
@@ -125,7 +125,7 @@ class StandingOrders:
             left_s = pause.end_s - time.monotonic()
             if pause is known.get(owner) or pause is not self.pauses.get(owner) or left_s <= 0:
                 continue
-            # A second "abort" would end the requests that the first delays.
+            # A second "abort" would end requests delayed by the first.
             mode = "keep" if pause.mode == "abort" and pause.scope in scopes else pause.mode
             await client.call("pause_requests", pause.scope, mode, left_s, waits=False)
             if owner not in self.pauses:  # a resume came meanwhile
@@ -133,7 +133,7 @@ class StandingOrders:
         return current
 
     async def _sleep(self, client: EngineClient) -> None:
-        """An engine that can't follow the order stays as it is, with a warning."""
+        """An engine that can't follow stays as it is, with a warning."""
         found = await client.call("sleep_orders")
         asleep, ordered = found[0].parts if found else frozenset(), self.sleep or SleepOrder()
         try:

@@ -3,10 +3,8 @@
 
 An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each is a suspect
 until a request, the trial, gains a token on another instance.  A trial that ends another instance convicts
-the adapter: refused until the next load.
-
-The notes' lock admits a single trial of an adapter among the front ends of a host; the notes name the trial
-for other front ends.
+the adapter: refused until the next load.  The notes' lock admits one trial of an adapter among a host's front
+ends; the notes name the trial.
 """
 
 from __future__ import annotations
@@ -25,22 +23,20 @@ from moe_lora.engine.client.step_notes import ReadNotes
 logger = logging.getLogger(__name__)
 
 WAIT_S = 60.0
-"""Longest wait of a suspect's request for its trial."""
+"""Longest wait for a trial."""
 ALONE_S = 30.0
 """Longest wait for a second live instance: a trial needs two."""
 MOST_DEATHS = 2
-"""An adapter that gained tokens before is refused after one more death: unrelated kills may hit an adapter
-twice.
-"""
+"""An adapter with earlier tokens is refused after one more death: unrelated kills may hit it twice."""
 DEATHS_COUNT_S = 600.0
-"""Earlier deaths are forgotten: unrelated kills of many days would add up."""
+"""Older deaths are forgotten: unrelated kills would add up."""
 _LOOK_S = 0.05
 _PROVEN = "proven"
 
 
 @dataclass(eq=False)
 class Trial:
-    """A request of a suspect, and the instance.  notes: locked for the trial."""
+    """A suspect's request.  notes: locked for the trial."""
 
     adapter: str
     notes: Sequence[ReadNotes] = ()
@@ -50,18 +46,18 @@ class Trial:
 class Suspects:
     """The suspects of one front end and event loop.
 
-    num_live, num_known: count instances that take requests, and all known instances.
+    num_live, num_known: numbers of live and of known instances.
     """
 
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
         self._num_live = num_live
         self._num_known = num_known
         self._suspects: dict[str, list[str]] = {}
-        """By adapter: the instances that died with the adapter in their notes."""
+        """By adapter: instances that died with it in their notes."""
         self._died_s: dict[str, float] = {}
         """By adapter: time of the last death."""
         self._notes: dict[str, list[ReadNotes]] = {}
-        """By adapter: the notes, each once."""
+        """By adapter: notes without doubles."""
         self._refused: dict[str, str] = {}
         self.active = False
         """True while an adapter is a suspect or refused."""
@@ -74,7 +70,7 @@ class Suspects:
         return self.active
 
     def note_death(self, instance: str, adapters: frozenset[str], notes: ReadNotes | None = None) -> None:
-        """An instance died; adapters: in its notes."""
+        """Record an instance's death; adapters: in its notes."""
         self._forget_old()
         tried, is_proven = self._tried_at(instance, adapters)
         if tried is not None:
@@ -104,7 +100,7 @@ class Suspects:
             self._clear(name)
 
     def _tried_at(self, instance: str, adapters: frozenset[str]) -> tuple[str | None, bool]:
-        """Return the suspect on trial at the dead instance, for any front end; True if it had tokens."""
+        """The suspect on trial at the dead instance, for any front end; True if it had tokens."""
         trial = self._trial
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
             self._trial = None
@@ -118,21 +114,21 @@ class Suspects:
         return None, False
 
     def start(self, trial: Trial, instance: str) -> None:
-        """Note the instance of the trial's request."""
+        """Record the trial's instance."""
         trial.instance = instance
         words = (trial.adapter, instance, *([_PROVEN] if trial.adapter in self.proven else ()))
         for notes in trial.notes:
             notes.trial = words
 
     def note_token(self, adapter: str, trial: Trial | None) -> None:
-        """A request of the adapter gained a token; trial: its trial, if any."""
+        """Record an adapter's token; trial: its trial, if any."""
         self.proven.add(adapter)
         if trial is not None:
             self._clear(adapter)
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
-        """Forget a replaced or unloaded adapter: the name means another content now."""
+        """Forget a replaced or unloaded adapter: the name has new content."""
         self.proven.discard(adapter)
         if self.active:
             self._refused.pop(adapter, None)
@@ -147,22 +143,22 @@ class Suspects:
         return instances
 
     def problem(self, adapter: str) -> str | None:
-        """Reason to refuse requests of the adapter; None: accepted."""
+        """Reason to refuse the adapter's requests, if any."""
         return self._refused.get(adapter)
 
     @property
     def refused(self) -> dict[str, str]:
-        """A copy: the refused adapters and the reasons."""
+        """A copy: refused adapters and reasons."""
         return dict(self._refused)
 
     async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
-        """Return when a request of the adapter may be sent; a Trial if the request is a trial.
+        """Wait until the adapter's request may be sent; returns a Trial for a suspect's request.
 
-        is_aborted: ends the wait after a `wake`.
-
-        An adapter without a token waits up to ALONE_S for a second live instance, if there are several: a
-        trial must not end the last instance. Raises AdapterFailedError for a refused adapter,
-        EngineDeadError if no trial is possible in time.
+        A wake with is_aborted ends the wait.  An adapter without a token waits up to ALONE_S for a second
+        live
+        instance, if several are known: a trial must not end the last instance.  Raises AdapterFailedError for
+        a
+        refused adapter, EngineDeadError if no trial is possible in time.
         """
         began_s = time.monotonic()
         with move_on_after(WAIT_S):
@@ -192,7 +188,7 @@ class Suspects:
         return self._num_live() >= least
 
     def _locked(self, adapter: str) -> Trial | None:
-        """A trial of the adapter; None during another front end's trial on this host."""
+        """A trial; None during another front end's trial on this host."""
         trial = Trial(adapter, tuple(self._notes.get(adapter, ())))
         for number, notes in enumerate(trial.notes):
             if not notes.try_lock():
@@ -202,7 +198,7 @@ class Suspects:
         return trial
 
     def release(self, trial: Trial) -> None:
-        """The trial's request has ended, or continues elsewhere: the next suspect has its turn."""
+        """The trial's request left: the next suspect has its turn."""
         if self._trial is trial:
             self._trial = None
             for notes in trial.notes:
@@ -220,6 +216,6 @@ class Suspects:
         logger.error(self._refused[adapter])
 
     def wake(self) -> None:
-        """Wake all waiting requests for another check."""
+        """Wake all waiting requests."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions for a whole cluster: adapters, placement, capacity; and their way to front ends."""
+"""Decisions for a whole cluster: adapters, placement, capacity."""

@@ -28,11 +28,10 @@ LOOK_S = 0.2
 
 
 class CapacityController:
-    """Evaluates the provisioning model on the requests of a window, every `interval_s` while `run` runs.
+    """Evaluates the provisioning model on a window's requests, every `interval_s` of `run`.
 
-    Belongs to one event loop; other threads solve the model and call the LoRA Server. server: the LoRA
-    Server's leader; None: instances hold adapters, max_loras each. latest: None before the first
-    evaluation, or after a failure.
+    Belongs to one event loop.  server: the LoRA Server's leader; None: instances hold adapters, max_loras
+    each.  latest: None before the first evaluation, or after a failure.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class CapacityController:
                     logger.exception("the load on adapters can't be evaluated")
 
     async def evaluate(self) -> None:
-        """Evaluate the window now; with `auto_resize`, resize."""
+        """Evaluate the window; with `auto_resize`, resize."""
         demand = self.window.demand()
         try:
             state = await self.server_state()
@@ -81,12 +80,12 @@ class CapacityController:
 
     @verb
     async def server_state(self) -> ServerState | None:
-        """The LoRA Server's state, None without a server.  Raises LoraServerError without an answer."""
+        """The LoRA Server's state, if any.  Raises LoraServerError without an answer."""
         return None if self._server is None else await asyncio.to_thread(self._server.state)
 
     @verb
     async def resize(self, capacity: int) -> ServerState:
-        """Change the LoRA Server's capacity; raises as `LoraServerAdmin.resize`."""
+        """See `LoraServerAdmin.resize`."""
         state = await asyncio.to_thread(self._admin.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
@@ -95,9 +94,9 @@ class CapacityController:
     async def restart_server(self, limit_s: float) -> ServerState:
         """Restart the LoRA Server's ranks in turn, the leader last; returns the state then.
 
-        Instances compute an absent rank's part, so only one rank may be absent: each restart waits for all
-        links of the rank before.  Raises LoraServerError if a rank or link is missing after limit_s, or an
-        instance is absent.
+        Instances compute an absent rank's part, so each restart waits for all links of the rank before.
+        Raises
+        LoraServerError if a rank, link or instance is missing after limit_s.
         """
         async with self._restarting:  # a second restart would end the leader while a rank loads
             before = state = await self._until_whole(limit_s)
@@ -126,7 +125,7 @@ class CapacityController:
     async def _until(
         self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
     ) -> ServerState:
-        """The first state that fulfils a condition.  Raises LoraServerError(problem) after limit_s."""
+        """The first state under a condition.  Raises LoraServerError(problem) after limit_s."""
         try:
             with fail_after(limit_s):
                 while True:

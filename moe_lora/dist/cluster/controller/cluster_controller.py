@@ -37,10 +37,9 @@ _LOOK_S = 0.01
 class ClusterController:
     """Decides and executes calls.
 
-    A single front end has the controller in the same process; several share a process behind a
-    `FrontEndListener`.  placement: None: every instance has all adapters.  migration: None: no moves of
-    requests.  provision: None: no watch on the load.  registry: None: adapters have paths only.  instances:
-    None: no drains.
+    A single front end includes the controller; several share a process behind a `FrontEndListener`.
+    placement None: every instance has all adapters.  provision None: no watch on the load.  registry None:
+    adapters have paths only.
     """
 
     link = None
@@ -81,7 +80,7 @@ class ClusterController:
         return await self.adapters.rollouts(self.registry).change(name, change)
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Run a verb by name (see `protocol`).  Raises the errors of the verb."""
+        """Run a verb by name (see `protocol`).  Raises the verb's errors."""
         if verb in FLEET_CHANGES:
             return await self.adapters.call(verb, *args, **words)
         if verb not in self._verbs:
@@ -89,14 +88,14 @@ class ClusterController:
         return await self._verbs[verb](*args, **words)
 
     async def leave(self) -> None:
-        """End all pauses, so that requests finish before the end of the last front end."""
+        """End all pauses: requests finish before the last front end's end."""
         try:
             await self.call("resume_requests", None)
         except MoeLoraError as error:
             logger.warning("pauses go on during the shutdown: %s", error)
 
     async def ready(self) -> None:
-        """Return at once: the served adapters are known."""
+        """Return at once."""
 
     async def run(self) -> None:
         """Place adapters, move requests, watch the load and keep the pool, until cancelled."""
@@ -113,7 +112,7 @@ def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledFleet:
-    """The fleet of a front end, with a controller of this process."""
+    """A front end's fleet, with a controller in the same process."""
 
     controller: ClusterController
     fleet: FleetClient
@@ -125,7 +124,7 @@ class ControlledFleet:
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
         """Return once this number of instances, with these start adapters, is in routing.
 
-        Raises AdapterError if an instance lacks an adapter, except optional adapters of the registry.
+        Raises AdapterError if an instance lacks an adapter, except the registry's optional adapters.
         """
         registry, served = self.instance_registry, self.controller.registry
         optional = frozenset[str]() if served is None else served.optional
@@ -169,7 +168,7 @@ def _migration_controller(
 def dialled_fleet(
     cluster: ClusterConfig, registry: ServedRegistry | None
 ) -> AbstractAsyncContextManager[ControlledFleet]:
-    """The fleet of one front end without a controller's process; instances dial the front end."""
+    """The fleet of a single front end; instances dial it."""
     setting = "front_end.engines_address"
     address = parse_address(setting, cluster.engines_address())
     routes = make_routes(cluster)
@@ -190,9 +189,8 @@ async def controlled_fleet(
 ) -> AsyncIterator[ControlledFleet]:
     """A controller for the instances that dial the address, until the context ends.
 
-    setting: names the address in errors.  advice: see `InstanceRegistry`.  registry: with adapters among
-    cluster.engine's.  recovery_s: see `CatchUp`.  on_give_up: see `InstanceListener`.  Raises ConfigError
-    for errors known at start.
+    setting: names the address in errors.  registry: of adapters among cluster.engine's.  recovery_s: see
+    `CatchUp`.  Raises ConfigError for errors known at start.
     """
     config = cluster.engine
     pool = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the controller and the front ends, over links of `dist.net`."""
+"""Messages between the controller and the front ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class ClusterState(Message, frozen=True, kw_only=True):
     """The controller's decisions.
 
-    number: rises with each change, also over restarts of the controller.  ranks: LoRA ranks by adapter.
-    holdings: of the instances in the controller's routing.  drains: an operator's last orders (see
-    `Drains`); restarting: instances under restart, dropped by the next controller.  aliases: by name, with
-    removed aliases.  aborts: see `InstanceRegistry`.  ordered: see `StandingOrders.active`.  table: adapter
-    -> (instance name, phi), with the table's number; demand: tokens/s by adapter behind the table.
+    number: rises with each change, even over restarts.  ranks: LoRA ranks by adapter.  holdings: of the
+    instances in the controller's routing.  drains: an operator's last orders; restarting: instances under
+    restart, dropped by the next controller.  aliases: with removed aliases.  ordered:
+    see `StandingOrders.active`.  table: adapter -> (instance name, phi); demand: tokens/s by adapter behind
+    the table.
     """
 
     number: int
@@ -47,7 +47,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class VisitEvent:
-    """An event of a request for an adapter.  number: of the request, unique in its front end."""
+    """An event of a request for an adapter.  number: unique in the request's front end."""
 
     kind: Literal["begin", "start", "refuse", "end"]
     number: int
@@ -58,7 +58,7 @@ class VisitEvent:
 class FrontEndReport(Message, frozen=True):
     """Events of a front end's requests since the last report.  tokens: by adapter.
 
-    instances: in routing, with the incarnation of each.
+    instances: in routing, with incarnations.
     """
 
     tokens: Mapping[str, int]
@@ -71,17 +71,13 @@ class Leaving(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """The front end routes by the state of this number, or by a later state."""
+    """The front end routes by the state of this number, or a later state."""
 
     number: int
 
 
 class Figures(Message, frozen=True, kw_only=True):
-    """The controller's figures for metrics and status pages.
-
-    num_tables: routing tables so far.  num_copies, num_problems, quality: see `PlacementController`.
-    outlook: the last of `CapacityController`.
-    """
+    """The controller's figures for metrics and status pages."""
 
     num_tables: int = 0
     num_copies: int = 0
@@ -93,7 +89,7 @@ class Figures(Message, frozen=True, kw_only=True):
 class ClusterStateLog:
     """Records decisions, each with a higher number.
 
-    placement: None if every instance has all adapters.
+    placement None: every instance has all adapters.
     """
 
     def __init__(
@@ -135,9 +131,9 @@ class ClusterStateLog:
     def recover(self, state: ClusterState) -> None:
         """Continue from a front end's state of the earlier controller.
 
-        The higher version of each adapter counts, as in `Served.joined`; the table with the higher number,
-        and the table's demand; an operator's later order to an instance, and for an alias. Numbers continue
-        above all known numbers.
+        The higher version of each adapter counts (`Served.joined`), the table with the higher number, and
+        later
+        orders.  Numbers continue above all known numbers.
         """
         self._instance_registry.drains.learn(state.drains)
         if state.aliases:
@@ -153,8 +149,7 @@ class ClusterStateLog:
                 self._placement.resume(state.demand)
 
     def learn_orders(self, state: ClusterState) -> None:
-        """Learn an operator's orders to instances without an order here, unknown aliases, and unloads of
-        adapters not served here, even from a late state.
+        """Learn orders, aliases and unloads that are unknown here, even from a late state.
 
         Otherwise a drained instance would get requests, and a late instance bring an adapter back.
         """
@@ -169,14 +164,12 @@ class ClusterStateLog:
             learn(aliases, new)
 
     def count_above(self, state: ClusterState) -> None:
-        """Give the state a higher number than a state too late for the recovery."""
+        """Number the state above a state too late for the recovery."""
         self.state = replace(self.state, number=max(self.state.number, state.number) + 1)
 
 
 def follow_aborts(instance_registry: InstanceRegistry, aborts: tuple[AbortOrder, ...]) -> None:
-    """Execute the new ones of another process's controller; the first state's are older than the requests
-    here.
-    """
+    """Execute another process's controller's new aborts; the first state's are older than the requests here."""
     known, instance_registry.aborts = instance_registry.aborts, aborts
     for one in aborts:
         if known is not None and one not in known and instance_registry.on_abort is not None:
@@ -184,7 +177,7 @@ def follow_aborts(instance_registry: InstanceRegistry, aborts: tuple[AbortOrder,
 
 
 def take_table(state: ClusterState, routes: Routes, instance_registry: InstanceRegistry) -> None:
-    """Route by a state's table, if the adapters are divided over instances."""
+    """Route by a state's table, if adapters are divided over instances."""
     if routes.table is not None:
         number_of = instance_registry.number_of
         table = {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}

@@ -47,7 +47,7 @@ _LOOK_S = 0.05
 
 
 class ReportedWindow:
-    """Records events of requests, for the controller's `DemandWindow`."""
+    """Records requests' events for the controller's `DemandWindow`."""
 
     def __init__(self) -> None:
         self._events: list[VisitEvent] = []
@@ -68,7 +68,7 @@ class ReportedWindow:
         self._events.append(VisitEvent("end", visit.number, timing=timing))
 
     def take(self) -> tuple[VisitEvent, ...]:
-        """The recorded events; the record starts anew."""
+        """The events since the last call."""
         taken = tuple(self._events)
         self._events.clear()
         return taken
@@ -77,9 +77,9 @@ class ReportedWindow:
 class ControllerLink:
     """Carries a front end's calls and reports to the controller, and decisions to registry and router.
 
-    Belongs to the event loop of `run`.  up: True while connected.  state: the newest received; late older
-    states are ignored.  num_joins: connections so far.  watched: True if the controller watches the load on
-    adapters.
+    Belongs to the event loop of `run`.  state: the newest received.  num_joins: connections so far.  watched:
+    the
+    controller watches the load on adapters.
     """
 
     def __init__(
@@ -111,9 +111,7 @@ class ControllerLink:
         return self._peer is not None
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """The controller's answer.  Raises the controller's error, ControllerAwayError without a
-        connection.
-        """
+        """The controller's answer.  Raises its error, ControllerAwayError without a connection."""
         if self._peer is None:
             raise ControllerAwayError(
                 "the controller is away, and nothing can be changed without it; requests go on, send this "
@@ -128,7 +126,7 @@ class ControllerLink:
             ) from error
 
     async def leave(self) -> None:
-        """Pauses end with the last front end; a later connection says so too."""
+        """Leave: pauses end with the last front end."""
         self._is_leaving = True
         if self._peer is not None:
             self._peer.send(Leaving())
@@ -136,7 +134,7 @@ class ControllerLink:
     async def ready(self) -> None:
         """Return once this front end knows the served adapters and has an instance, or after READY_S.
 
-        A restarted front end leaves requests to others until then.
+        Until then a restarted front end leaves requests to others.
         """
         waited_s = 0.0
         while waited_s < READY_S and (self.state is None or not self._instance_registry.live):
@@ -220,7 +218,7 @@ class DirectedFleet:
 
 @asynccontextmanager
 async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[DirectedFleet]:
-    """Instances that dial the front end of this name, and the link to the controller's process.
+    """Instances that dial this front end, and the link to the controller's process.
 
     Raises ConfigError for errors known at start.
     """

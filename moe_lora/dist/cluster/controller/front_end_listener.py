@@ -47,17 +47,14 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 SHOW_S = 1.0
 TAKEN_S = 5.0
-"""A call's answer waits so long for front ends without the new state."""
+"""Longest wait of a call's answer for front ends without the new state."""
 LONGEST_RECOVERY_S = 10.0
-"""Longest wait, in seconds, for a configured front end to dial in."""
+"""Longest wait for a configured front end."""
 
 
 @dataclass(eq=False)
 class Session:
-    """A connected front end.
-
-    taken: number of the current routing state.  visits: running requests.  instances: see `FrontEndReport`.
-    """
+    """A connected front end.  taken: number of its routing state.  visits: running requests."""
 
     name: str
     peer: Peer
@@ -67,7 +64,7 @@ class Session:
     instances: Mapping[str, str | None] = field(default_factory=dict)
 
     def see(self, window: DemandWindow, event: VisitEvent) -> None:
-        """Record a request's event in the load's window."""
+        """Record a request's event."""
         if event.kind == "begin":
             assert event.adapter is not None
             self.visits[event.number] = window.begin(event.adapter)
@@ -84,8 +81,7 @@ class Session:
 class FrontEndListener:
     """Answers the calls of front ends, and sends decisions to all.
 
-    The recovery ends, and the first states leave, after the front ends' reports. front_ends: configured
-    names.
+    The recovery ends, and the first states leave, after the configured front ends' reports.
     """
 
     def __init__(self, controlled: ControlledFleet, front_ends: Collection[str]) -> None:
@@ -104,7 +100,7 @@ class FrontEndListener:
 
     @asynccontextmanager
     async def open(self, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
-        """Listen for front ends until the context ends.  Raises ConfigError if the address is unavailable."""
+        """Listen until the context ends.  Raises ConfigError if the address is unavailable."""
         visit = partial(HANDSHAKE.receive, lambda caller: None, self._serve)
         pings = Pings.within(self._controlled.routes.config.heartbeat_timeout_s)
         async with listen("controller.address", address, keys, visit, pings) as place:
@@ -153,7 +149,7 @@ class FrontEndListener:
         try:
             if await self._controlled.fleet.is_alive():
                 await self._controlled.fleet.model_info()
-        except Exception as error:  # the controller continues without the answer, whatever the error
+        except Exception as error:  # the controller continues without the answer
             logger.debug("no instance says which ranks adapters have: %r", error)
 
     def _give_out(self) -> None:
@@ -198,7 +194,7 @@ class FrontEndListener:
         if before is not None and before.number >= now.number and before != now:
             logger.warning("front end %s: state %d given up: it came too late", session.name, before.number)
             self._state_log.count_above(before)
-            # Front ends with the same state under a lower number would count as late.
+            # Front ends with this state under a lower number would count as late.
             self._send_all()
         else:
             session.peer.send(self._state_log.state)
@@ -222,7 +218,7 @@ class FrontEndListener:
                     session.see(window, event)
 
     def _leave_with_all(self) -> None:
-        """End pauses once all connected front ends leave."""
+        """End pauses once all front ends leave."""
         if self.sessions and all(one.is_leaving for one in self.sessions):
             self._spawn(self._controller.leave())
 
@@ -262,8 +258,7 @@ async def run_controller(
 ) -> None:
     """Run the controller of a cluster until SIGINT or SIGTERM.
 
-    registry: see `controlled_fleet`.  hang_up: effect of SIGHUP.  Raises ConfigError for errors known at
-    start.
+    hang_up: effect of SIGHUP.  Raises ConfigError for errors known at start.
     """
     assert cluster.controller is not None
     loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drains and restarts of instances by an operator, while the others serve."""
+"""Drains and restarts of instances by an operator."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SETTLE_S = 0.5
 class InstanceControl:
     """Drains and restarts instances, one at a time.
 
-    drain_s: time for a restarted instance to lose requests; the rest continues elsewhere as after a
-    failure.  seen_by_all: True if all front ends send requests to the process of that name and incarnation.
-    An order for an absent instance waits while the instance may dial in.
+    drain_s: time for a restarted instance to lose requests; later, others continue them.  seen_by_all: True
+    if
+    all front ends route to this process.  An order for an absent instance waits for its dial-in.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
@@ -38,8 +38,6 @@ class InstanceControl:
     @verb
     async def drain_instance(self, name: str) -> None:
         """Give an instance no requests, and move requests elsewhere if possible.
-
-        The instance remembers the order for a later controller.
 
         Raises ConfigError for an unknown instance, and for the last undrained instance.
         """
@@ -68,11 +66,11 @@ class InstanceControl:
 
     @verb
     async def restart_instance(self, name: str, limit_s: float) -> None:
-        """Drain an instance, end the process, and return when the next process takes part.
+        """Drain an instance, end the process, and return when the supervisor's next process takes part.
 
-        A supervisor starts the next process.  A returning instance is awaited. Raises ConfigError for an
-        unknown instance, or if all others are drained. Raises EngineDeadError if no process takes part
-        within limit_s of the call or of the end, or no other instance serves at all front ends.
+        Raises ConfigError for an unknown instance, or if all others are drained; EngineDeadError if no
+        process
+        takes part within limit_s of the call or of the end, or no other instance serves at all front ends.
         """
         async with self._restarting:
             instance = await self._named(name)

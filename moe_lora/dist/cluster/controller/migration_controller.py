@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves of requests between instances: collect loads, call the policy, send orders.
 
-A request's front end carries out a move (`dist.cluster.migration`).  The controller sends the order to the
-request's instance, which knows the front end: the same for any number of front ends. Source: dLoRA, section
-5.2.
+The order goes to the request's instance, which knows the request's front end.
+Source: dLoRA, section 5.2.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ from .routes import Routes
 logger = logging.getLogger(__name__)
 
 FIRST_TOKEN_S = 0.02
-"""Assumed seconds per token of an instance before a measurement."""
+"""Seconds per token before a measurement."""
 ORDER_S = 2.0
-"""An order without effect for so long counts as given up, like a refused order."""
+"""An order without effect for this time counts as refused."""
 
 
 _ATTEMPT = re.compile(r"~\d+( \(\d+\))?$")
 
 
 def request_of(name: str) -> str:
-    """The front end's id in an engine's name for a request, equal at all instances."""
+    """The front end's id of an engine's request, equal at all instances."""
     return _ATTEMPT.sub("", name)
 
 
@@ -80,8 +79,8 @@ class MigrationController:
 
     Plans only after the last plan's moves: no request gets two targets and no load counts twice.
 
-    max_num_seqs: an instance's seats.  steps: of the routers' performance model; None: unknown.
-    same_layout: True if KV can move between instances.  num_orders: requested moves so far.
+    steps: the routers' performance model.  same_layout: KV can move between instances.
+    num_orders: requested moves so far.
     """
 
     def __init__(
@@ -150,9 +149,7 @@ class MigrationController:
         return 0 if plan is None else await self._pass_on(plan, kinds)
 
     def _moves_under_way(self, reports: list[Report]) -> bool:
-        """True while a request is held for a move, or an ordered move may still start: the front end runs
-        a few moves at a time.
-        """
+        """True while a request is held for a move, or an ordered move may still start."""
         now_s, ordered = self._clock.now_s(), self._ordered
         is_held = any(load.held for report in reports for load in report.requests)
         self._ordered = ordered & {
@@ -276,7 +273,7 @@ async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]
 def make_migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
 ) -> MigrationController:
-    """The controller of the file's settings."""
+    """By the file's settings."""
     return MigrationController(
         cluster.front_end,
         instance_registry,

@@ -34,15 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class PlacementController:
-    """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new
-    table.
+    """Every placement_interval_s: demand -> forecast -> placement -> the router's new table.
 
-    Every instance knows every adapter, so every route is correct. The table decides the adapters on each
-    device: loaded with the first request, ahead of it with burst_tolerance, and at once for an instance
-    that joins between steps.  Belongs to one event loop; another thread computes placements.
-    routes_by_table: False: the table only lists preloads. latest: quality of the last placement for the
-    forecast demand; None before the first. num_copies: adapters moved to instances since the start.
-    num_problems: failed placements; the earlier table stays.  demand: last forecast, tokens/s.
+    The table decides the adapters on each device: loaded with the first request, ahead with burst_tolerance,
+    and
+    at once for an instance that joins between steps.  Every route is correct: every instance knows every
+    adapter.  routes_by_table False: the table only lists preloads.  latest: quality of the last placement for
+    the forecast demand.  num_copies: adapters moved since the start.  num_problems: failed placements; the
+    earlier table stays.  demand: last forecast, tokens/s.
     """
 
     def __init__(
@@ -83,16 +82,16 @@ class PlacementController:
         return self._router.version
 
     def resume(self, demand: Mapping[str, float]) -> None:
-        """Continue from the router's table and its forecast, of an earlier controller."""
+        """Continue from an earlier controller's table and forecast."""
         if self._pool is not None:
             self._pool.want(self._router.table)
         self.demand = dict(demand)
         self._forecast.observe(demand, 1.0)
 
     async def run(self) -> None:
-        """Place without demand at the first instance, and then every interval, until cancelled.
+        """Place without demand at the first instance, then every interval, until cancelled.
 
-        A resumed table stays for a whole time step.
+        A resumed table stays for a whole interval.
         """
         while not await self._client.is_alive():
             await asyncio.sleep(_LOOK_S)
@@ -106,14 +105,14 @@ class PlacementController:
                 await self._preload()
 
     async def step(self) -> None:
-        """End the time step: place anew, and route by the result from the next request on."""
+        """End the time step: place anew, and route by the result."""
         self._observe()
         try:
             await self._replace()
             self._problem.over()
         except (EngineDeadError, ValueError) as error:
             self._failed(f"adapters can't be placed anew: {error}")
-        except Exception as error:  # the earlier table stays in use, whatever the error
+        except Exception as error:  # the earlier table stays in use
             self._failed(repr(error), trace=True)
 
     def _observe(self) -> None:
@@ -164,7 +163,7 @@ class PlacementController:
             )
 
     async def _memory(self, infos: list[AdapterInfo], instances: list[InstanceStats]) -> DeviceMemory:
-        """Memory of these instances; pinned adapters are on every device anyway."""
+        """Free memory of these instances; pinned adapters are on every device anyway."""
         slots = (await self._client.model_info()).max_loras
         pinned = [info for info in infos if info.pinned]
         taken = sum(info.device_bytes for info in pinned)

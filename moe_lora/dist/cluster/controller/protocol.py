@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link between front ends and a controller of its own process: verbs and messages."""
+"""The link between front ends and a separate controller: verbs and messages."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ HANDSHAKE = Handshake(
     dials=Protocol.of(ClusterState, Figures, asks=CONTROLLER_INTERFACE),
     listens=Protocol.of(FrontEndReport, Leaving, Taken, answers=CONTROLLER_INTERFACE),
 )
-"""The payload: the front end's last state from a controller."""
+"""The payload: the front end's last state."""

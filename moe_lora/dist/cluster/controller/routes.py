@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the routing of requests from settings: a router, its table, the meter of demand."""
+"""Builds the routing of requests from settings."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """A router, with meters and ranks that clients of instances fill.
+    """A router, with meters and ranks filled by clients of instances.
 
-    table: swapped by placements; the router, or a record of preloads beside another router; None: no table.
-    meter: of the demand, for a placement; None: no placement.  steps: of the performance model; None: no
-    model.
+    table: swapped by placements; the router, or a record of preloads; None: no table.  meter: of the demand;
+    None: no placement.  steps: of the performance model.
     """
 
     config: RoutingConfig
@@ -43,12 +42,12 @@ class Routes:
 
     @property
     def table_version(self) -> int:
-        """Number of routing tables so far, 0 without a table."""
+        """Number of routing tables so far."""
         return 0 if self.table is None else self.table.version
 
     def placement(self, client: FleetClient, pool: FleetPool | None = None) -> PlacementController | None:
-        """The controller of the router's table; None without placement in the settings: a given table
-        stays.  Raises ConfigError.
+        """The controller of the router's table; None without placement: a given table stays.  Raises
+        ConfigError.
         """
         table = self.table
         if table is None or self.meter is None:
@@ -61,7 +60,7 @@ class Routes:
         )
 
     def take(self, table: Mapping[str, list[tuple[int, float]]], instances: Iterable[Instance]) -> None:
-        """Route by a table made elsewhere, if adapters are divided over instances."""
+        """Route by another process's table, if adapters are divided over instances."""
         if self.table is None:
             return
         if self.table is self.router:
@@ -73,7 +72,7 @@ class Routes:
 def show_preloaded(
     rows: Mapping[str, list[tuple[int, float]]], table: PhiRouting, instances: Iterable[Instance]
 ) -> None:
-    """Show load-counting routers the adapters on devices by a table."""
+    """Show load-counting routers the adapters on devices."""
     table.swap(rows)
     for instance in instances:
         for name, row in rows.items():
@@ -92,7 +91,7 @@ def make_routes(cluster: ClusterConfig) -> Routes:
         return Routes(config=config, router=LeastOutstanding(), ranks=ranks, steps=steps)
     from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
 
-    # Adapters of a LoRA Server need not all take slots on an instance.
+    # Adapters of a LoRA Server need not all take an instance's slots.
     max_loras = engine.max_loras if cluster.lora_server is None else None
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
     router = make_router(name, context)
@@ -108,7 +107,7 @@ def make_routes(cluster: ClusterConfig) -> Routes:
 
 
 def _weights(engine: EngineConfig) -> str | None:
-    """Name of the instances' weight format; None: the model isn't on this host."""
+    """The instances' weight format; None: the model isn't on this host."""
     return engine.weights_name() if (Path(engine.model_dir) / "config.json").is_file() else None
 
 

@@ -32,11 +32,11 @@ _decode = Decoder(Alias)
 
 
 def save(served: ServedRegistry, name: str, alias: Alias, paths: Mapping[str, str]) -> bool:
-    """Keep the alias; forget a removed one.  False if a later start has not all of its adapters.
+    """Keep the alias; forget a removed one.  False if a later start lacks some of its adapters.
 
-    `loaded` keeps the registry's versions of adapters with a plain name, since a later start may serve
-    another version by that name.  The number is one less: the alias of a living instance, with its pins, is
-    later.  paths: the folders of adapters, by name.  Raises RegistryError.
+    `loaded` keeps the registry's versions of plainly named adapters: a later start may serve another version.
+    The number is one less: a living instance's alias, with its pins, is later.  paths: adapters' folders.
+    Raises RegistryError.
     """
     registry = served.registry
     versions = {one: _version_of(registry, one, paths.get(one)) for one in targets(alias)}
@@ -48,7 +48,7 @@ def save(served: ServedRegistry, name: str, alias: Alias, paths: Mapping[str, st
 
 
 def _is_version(registry: Registry, adapter: str) -> bool:
-    """True for the name of one of the registry's versions."""
+    """True for the name of a registry's version."""
     found = _VERSION.fullmatch(adapter)
     with suppress(AdapterNotFoundError):
         return found is not None and bool(registry.get(found[1], int(found[2])))
@@ -56,7 +56,7 @@ def _is_version(registry: Registry, adapter: str) -> bool:
 
 
 def _version_of(registry: Registry, adapter: str, path: str | None) -> str:
-    """The name of the adapter's version with this folder, or ""."""
+    """The name of the adapter's version in this folder, or ""."""
     with suppress(AdapterNotFoundError):
         for one in registry.versions(adapter):
             if path is not None and Path(one.path) == Path(path):
@@ -65,10 +65,10 @@ def _version_of(registry: Registry, adapter: str, path: str | None) -> str:
 
 
 class SavedAliases:
-    """The aliases of a base model in a registry, with adapters for them.
+    """A base model's aliases in a registry, with adapters for them.
 
-    served: folders of the adapters at the start, by name.  bases: names of the base model.  path_of: the
-    folder of a registry's version.  adapters: further adapters for the start, as `served`.
+    served: folders of the start's adapters, by name.  bases: names of the base model.  path_of: a registry
+    version's folder.  adapters: further adapters for the start, as `served`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SavedAliases:
         self.adapters: dict[str, str] = {}
 
     def load(self, found: dict[str, bytes]) -> None:
-        """Add aliases; log each one without its adapter.  Without its second adapter, an alias is settled."""
+        """Add aliases; log each alias without its adapter.  Without its second adapter, an alias is settled."""
         for name, text in found.items():
             before = set(self.adapters)
             try:

@@ -27,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedRegistry:
-    """A registry and the hash of the served base model.
+    """A registry and the served base model's hash.
 
-    root, max_lora_rank: as in `EngineConfig`.  optional: adapters without a name in the settings.  The server
-    starts with an unfit optional adapter, as unavailable.  named: adapters of the settings.  aliases: of an
-    earlier server, by name.
+    optional: adapters unnamed in the settings; the server starts without an unfit one.  named: adapters
+    of the settings.  aliases: of an earlier server.
     """
 
     registry: Registry
@@ -43,7 +42,7 @@ class ServedRegistry:
     aliases: Mapping[str, Alias] = field(default_factory=dict)
 
     def save_alias(self, name: str, alias: Alias, paths: Mapping[str, str]) -> bool:
-        """Keep the alias for the next start, as `saved_aliases.save`."""
+        """Keep the alias for the next start (`saved_aliases.save`)."""
         from .saved_aliases import save
 
         return save(self, name, alias, paths)
@@ -55,9 +54,9 @@ def opened_registry(
 ) -> Iterator[tuple[ClusterConfig, ServedRegistry | None]]:
     """Settings with the registry's start adapters, and the registry, closed with the context.
 
-    An adapter with lost or altered files is left out and logged, unless the settings name the adapter.
-    sources.resolver=registry starts without adapters, except named ones.
-    Raises AdapterError or AdapterNotFoundError for a named adapter, also for a rank above the limit. Raises
+    An unnamed adapter with lost or altered files is left out and logged.
+    sources.resolver=registry starts with named adapters only.
+    Raises AdapterError or AdapterNotFoundError for a named adapter, also for a rank above the limit;
     RegistryError or ConfigError for an unreadable registry or base model, and for name collisions.
     """
     settings, config = cluster.registry, cluster.engine
@@ -107,7 +106,7 @@ def opened_registry(
 def _with_aliases(
     cluster: ClusterConfig, served: ServedRegistry, limit: int | None
 ) -> tuple[ClusterConfig, ServedRegistry]:
-    """Both with the registry's aliases, and the adapters of these.  limit: of ranks."""
+    """Both with the registry's aliases, and their adapters.  limit: of ranks."""
     found = served.registry.aliases(served.base_hash)
     if not found:
         return cluster, served
@@ -128,7 +127,7 @@ def _with_aliases(
 
 
 class RegistryVerbs:
-    """A registry for front ends.  devices: of all instances; they limit the ranks of new adapters."""
+    """A registry for front ends.  devices: of all instances; they limit new adapters' ranks."""
 
     def __init__(self, served: ServedRegistry, devices: Callable[[], set[str]] = set) -> None:
         self.served = served
@@ -136,7 +135,7 @@ class RegistryVerbs:
 
     @verb
     async def registry_base(self) -> str:
-        """The hash of the served base model."""
+        """The served base model's hash."""
         return self.served.base_hash
 
     @verb
@@ -162,7 +161,7 @@ class RegistryVerbs:
 
     @verb
     async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
-        """Each adapter with the problem of its files, if any."""
+        """Each adapter with its files' problem, if any."""
         return await in_daemon_thread(self.served.registry.check)
 
     @verb

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directory of a pool: holders of adapters, for the front end and joining instances."""
+"""Directory of a pool: holders of adapters."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class PoolDirectory:
         self._holders: defaultdict[str, dict[CallableEngine, bytes]] = defaultdict(dict)
         self._changes: list[str] = []
         self._told: WeakKeyDictionary[CallableEngine, int] = WeakKeyDictionary()
-        """Number of changes (content hashes) sent to an engine."""
+        """Number of changes sent to an engine."""
         self._joining = asyncio.Lock()
-        """Locks loads of joining engines, so that not all of them hold an adapter."""
+        """Locks joining engines' loads: not all must hold an adapter."""
 
     def serve(self, entry: PoolEntry) -> None:
         """Set the entry of a name."""
@@ -51,7 +51,7 @@ class PoolDirectory:
             self._unname(before.content_hash)
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """Remove a name.  version: the ended one; a later version stays."""
+        """Remove a name.  version: a later version stays."""
         if name not in self._facts or (version is not None and version < self._served[name][1]):
             return
         self.version += 1
@@ -59,7 +59,7 @@ class PoolDirectory:
         self._unname(self._facts.pop(name).content_hash)
 
     def note(self, client: CallableEngine, content_hash: str, source: bytes | None) -> None:
-        """Record that an engine holds or dropped an adapter; ignored for unserved adapters."""
+        """Record that an engine holds or dropped an adapter, if served."""
         if content_hash not in self._num_names:
             return
         if source is not None:
@@ -77,7 +77,7 @@ class PoolDirectory:
         return {facts.content_hash: facts.nbytes for facts in self._facts.values()}
 
     def held(self, clients: Mapping[CallableEngine, int]) -> dict[str, list[int]]:
-        """Content hash -> numbers of the engines that hold the content."""
+        """Content hash -> numbers of its holders."""
         self._forget_ended()
         return {
             content_hash: [clients[client] for client in holders if client in clients]
@@ -85,7 +85,7 @@ class PoolDirectory:
         }
 
     def sources(self, content_hash: str, client: CallableEngine, turn: int = 0) -> tuple[bytes, ...]:
-        """Sources of an adapter for an engine; other turns start with other holders."""
+        """An adapter's sources for an engine; other turns start with other holders."""
         self._told.setdefault(client, len(self._changes))
         holders = self._holders.get(content_hash, {})
         places = [
@@ -95,18 +95,19 @@ class PoolDirectory:
         return (*places[turn:], *places[:turn])
 
     def news(self, client: CallableEngine, turn: int) -> dict[str, tuple[bytes, ...]]:
-        """Sources changed since the last call for this engine, or since its start."""
+        """Sources changed since the last call for this engine, or its start."""
         self._forget_ended()
         changed = set(self._changes[self._told.get(client, 0) :]) & self._holders.keys()
         self._told[client] = len(self._changes)
         return {one: self.sources(one, client, turn) for one in changed}
 
     async def enter(self, client: CallableEngine) -> None:
-        """Learn the adapters of an engine that dialled in or was silent; after a front end's restart, of
-        every engine.  The highest version of a name counts.
+        """Learn the adapters of an engine that dialled in or was silent.
+
+        The highest version of a name counts.
         """
         entries: list[PoolEntry] = await client.call("pool_state")
-        self._told[client] = 0  # sources sent by an earlier front end may have changed
+        self._told[client] = 0  # an earlier front end's sources may have changed
         for entry in entries:
             name = entry.facts.name
             if name not in self._facts or entry.info.version > self._served[name][1]:
@@ -117,9 +118,9 @@ class PoolDirectory:
     async def give(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None
     ) -> None:
-        """Load an adapter of this content on a joining engine, which holds a copy if too few do.
+        """Load this content on a joining engine, with a copy if there are too few.
 
-        Raises EngineDeadError, and the errors of the load.
+        Raises EngineDeadError, and the load's errors.
         """
         if await self._know(client, name, path, version):
             return
@@ -160,7 +161,7 @@ class PoolDirectory:
         self.note(client, facts.content_hash, source)
 
     def facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
-        """Facts about this version of the name, if known and current."""
+        """Facts about this version of the name, if current."""
         return self._facts[name] if self._served.get(name) == (path, version) else None
 
     async def fill(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter pool of a fleet: keeps the wanted copies while instances come and go."""
+"""A fleet's adapter pool: keeps the wanted copies while instances come and go."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ from .directory import PoolDirectory
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-"""Interval of checks of all adapters' holders."""
+"""Interval of checks of holders."""
 
 _State = tuple[int, list[EngineClient]]
 Table = Mapping[str, Sequence[tuple[int, float]]]
 
 
 class FleetPool:
-    """Loads adapters into the pool, moves copies by placements, and replaces lost holders.
-
-    Belongs to one event loop.
-    """
+    """Loads adapters into the pool, moves copies by placements, and replaces lost holders."""
 
     def __init__(self, instance_registry: InstanceRegistry, directory: PoolDirectory) -> None:
         self._instance_registry = instance_registry
@@ -82,7 +79,7 @@ class FleetPool:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def want(self, table: Table) -> None:
-        """From the next step on hold adapters on their instances in a routing table."""
+        """Hold adapters on their instances in a routing table from the next step on."""
         self._wanted = {
             name: [instance for instance, share in row if share > 0] for name, row in table.items()
         }
@@ -103,9 +100,9 @@ class FleetPool:
     async def load(
         self, instances: list[Instance], name: str, path: str, *, replace: bool, version: int
     ) -> tuple[list[tuple[Instance, AdapterInfo]], list[tuple[Instance, Exception]]]:
-        """Serve a directory as `name`: some instances read and hold the adapter, the others learn of it.
+        """Serve a directory as `name`: some instances read and hold the adapter, others learn of it.
 
-        Answers, and errors of instances that refused, as in `fan_out.ask`.
+        Returns as `adapter_calls.ask`.
         """
 
         async def load(some: list[Instance], content: str | None) -> Answers[PoolEntry]:
@@ -226,7 +223,7 @@ class FleetPool:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _target(self) -> Callable[[], dict[str, frozenset[int]]]:
-        """Computes, in any thread, the wanted holders: by the placement, if any."""
+        """Computes, in any thread, the wanted holders."""
         wanted: dict[str, set[int]] = {}
         for name, content_hash in self._directory.content_hashes().items():
             wanted.setdefault(content_hash, set()).update((self._wanted or {}).get(name, ()))
