@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a PEFT model's adapter to a running server, as the next version of a name."""
+"""Sends a PEFT model's adapter to a running server, as a name's next version."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]
 class Publisher:
     """Publishes versions of one name.
 
-    api_key: of an administrator; None: the server has no keys.  shared: a folder of shared memory on the
-    server's host, as /dev/shm, read by the server; None: tensors go over HTTP.
+    api_key: of an administrator.  shared: a folder of shared memory on the server's host, as /dev/shm; None:
+    tensors go over HTTP.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Publisher:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
 
     def publish(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> int:
-        """Serve the tensors at all instances; returns the new version.
+        """Serve the tensors at all instances; returns the new version.  Running requests end on the former.
 
-        Running requests end on the former version.  Raises AdapterError with the server's reason.
+        Raises AdapterError with the server's reason.
         """
         text = json.dumps(config, default=plain)
         if self._shared is not None:

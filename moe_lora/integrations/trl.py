@@ -15,9 +15,7 @@ from .publisher import Publisher, adapter_config, adapter_tensors
 class PublishesInPlace:
     """Mixin for TRL's trainer: a sync publishes the next version of `lora_name`, the rollouts' model.
 
-    Any loadable LoRA may train, experts (`target_parameters`) included.  A sync has no pause and no file:
-    running
-    rollouts end on the former version.
+    Any loadable LoRA may train.  A sync has no pause and no file: running rollouts end on the former version.
     """
 
     lora_name = "trl-policy"

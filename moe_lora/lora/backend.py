@@ -30,7 +30,6 @@ class LoraBackend(ABC):
     """Computes y += delta for a step's rows.
 
     Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`; on CPU one library call with `rows_here`.
-    Several sites may start before the first `add_to`.
     """
 
     _step: StepTables
@@ -54,30 +53,25 @@ class LoraBackend(ABC):
         """Start one site's deltas; None without deltas.
 
         x: [T, d_in], or [T*K, d_in] with a row per expert; unchanged until `add_to`.
-        ids: [T, K] int32 experts of each row, model numbers, -1 for padding and other ranks' experts; None at
-        a
-        dense site.
+        ids: [T, K] int32 model numbers of experts, -1 for padding and other ranks; None at a dense site.
         """
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
-        """The CPU library's operands for the deltas with their base layer; None: use `begin`.
+        """The CPU library's operands for deltas with their base layer; None: use `begin`.
 
         With equal routing in all layers, layer 0's answer holds for every layer.
         """
         return None
 
     def rows_to_sort(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor) -> RowsToSort | None:
-        """Rows to sort in the launch that chooses experts, before `begin` with these ids (CUDA only).
+        """Rows to sort in the launch that chooses experts, before `begin` (CUDA only).
 
-        x: any of the site's dtype and device.  None: nothing to sort, or `begin` sorts.
+        x: any of the site's dtype and device.  None: nothing to sort here.
         """
         return None
 
     def abandon_step(self) -> None:  # noqa: B027
-        """Drop a step that failed after `begin_step`; harmless without a step.
-
-        The next step never gets an answer to the dropped step's requests.
-        """
+        """Drop a failed step, if any: the next step never gets the dropped step's answers."""
 
 
 class OuterBackend(LoraBackend):
@@ -98,8 +92,8 @@ class RoutedBackend(LoraBackend):
 
     backends: in the order of `begin`, remote first; a negated source has the subtracting backend.  Sites with
     subtracted terms sum a row's terms in fp32 and round once.
-    present: [slots, layers] bool, layers on this device, with HOST rows computed here; None: no HOST source.
-    num_taken_over: these rows, once per layer.
+    present: [slots, layers] bool, layers on this device; None: no HOST source.
+    num_taken_over: HOST rows computed here, once per layer.
     """
 
     def __init__(self, backends: Mapping[int, LoraBackend], present: np.ndarray | None = None) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output columns scaled and shifted by an adapter: DoRA's magnitudes, and biases of lora_B.
 
-For each row of such an adapter, after base layer and deltas, by column:
+For such a row, after base layer and deltas, by column:
 
     y = factor * y + shift
 
-DoRA: factor = m / |W + s B A| by row of W, shift = (1 - factor) * bias of the base; the norm is constant
-once loaded.  A bias b of lora_B: shift = s * b.  The arena has (factor - 1, shift) as the B matrix of a
-column site (`ModelShape.column_sites`).
+DoRA: factor = m / |W + s B A| by row of W, shift = (1 - factor) * bias of the base; constant once loaded.  A
+bias b of lora_B: shift = s * b.  The arena has (factor - 1, shift) as the B matrix of a column site
+(`ModelShape.column_sites`).
 Source: DoRA (arXiv 2402.09353), equation 5 and section 4.3; peft, tuners/lora/dora.py.
 
 Legend: T token rows, O outputs of a module.
@@ -39,7 +39,7 @@ Columns = tuple[Rows, slice, torch.Tensor]
 
 
 class ColumnBackend(OuterBackend):
-    """LoraBackend around the deltas' backend, for steps with rows of such adapters; CPU only.
+    """LoraBackend around the deltas' backend; CPU only.
 
     The first rank shifts the columns of a sum over ranks.
     """
@@ -78,7 +78,7 @@ class ColumnBackend(OuterBackend):
         return self.inner.rows_to_sort(layer, site, x, ids)
 
     def _offsets(self, slot: int) -> list[list[int]]:
-        """By layer and entry of the column sites: first byte of (factor - 1, shift), -1 without."""
+        """First byte of (factor - 1, shift), by layer and column entry; -1 without."""
         entries = slot, slice(None), slice(self._first_entry, None)
         found = torch.where(self._slots.lora_rank[entries] > 0, self._slots.b_offset[entries], -1)
         offsets: list[list[int]] = found.tolist()

@@ -30,11 +30,10 @@ def _is_taken_before(site: Site) -> bool:
 
 
 class SideStream:
-    """A second CUDA stream for captured steps: its launches run beside the main stream's next launches.
+    """A second CUDA stream for captured steps, beside the main stream's next launches.
 
-    Join each fork before the next fork and before the capture ends.  A fork's memory is freed on its own
-    stream,
-    so reuse waits for the next fork: later than all launches that read the memory before the join.
+    Join each fork before the next fork and before the capture ends.  A fork's memory is reused only after the
+    next fork, so later than all its readers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,9 +79,8 @@ class LocalDeltas:
 class LocalBackend(LoraBackend):
     """LoraBackend over adapters in this device's arena.
 
-    kernel: "sgmv" or a baseline (`kernels.lora`).  source: of its terms; negated: subtracts.  beside:
-    captured
-    decode steps run shrinks beside the base layers.
+    kernel: "sgmv" or a baseline.  A negated source subtracts.  beside: captured decode steps run shrinks
+    beside the base layers.
     """
 
     def __init__(
@@ -192,7 +190,7 @@ def point_slot(
 def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
     """Assign `slot` to this adapter, without layers yet.
 
-    Ranks are the whole adapter's: all ranks of an instance decide alike.
+    Ranks are the whole adapter's: all ranks decide alike.
     """
     slots.clear(slot)
     ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])

@@ -2,8 +2,6 @@
 """Deltas of embedding and vocabulary head, always from this device's arena.
 
 Legend: T token rows, S rows with logits, R LoRA rank, V vocabulary, H hidden size.
-
-The pairs are one more layer of the slot table (`ModelShape.outer_sites`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from .row_routing import RowRouting, Source
 
 
 class OuterDeltas:
-    """One step's deltas.  sites: this rank's head, and the embedding.  layer: of the slot table."""
+    """One step's deltas.  sites: the head, and the embedding.  layer: of the slot table."""
 
     def __init__(
         self, sites: Sequence[Site], layer: int, arena: torch.Tensor, slots: SlotTable, kernel: str
@@ -86,10 +84,7 @@ class OuterDeltas:
 
 
 def _sum_in_order(a_RT: torch.Tensor, b_RH: torch.Tensor) -> torch.Tensor:
-    """a_RT.T @ b_RH, summed over R in order, zeros left out.
-
-    Most rows have no trained token, and each trained token has its own rank.
-    """
+    """a_RT.T @ b_RH, summed over R in order, zeros left out: most rows have no trained token."""
     ranks, rows = ((a_RT != 0).any(dim).nonzero().squeeze(1) for dim in (1, 0))
     some = b_RH.new_zeros(len(rows), b_RH.shape[1])
     for a_T, b_H in zip(a_RT[ranks][:, rows], b_RH[ranks], strict=True):

@@ -21,7 +21,7 @@ class PacedBackend(OuterBackend):
     """LoraBackend around another; sleeps up to each stage's time by `profile`.
 
     Decode rows count, and prompt rows if the profile has their time.  A late stage shortens later sleeps.
-    Late deltas of host workers delay the device.  remote: a LoRA Server computes deltas and sleeps itself.
+    Late deltas of host workers delay the device.  remote: a LoRA Server sleeps for its part.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of a step's rows to sources of LoRA deltas: one table for all backends.
+"""Routing of a step's rows to sources of LoRA deltas.  Rows of one adapter share a route.
 
 Legend: T token rows, L layers, N routes, G groups of sites, M terms.
-
-Rows of one adapter share a route: a token row costs one index.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ TERM = np.dtype(
 """One signed delta of a row.
 
 source: a `Source`, negated for a subtraction; 0 = no term.  adapter: index into `RowRouting.adapters`, -1 if
-a slot suffices.  slot: of this device's table (LOCAL, HOST; -1 = nothing loaded) or the LoRA Server's
-(LEASED, PUSHED; -1 = no lease).  generation: of the lease; of a HOST term the content number.
+a slot suffices.  slot: of this device's table (LOCAL, HOST) or the LoRA Server's (LEASED, PUSHED); -1 = none.
+generation: of the lease; of a HOST term the content number.
 """
 NO_TERM = np.array((0, -1, -1, 0), TERM)
 
@@ -84,16 +82,13 @@ def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray
 class RowRouting:
     """Up to M signed terms per row and group of sites, summed into the sites' output.
 
-    groups: [L][sites] group of each site.  row_route: [T] int32, -1 = base model.  terms: [N + 1, G, M] TERM;
-    the last route is empty.  M is 1 without merging, else 2: the merged adapter's rows have no term, other
-    rows
-    subtract the adapter.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers with
-    HOST
-    terms computed on the device; None: layers present at `begin`.  on_device: `slots_here` and
-    `frames_pushed`
-    on the device.  site_ranks: largest rank per site for this device's launches; None: of the rows.  outer:
-    group
-    of the sites outside the layers; columns: group of rows with scaled or shifted columns; None: no row.
+    groups: [L][sites].  row_route: [T] int32, -1 = base model.  terms: [N + 1, G, M] TERM; the last route is
+    empty.  M is 1 without merging, else 2: the merged adapter's rows have no term, other rows subtract the
+    adapter.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers with HOST terms
+    computed on the device; None: layers present at `begin`.  on_device: `slots_here` and `frames_pushed`
+    there.
+    site_ranks: largest rank per site for launches; None: of the rows.  outer: group of the sites outside the
+    layers; columns: of rows with scaled or shifted columns.
     """
 
     groups: Sequence[Sequence[int]]
@@ -145,7 +140,7 @@ class RowRouting:
         }
 
     def frames_pushed(self) -> dict[tuple[int, int], np.ndarray]:
-        """[1 + 2 T] int64, by source and group, of PUSHED terms: T, slot of each row or -1, generations."""
+        """[1 + 2 T] int64, by source and group of PUSHED terms: T, slots or -1, generations."""
         found = {}
         for place in self._places():
             if place[0] == Source.PUSHED:
@@ -182,8 +177,8 @@ def on_merged_weights(
 ) -> RowRouting:
     """The routing on weights with a merged adapter: its rows have no term, other rows subtract the adapter.
 
-    groups: [L][sites], group g of `routing` if unmerged, g + G if merged.
-    route: of the adapter's rows, -1 without rows.  subtracted: [G] TERM.  num_live: padding rows start here.
+    groups: [L][sites], group g if unmerged, g + G if merged.  route: of the adapter's rows, -1 without rows.
+    subtracted: [G] TERM.  num_live: padding rows start here.
     """
     (num_routes, num_groups), of_base = routing.terms.shape[:2], routing.row_route[:num_live] < 0
     num_routes += int(of_base.any()) - 1

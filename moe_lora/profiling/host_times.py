@@ -53,11 +53,8 @@ def measure_host(
     """The `host` section of a performance model's file.
 
     In turn, for prompts of 1 to max_tokens tokens and each rank: one worker, on the last available core,
-    computes
-    a layer's deltas site by site; an engine computes one request's prompt, and loads an adapter.  quantile:
-    of
-    num_rounds samples each, after a warm-up round.  Fits: least squares of relative errors, without negative
-    times.
+    computes a layer's deltas site by site; an engine computes one request's prompt, and loads an adapter.
+    Takes the quantile of num_rounds samples, and fits relative errors by nonnegative least squares.
     """
     config = replace(
         config,

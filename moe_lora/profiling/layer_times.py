@@ -44,8 +44,7 @@ class LayerTimes:
 class LayerClock:
     """One layer of a model with experts, for timing at any batch up to the largest.
 
-    lora_rank, num_adapters, zipf: of the rows' adapters.  context_tokens: KV per row.
-    Raises ConfigError for a model without experts.
+    zipf: of the rows' adapters.  context_tokens: KV per row.  Raises ConfigError without experts.
     """
 
     def __init__(

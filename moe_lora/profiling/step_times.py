@@ -83,8 +83,7 @@ class StepClock:
     """An engine with resident random adapters, for timing steps from outside.
 
     adapters: name -> rank, on attention and MLP of every layer.  num_decode_steps: timed after each prefill.
-    processor_time: this thread's CPU seconds instead of wall time; needs one CPU thread.
-    Raises ConfigError for impossible settings.
+    processor_time: CPU seconds instead of wall time.  Raises ConfigError for impossible settings.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class StepClock:
     def run(self, rows: Sequence[TimedRow]) -> tuple[float, list[float]]:
         """Seconds of the prefill step with all rows, and of the following decode steps.
 
-        Raises CapacityError if one step can't hold the rows.
+        Raises CapacityError if the rows don't fit.
         """
         requests = [self._request(row) for row in rows]
         for request in requests:
@@ -229,8 +228,8 @@ def serve_open_loop(
 ) -> list[OpenRequest]:
     """Serve the plan open-loop with an otherwise idle engine; every answer has its full length.
 
-    plan: by arrival.  TTFT counts from the planned arrival, including a step in progress.
-    Raises OverloadError, with every request dropped, after a wait of longest_wait_s for a first token.
+    plan: by arrival.  TTFT counts from the planned arrival.  Raises OverloadError, with every request
+    dropped, after a wait of longest_wait_s for a first token.
     """
     start_s = now_s()
     requests = [OpenRequest(planned.arrival_s, planned.output_tokens) for planned in plan]

@@ -7,9 +7,8 @@ FIRST_TOKENS = 128.0
 
 
 class AnswerLengths:
-    """Running mean of each adapter's answers.
+    """expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of answers).
 
-    expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of answers).
     Source: L_i of dLoRA table 1, the mean of the adapter's requests.
     """
 
@@ -26,12 +25,12 @@ class AnswerLengths:
         self._num[adapter] = self._num.get(adapter, 0) + 1
 
     def forget(self, adapter: str) -> None:
-        """Drop a removed adapter: its name may return with new content."""
+        """Drop an adapter: its name may return with new content."""
         self._tokens.pop(adapter, None)
         self._num.pop(adapter, None)
 
     def expected(self, adapter: str | None, prior_tokens: float | None = None) -> float:
-        """Expected tokens of the adapter's next answer.  prior_tokens None: the constructor's."""
+        """Expected tokens of the adapter's next answer."""
         prior = self.PRIOR * (self._prior_tokens if prior_tokens is None else prior_tokens)
         return (prior + self._tokens.get(adapter, 0)) / (self.PRIOR + self._num.get(adapter, 0))
 

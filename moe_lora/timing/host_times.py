@@ -44,9 +44,7 @@ class LinkTime(NamedTuple):
 class CacheCosts:
     """Costs of restoring bytes or KV.
 
-    transfer_bytes_per_s: host to device; transfer_s: latency of a copy; disk_bytes_per_s: files to the
-    device; attention_s_per_token2: per token and earlier token; wait_s: a request's fixed loss by missing
-    nodes.
+    attention_s_per_token2: per token and earlier token; wait_s: a request's fixed loss by missing nodes.
     """
 
     page_bytes: int
@@ -96,10 +94,8 @@ class PartTime:
 class HostTimes:
     """Measured times of one machine (`moe-lora profile-steps --host-worker`).
 
-    worker: one worker's time for a layer's deltas, by site, named by its modules ("q+k+v").  device: a
-    prompt's
-    layer on the device, with deltas.  load_fixed_s, load_bytes_per_s: of loads to the device.
-    bytes_per_rank: of an adapter on all measured sites.
+    worker: one worker's time for a layer's deltas, by site ("q+k+v").  device: a prompt's layer with deltas.
+    load_fixed_s, load_bytes_per_s: to the device.  bytes_per_rank: of an adapter on all sites.
     """
 
     worker: Mapping[str, PartTime]
@@ -143,7 +139,7 @@ class HostTimes:
     def tokens_per_worker(self, lora_rank: int) -> int:
         """c: most measured tokens computed by a worker within the device's layer time.
 
-        If none: the number at which a piece's fixed time is half of its time.
+        If none: the number at which a piece's fixed time is half its time.
         """
         adapter = self.adapter(lora_rank)
         for num_tokens in range(self.max_tokens, 0, -1):

@@ -15,7 +15,7 @@ def decode_layer_s(
     """Seconds of a layer's decode rows with an idle LoRA Server, and of the deltas alone.
 
     attention(T) + experts(T) + lora(T); remote: attention(T) + max(experts(T), transfer(T) + lora(T)), or the
-    sum without overlap.  adapters: some row has an adapter.
+    sum without overlap.
     """
     lora_s = delta_s = profile.lora.seconds(num_rows) if adapters else 0.0
     if remote and adapters:
@@ -30,7 +30,7 @@ def with_deltas_s(profile: StepProfile, base_s: float, delta_s: float, *, remote
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """An expert site's share of a layer's expert work, in matrices; in a dense model, of the MLP's."""
+    """An expert site's share of a layer's expert work, in matrices; without experts, of the MLP's."""
     return len(site.modules) / sum(len(other.modules) for other in mlp_sites(shape))
 
 

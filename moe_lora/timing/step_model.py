@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Performance models: a step's time, linear in its adapters, or from a transformer's shape.
 
-Legend: t_i tokens and r_i rank of request i (rank 0: the base model); T = sum t_i; R_a rank and T_a tokens of
-distinct adapter a; p = experts per token / experts.
+Legend: t_i tokens and r_i rank of request i (base model: 0); T = sum t_i; R_a rank and T_a tokens of adapter
+a; p = experts per token / experts.
 """
 
 from __future__ import annotations
@@ -116,11 +116,10 @@ _OF_RANKS = {"sgmv": "ranks", "mbgmv": "ranks", "bgmv": "padded_ranks"}
 
 
 def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
-    """The features of a kernel's model.
+    """The features of a kernel's model.  Raises ConfigError for unknown names.
 
     form "toppings": equation 2, alpha x + beta, and a term per token in prefill; x is `padded_ranks` of
     "bgmv", else `ranks` (the paper has no kernel like "sgmv").  form "full": all terms of the kernel.
-    Raises ConfigError for unknown names.
     """
     for name, value, allowed in (
         ("kernel", kernel, LORA_KERNELS),
@@ -139,8 +138,8 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
 class StepModel:
     """Times of decode and prefill steps of one base model, machine and LoRA kernel.
 
-    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and for
-    coefficients that are negative or no numbers.
+    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and
+    impossible coefficients.
     Source: Toppings, section 5 and equation 2.
     """
 
@@ -249,8 +248,7 @@ class TransformerTime:
 
     FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and attended token.
     Bytes: weights once, attended KV of decode rows, each used adapter once.
-    dtype_bytes: of a weight, mean of mixed formats.
-    flops_per_s, bytes_per_s: reached, not peak; of all devices of the instance.
+    flops_per_s, bytes_per_s: reached, not peak; of all the instance's devices.
     delta_row_s: a decode row's deltas in all layers; prompt_delta: factor for a prompt row.
     """
 
@@ -274,8 +272,7 @@ class TransformerTime:
         num_deltas: float = 0.0,
     ) -> float:
         """Seconds of a step.  attended: pairs of a row and an attended token.  decode_context: context tokens
-        of all
-        decode rows.  num_deltas: of all rows, through all layers.
+        of all decode rows.  num_deltas: of all rows, through all layers.
         """
         if not num_tokens:
             return 0.0

@@ -99,10 +99,7 @@ async def ask_live(
 async def load_alike(
     instances: list[Instance], load: Callable[[list[Instance], str | None], Awaitable[Answers[Loaded]]]
 ) -> Answers[Loaded]:
-    """Load an adapter on these instances: the first reads the content, the rest must match.
-
-    load: on some instances, with the required content hash.
-    """
+    """Load an adapter on these instances: the first reads the content, the rest must match its hash."""
     for number, first in enumerate(instances, 1):
         rest = instances[number:]
         try:
@@ -126,8 +123,7 @@ async def load_alike(
 class FleetAdapters:
     """Changes the adapters of all instances; a returning instance catches up later.
 
-    A change outlives the caller's cancellation: instances must agree.  A change before the first instance
-    waits.  pool: chooses holders of each adapter; None: every instance.
+    A change outlives the caller's cancellation: instances must agree.  pool: chooses holders of each adapter.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
@@ -154,7 +150,7 @@ class FleetAdapters:
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run one of `FLEET_CHANGES` on all live instances, after earlier changes of the adapter.
 
-        Raises the verb's and `Interface.bind`'s errors.
+        Raises the verb's errors.
         """
         registry = self.instance_registry
         bound = _INTERFACE.bind(verb, args, words)
@@ -199,10 +195,9 @@ class FleetAdapters:
     async def load_adapter(
         self, name: str, path: str, replace: bool = False, most: int | None = None
     ) -> AdapterInfo:
-        """Serve the directory as `name` on all live instances.
+        """Serve the directory as `name` on all live instances, or return all to the earlier version.
 
-        If an instance refuses, or reads other content, all return to the earlier version.
-        most: of resolvers' adapters, running loads included; beyond, raises BusyError.
+        most: of resolvers' adapters; beyond, raises BusyError.
         """
         registry, pool = self.instance_registry, self.pool
         if name in registry.aliases:
@@ -294,7 +289,7 @@ class FleetAdapters:
     async def unload_adapter(self, name: str, only: ServedVersion | None = None) -> None:
         """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
-        only: unload this version alone, without a wait for its last request.
+        only: this version alone, without a wait for its last request.
         Raises AdapterNotFoundError for an unserved name or version.
         """
         registry = self.instance_registry
@@ -321,10 +316,9 @@ class FleetAdapters:
                 raise error
 
     async def _change(self, verb: str, name: str, *args: Any) -> AdapterInfo:
-        """Run an engine's verb on the adapter's live instances.
+        """Run a verb on the adapter's live instances, or return all to the earlier pin.
 
-        If an instance refuses, all return to the earlier pin.  Raises AdapterNotFoundError for an unknown
-        name.
+        Raises AdapterNotFoundError for an unknown name.
         """
         registry = self.instance_registry
         with registry.loading():

@@ -105,7 +105,7 @@ def promoted(name: str, alias: Alias) -> Alias:
 def rolled_back(name: str, alias: Alias) -> Alias:
     """The alias before the last rollout, even a promoted one.
 
-    A second rollback changes nothing.  Raises ConfigError without a former adapter.
+    Idempotent.  Raises ConfigError without a former adapter.
     """
     if alias.stage == "settled":
         raise ConfigError(

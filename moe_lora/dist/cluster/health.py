@@ -25,9 +25,8 @@ class HealthMonitor:
     """Watches one engine from its first beat to its end.
 
     A silent engine leaves routing, and calls fail.  Requests move only without beats: with beats the engine
-    may
-    be at one long step.  A drained engine's requests are moved repeatedly.  `come` brings the engine into
-    routing, also after each silence.  `give_up` ends an engine that stays silent or fails to come.
+    may be at one long step.  `come` brings the engine into routing, also after each silence.  `give_up` ends
+    an engine that stays silent or fails to come.
     """
 
     def __init__(

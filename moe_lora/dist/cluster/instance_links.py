@@ -65,8 +65,7 @@ class _Request:
 class ConnectionMux:
     """Passes commands of all peers to an engine loop, and each event to its peer.
 
-    Peers may use equal ids; events for a lost peer are dropped.  Belongs to the connections' event loop.
-    drain, aliases: a peer's latest orders.
+    Peers may use equal ids; a lost peer gets no events.  Belongs to the connections' event loop.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ HANDSHAKE = Handshake(
 class FrontEndLinks:
     """Links to each listener, for an engine loop's commands and events.
 
-    Belongs to the creator's event loop.  Events for an absent listener are dropped.
+    Belongs to the creator's event loop.
     """
 
     def __init__(

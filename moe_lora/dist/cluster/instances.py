@@ -46,10 +46,7 @@ ABSENCE = "none has dialled in, or all have left; send the request again in a wh
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """An adapter version under a name on every instance.
-
-    content_hash: None: the directory's content at the first instance.
-    """
+    """An adapter version under a name.  content_hash None: the directory's content at the first instance."""
 
     path: str
     version: int
@@ -79,7 +76,7 @@ class Holding:
 class Served:
     """The served adapters.
 
-    versions: the latest of each name ever known; a name without an adapter was unloaded at that version.
+    versions: the latest of each name; a name without an adapter was unloaded at that version.
     """
 
     adapters: Mapping[str, ServedVersion] = field(default_factory=dict)
@@ -136,9 +133,9 @@ class Instance:
     """An engine among several.  A restart or redial replaces `client`.
 
     asked_tokens: tokens that requests from here may still need; tokens_elsewhere: of other front ends.
-    silent: out of routing for lack of progress.  missing: adapters with a failed load; problems: reasons by
-    name.  starting: client of a process not yet in routing.  latest: last stats.  past: counters of earlier
-    processes; past_before: before the latest, with its incarnation.
+    silent: out of routing for lack of progress.  missing: adapters with a failed load; problems: reasons.
+    starting: client of a process not yet in routing.  past: counters of earlier processes; past_before:
+    before the latest, with its incarnation.
     """
 
     index: int
@@ -179,7 +176,7 @@ class InstanceRegistry:
     """The instances and served adapters.
 
     clients: live from the start; others may `enter`.  adapters: (name, directory) at the start.  advice:
-    error text without live instances, also for tenants.  pool: None: every instance has all adapters.
+    error text for tenants without live instances.  pool None: every instance has all adapters.
     """
 
     def __init__(
@@ -359,7 +356,7 @@ class InstanceRegistry:
     ) -> bool:
         """Put an instance into routing if `have` is the served state; waits for running loads.
 
-        incarnation: unchanged if the engine was not restarted.  Raises EngineDeadError after `close`.
+        incarnation: of the engine's process.  Raises EngineDeadError after `close`.
         """
         await self.at_rest()
         self._check_open()
@@ -397,9 +394,8 @@ class InstanceRegistry:
     ) -> None:
         """Put an instance of another process's controller into routing.
 
-        The instance is no candidate for adapters missing in `have`, unless the controller's holding lists
-        them.
-        Raises EngineDeadError after `close`.
+        The controller's holding, else `have`, tells the missing adapters.  Raises EngineDeadError after
+        `close`.
         """
         self._check_open()
         if not self.directed:

@@ -53,10 +53,9 @@ async def catch_up(
     pool: PoolDirectory | None = None,
     problems: dict[str, str] | None = None,
 ) -> None:
-    """Load, unload and pin until the engine has `served`; failures go to missing and, with reasons, to
-    problems.
+    """Load, unload and pin until the engine has `served`; failures go to missing and problems.
 
-    pool: None: the engine reads adapters from disk.
+    pool None: the engine reads adapters from disk.
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
@@ -123,7 +122,7 @@ class CatchUp:
 
     In the recovery, the first seconds, adapters found on engines count as served, and no engine enters
     routing:
-    adapters loaded over HTTP outlive the front end's process.  recovery_s: None: until `end_recovery`.
+    adapters loaded over HTTP outlive this process.  recovery_s None: until `end_recovery`.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
@@ -176,9 +175,8 @@ class CatchUp:
 class _Stream(AsyncIterator[TokenOutput]):
     """An engine's outputs of a request; an early close aborts the request.
 
-    The reader sets the awaited future directly, without a generator between.  The reader removes a stream
-    from
-    under_way with the last item.  Beyond max_unread items the request ends with an UnreadError.
+    The reader sets the awaited future directly, without a generator between.  Beyond max_unread items the
+    request ends with an UnreadError.
     """
 
     def __init__(
@@ -243,7 +241,7 @@ class DialledClient(CallableEngine):
 
     Belongs to the connection's event loop.  on_death: called with the adapters at work and the engine's
     notes.
-    max_unread: unread items per request.  notes: their place.
+    max_unread: per request.
     """
 
     ended: asyncio.Event
@@ -354,8 +352,8 @@ class DialledClient(CallableEngine):
 class InstanceListener:
     """Admits engines of this cluster to the `InstanceRegistry`.
 
-    catch_up: None: another process's controller manages the adapters.  on_give_up: called with the name of an
-    engine given up as dead.
+    catch_up None: another process's controller manages the adapters.  on_give_up: called with a dead engine's
+    name.
     """
 
     def __init__(
@@ -375,9 +373,8 @@ class InstanceListener:
 
     @asynccontextmanager
     async def open(self, setting: str, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
-        """Listen until the context ends.  setting: names the address in errors.
-
-        Raises ConfigError if the address is unavailable.
+        """Listen until the context ends.  Raises ConfigError, naming the setting, for an
+        unavailable address.
         """
         visit = partial(HANDSHAKE.receive, self._register, self._serve)
         async with listen(setting, address, keys, visit) as place:

@@ -3,9 +3,9 @@
 
 The target gets the request and the answer so far, held: it loads the adapter, allocates pages and computes
 all tokens but the last, while the source decodes.  Then the source holds the request between two steps and
-returns the new tokens, and the target resumes with them.  Until the target's acknowledgement the source owns
-the request and resumes after any error; afterwards the target does.  Source: dLoRA section 5.2 (migration as
-a transfer of tokens); the two phases are ours.
+returns the new tokens, and the target resumes with them.  Until the target's acknowledgement the source
+resumes after any error.  Source: dLoRA section 5.2 (migration as a transfer of tokens); the two phases are
+ours.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class MoveTask:
 class RequestMover:
     """Moves requests of one front end.
 
-    num_moved: moves with a token of the target.  A pause lasts from the hold order to the target's first
-    token.
-    continued: the request of the latest epoch.
+    A pause lasts from the hold order to the target's first token.  continued: the latest epoch's request.
     """
 
     def __init__(
@@ -127,10 +125,7 @@ class RequestMover:
     async def migrate(
         self, source: str, target: str, num_requests: int, kind: MoveKind
     ) -> tuple[int, list[str]]:
-        """Move up to num_requests, requests without a token first.
-
-        Returns the number of moves, and the problem of each other request.
-        """
+        """Move up to num_requests, without a token first; returns the number, and the others' problems."""
         found = [(one, self._running[one].attempt) for one in self.requests_at(source)[:num_requests]]
         problems = await asyncio.gather(
             *(self._try_move(one, attempt, target, kind) for one, attempt in found)
@@ -170,9 +165,9 @@ class RequestMover:
     async def _try_move(
         self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
     ) -> str | None:
-        """Returns the problem, None after a move.
+        """Returns the problem, None after a move.  target None: the router chooses.
 
-        A request with a later attempt stays.  target: None: the router chooses.
+        A request with a later attempt stays.
         """
         async with self._places if attempt is None or attempt.kept_s is None else nullcontext():
             resumable = self._running.get(request_id)

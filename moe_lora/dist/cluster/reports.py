@@ -55,8 +55,7 @@ def merge_stats(
 
 def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
     """One entry per name, in order of appearance: sums of requests and pages, the best residency, the latest
-    version
-    and use.
+    version and use.
     """
     merged: dict[str, AdapterInfo] = {}
     for info in chain.from_iterable(lists):

@@ -88,10 +88,7 @@ class MissingNames:
 
 
 class Resolver:
-    """Finds and loads unknown adapters for a front end: a name once at a time.
-
-    load: serves a folder under a name.
-    """
+    """Finds and loads unknown adapters for a front end: a name once at a time."""
 
     def __init__(
         self, find: Find, load: Callable[[str, str], Awaitable[object]], missing: MissingNames
@@ -265,7 +262,7 @@ class ResolvingClient(FleetClient):
                 load.cancel()
 
     async def _is_ready(self, request: GenerateRequest, *, refused: bool) -> bool:
-        """True once the request's adapter is served; False after an abort.  Raises as `_load`.
+        """True once the adapter is served; False after an abort.  Raises as `_load`.
 
         refused: by an instance without the adapter.
         """

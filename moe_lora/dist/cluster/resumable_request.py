@@ -27,7 +27,7 @@ class Attempt:
 
     request: under a separate id, so that outputs of attempts never mix.  first: number of the answer's first
     token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was held, until a token
-    comes; timing_before: the source's timing.  kept_s: when a source kept the request after the first token.
+    comes; timing_before: the source's.  kept_s: when a source kept the request.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -94,9 +94,8 @@ class Attempt:
 class ResumableRequest:
     """The delivered part of a request's answer.
 
-    adapter_version: of the answer; before, the version served at arrival.  next: continues after the delivery
-    of
-    the attempt's tokens.  left: the last instance died.  epoch: of the latest attempt.
+    adapter_version: of the answer; before, the version served at arrival.  next: continues after the
+    attempt's tokens.  left: the last instance died.
     """
 
     request: GenerateRequest
@@ -115,10 +114,7 @@ class ResumableRequest:
     _timing: RequestTiming | None = None
 
     def continued(self, adapter_content: str | None = None) -> GenerateRequest:
-        """The request for another instance, with the answer so far; of any version if the answer switches.
-
-        adapter_content: hash of the answer's version; None: unknown.
-        """
+        """The request for another instance, with the answer so far; of any version if the answer switches."""
         if not self.epoch:
             return self.request
         request_id = f"{self.request.request_id}~{self.epoch}"
@@ -150,9 +146,8 @@ class ResumableRequest:
     def take(self, output: TokenOutput) -> TokenOutput:
         """An instance's output for the client, as of a single instance.
 
-        Cached tokens are of the first instance that delivered tokens.  So is a moved answer's timing; after a
-        failure
-        the last instance's counts, since the first report is lost.
+        Cached tokens and a moved answer's timing are of the first instance that delivered tokens; after a
+        failure the last instance's timing counts.
         """
         if not self.epoch:
             self._num_cached = output.num_cached_tokens

@@ -91,7 +91,7 @@ class Rollouts:
     async def pin_all(self) -> None:
         """Pin an earlier server's aliased adapters, once an instance takes part.
 
-        An adapter without room stays unpinned, with a warning.
+        Without room an adapter stays unpinned.
         """
         registry = self._registry
         while not registry.live:

@@ -47,10 +47,8 @@ _NO_MOVES = MoveStats(num_moved={"tokens": 0, "kv": 0})
 class FleetClient:
     """`EngineClient` over the instances of an `InstanceRegistry`.
 
-    At an instance's end, unfinished requests continue at another from the last token.  call: has the
-    controller
-    run a verb on the instances.  seed: for seeds of unseeded requests, so that answers can continue
-    elsewhere.
+    At an instance's end, unfinished requests continue at another from the last token.  call: runs a verb of
+    the controller.  seed: for unseeded requests, so that answers can continue elsewhere.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ SLEEP_S = 60.0
 class StandingOrders:
     """The latest orders to all instances.
 
-    pauses: by owner.  sleep: None without an order.  elsewhere: another process's controller has orders.
+    pauses: by owner.  elsewhere: another process's controller has orders.
     """
 
     def __init__(self, instance_registry: InstanceRegistry) -> None:
@@ -46,7 +46,7 @@ class StandingOrders:
     async def recording(self, verb: str, args: Sequence[Any]) -> AsyncIterator[None]:
         """Record one of `adapter_calls.STANDING` before the instances answer.
 
-        A refused sleep returns all instances to the earlier order.  A refused wake-up stays ordered.
+        A refused sleep returns all instances to the earlier order; a refused wake-up stays ordered.
         Raises BusyError for a sleep or wake-up beside another.
         """
         if verb == "pause_requests":
@@ -90,7 +90,7 @@ class StandingOrders:
     def recover(self, asleep: Sequence[SleepOrder], paused: Iterable[CurrentPause]) -> None:
         """Adopt an instance's sleep and pauses, unless such an order came here.
 
-        A pause at an instance that missed the last resume lasts to its end, or to a further resume.
+        A pause after a missed resume lasts to its end, or to a further resume.
         """
         if asleep and self.sleep is None:
             self.sleep = asleep[0]
@@ -100,9 +100,8 @@ class StandingOrders:
                 self.pauses.setdefault(one.scope.owner, order)
 
     async def until_given(self, name: str, incarnation: str) -> None:
-        """Wait until another process's controller has given its orders to an instance.
-
-        Returns too at the end of the orders, and after `DIAL_IN_S` without that controller.
+        """Wait until another process's controller has given an instance its orders, or has none; at most
+        `DIAL_IN_S`.
         """
         with move_on_after(DIAL_IN_S):
             while self.elsewhere and self._instance_registry.holding_of(name, incarnation) is None:
@@ -113,7 +112,7 @@ class StandingOrders:
     ) -> dict[str, PauseOrder]:
         """Bring an engine into the ordered state; returns the current pauses.
 
-        known: pauses from an earlier call.  may_differ: the engine may have missed a resume.
+        known: from an earlier call.  may_differ: the engine may have missed a resume.
         """
         await self._sleep(client)
         scopes = await client.call("paused_scopes") if may_differ else ()

@@ -3,8 +3,7 @@
 
 An instance that dies leaves notes of the adapters under load or compute (`step_notes`).  Each is a suspect
 until a request, the trial, gains a token on another instance.  A trial that ends another instance convicts
-the adapter: refused until the next load.  The notes' lock admits one trial of an adapter among a host's front
-ends; the notes name the trial.
+the adapter: refused until the next load.  The notes' lock admits one trial among a host's front ends.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Trial:
 class Suspects:
     """The suspects of one front end and event loop.
 
-    num_live, num_known: numbers of live and of known instances.
+    num_live, num_known: numbers of instances.
     """
 
     def __init__(self, num_live: Callable[[], int], num_known: Callable[[], int]) -> None:
@@ -154,11 +153,9 @@ class Suspects:
     async def admit(self, adapter: str, is_aborted: Callable[[], bool] = lambda: False) -> Trial | None:
         """Wait until the adapter's request may be sent; returns a Trial for a suspect's request.
 
-        A wake with is_aborted ends the wait.  An adapter without a token waits up to ALONE_S for a second
-        live
-        instance, if several are known: a trial must not end the last instance.  Raises AdapterFailedError for
-        a
-        refused adapter, EngineDeadError if no trial is possible in time.
+        An adapter without a token waits up to ALONE_S for a second live instance, if several are known: a
+        trial must not end the last instance.  Raises AdapterFailedError for a refused adapter,
+        EngineDeadError if no trial is possible in time.
         """
         began_s = time.monotonic()
         with move_on_after(WAIT_S):

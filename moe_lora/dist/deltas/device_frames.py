@@ -8,12 +8,12 @@ Members of the group are the server's ranks in order, then the instances, with e
         answers: per served site the deltas
         per server rank and served site: number of missing rows
 
-A put copies to the same place of the peer.  An instance adds all answers before the next request to a place,
-so one place per site suffices.
+A put copies to the peer's same place.  One place per site suffices: an instance adds all answers before its
+next request there.
 
-No host work lies between layers: puts, base GEMM, waits and additions are stream operations of the step's
-CUDA graph.  The device records late answers and missing rows; `settled` reads the record after the step.  A
-failed step is repeated over `remote_backend`.  Source: InfiniLoRA sections 3 and 5.1.
+Puts, base GEMM, waits and additions are stream operations of the step's CUDA graph.  The device records late
+answers and missing rows, read by `settled` after the step.  A failed step is repeated over `remote_backend`.
+Source: InfiniLoRA sections 3 and 5.1.
 
 Legend: T token rows of a step, K experts per token.
 """
@@ -162,10 +162,7 @@ class DeviceFrames:
 
 
 class DeviceHalf:
-    """A member's half of an instance's puts: places in its window, and bounded waits for signals.
-
-    state: int64 [1], of `triton.exchange`.
-    """
+    """A member's half of an instance's puts: places in its window, and bounded waits for signals."""
 
     def __init__(
         self,
@@ -215,9 +212,8 @@ logger = logging.getLogger(__name__)
 class PushedBackend(LoraBackend, DeviceHalf):
     """The backend of a single-process instance.
 
-    num_redone: steps without full answers.  lost: an answer was late; the backend stays off, as puts may
-    still be
-    under way and no member can rejoin.
+    num_redone: steps without full answers.  lost: the backend is off after a late answer, as puts may still
+    be under way and no member can rejoin.
     """
 
     def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
@@ -273,7 +269,7 @@ class PushedBackend(LoraBackend, DeviceHalf):
             self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
 
     def abandon_step(self) -> None:
-        """Half a step ends all puts: a server rank waits for every site of a step in a fixed order."""
+        """Half a step ends all puts: server ranks wait for every site in order."""
         if self._is_under_way and not self.lost:
             self._is_under_way, self.lost = False, True
             logger.error(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames between a device's stream and a host worker, in reused slots.
 
-Request, answer and refusal words k are a slot's k-th use; the engine answers refused uses.  Words only rise,
-so late answers change nothing.  The device writes words without a doorbell, so servers poll.
+Request, answer and refusal words count a slot's uses, and only rise: late answers change nothing.  The engine
+answers refused uses.  The device writes words without a doorbell, so servers poll.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Compute = Callable[[DeltaRequest, torch.Tensor], int]
 class FrameSlots:
     """One worker's slots, mapped in the engine or the worker.
 
-    requests: `depth` frames and words.  answers: `depth` frames, words and refusal words.
+    Both windows have `depth` frames and words; answers also refusal words.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class FrameSlots:
         ]
 
     def serve(self, slot: int, compute: Compute) -> None:
-        """Answer the slot's pending use, or refuse unless `compute` is DONE.
+        """Answer the slot's pending use in place, or refuse unless `compute` is DONE.
 
-        One thread of one process serves at a time, in place.
+        One thread serves at a time.
         """
         use = self._asked(slot)
         request = read_request(self.request_frames[slot], self.layout)

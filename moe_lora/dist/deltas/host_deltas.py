@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas computed on the host's cores: of one request, and of a server rank's rows with a loading layer.
+"""Deltas computed on the host's cores.
 
 Legend: T token rows, K experts per token, R rows of the answer, N output width.
 """
@@ -60,7 +60,7 @@ def compute_chosen(
 ) -> None:
     """out [R, N] = the rows with an expert of `compute`'s deltas, [T * K, N] or [R, N].
 
-    ids: [T, K], -1 for other rows; None at a dense site: all rows.
+    ids: [T, K], -1 for other rows; None: all rows.
     """
     if ids is None or len(out) == ids.size:
         compute(out)
@@ -92,10 +92,7 @@ class FailureLog:
 
 
 class HostDeltas:
-    """Deltas from adapters in host memory, by the CPU library.
-
-    Bit-equal to a server on CPU with any kernel; close to a server on CUDA.
-    """
+    """Deltas from adapters in host memory, bit-equal to a server on CPU, close to a server on CUDA."""
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._shape = shape
@@ -111,7 +108,7 @@ class HostDeltas:
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters`, -1: zeros.
 
-        Raises AdapterError, with the content hash, for a bad adapter.
+        Raises AdapterError, with the content hash.
         """
         compute_chosen(request.ids, partial(self._compute, request, adapters, row_adapter), out)
 
@@ -173,8 +170,7 @@ class HostCompute(Protocol):
 class OnHost:
     """Rows of a request under computation on the host, in pieces.
 
-    tokens: [T] bool.  rows: of the answer.  deltas: [number of rows, N].  done: computed, or failed (error).
-    wanted: a session waits.
+    tokens: [T] bool.  rows: of the answer.  deltas: [number of rows, N].  wanted: a session waits.
     """
 
     def __init__(
@@ -219,8 +215,7 @@ def _some(request: DeltaRequest, tokens: np.ndarray) -> DeltaRequest:
 class HostShare:
     """At most one request per session, in a thread; called by the data loop's thread.
 
-    Sessions take turns of one piece.  Unwanted requests end after the current piece.
-    on_done: called in this class's thread for a finished request.
+    Sessions take turns of one piece.  on_done: called in this class's thread for a finished request.
     """
 
     def __init__(self, shape: ModelShape, host: HostCompute, on_done: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote LoraBackend: rows go to the server ranks of their layer and experts, deltas come back.
+"""The remote LoraBackend: rows go to the server ranks of their layer and experts.
 
 Legend: T token rows of the step, K experts per token, R rows of an answer.
 """
@@ -62,7 +62,7 @@ class _SiteInput(NamedTuple):
 
 @dataclass
 class _Part:
-    """One request, and its rows of y.  row_adapter: of each row of x.  sent None: delta was computed here."""
+    """One request, and its rows of y.  sent None: delta was computed here."""
 
     rows: torch.Tensor
     row_adapter: np.ndarray
@@ -138,8 +138,8 @@ class DividedBackend(LoraBackend):
 class RemoteBackend(DividedBackend):
     """Over a LoRA Server's ranks, or over host workers.
 
-    Requests without an answer are computed here from the host store (`HostDeltas`).
-    `num_requests`: answers; `num_host_rows`: rows from a LoRA Server's host workers.
+    Requests without an answer are computed here from the host store.  `num_host_rows`: from a LoRA Server's
+    host workers.
     Source: InfiniLoRA sections 3 and 5.1.
     """
 

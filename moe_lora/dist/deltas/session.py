@@ -7,7 +7,7 @@ Legend: T token rows, K experts per token, R rows of the answer, D input width, 
 
 A request: header, slot [T] int32, generation [T] int64, ids [T, K] int32 (only where K > 0), x [T, D].
 An answer: header, delta [R, N]; row r belongs to the r-th id that is not -1 (or to token r where K = 0).
-Every array starts at a multiple of 64 bytes.
+Arrays start at multiples of 64 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """Frame sizes of a model: at most `max_rows` rows of x and of the answer.
+    """Frame sizes of a model, for `max_rows` rows of x and of the answer.
 
     Raises ConfigError if one token's rows do not fit.
     """
@@ -92,10 +92,7 @@ def lay_out_request(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """Write the header; returns the arrays to fill, views of `frame`.
-
-    top_k 0: a row of x per row of the answer and no ids (dense sites).
-    """
+    """Write the header; returns the arrays to fill, views of `frame`.  top_k 0: no ids."""
     frame.numpy()[:HEADER_BYTES].view(np.int64)[:5] = (layer, site, num_tokens, top_k, num_rows)
     return read_request(frame, layout)
 
@@ -236,7 +233,7 @@ class ExchangeTimes:
 class Sent:
     """A request under way.
 
-    request: in its frame, or a copy after the frame's reuse.  delta: the answer, if taken for the reuse.
+    request: copied if its frame is reused.  delta: an answer taken for the reuse.
     """
 
     number: int

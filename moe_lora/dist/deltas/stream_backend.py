@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host backend of a device with streams: stream operations copy rows to a worker's frame, raise its
-signal,
-wait for the answer and add the deltas, without waits of the host.
+signal, wait for the answer and add the deltas.
 
 Source: Toppings section 4.2, "Sync-free CPU LoRA invocation".
 
-Legend: T token rows of the step, P rows of a piece, K experts per token, R rows of an answer.
+Legend: P rows of a piece, K experts per token, R rows of an answer.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class SlotUse:
 class StreamSession:
     """The engine's half of one worker's slots, for one thread.
 
-    Any number of requests may precede the first `take`: the stream takes an answer before a slot's reuse.
+    The stream takes an answer before a slot's reuse.
     """
 
     def __init__(self, slots: FrameSlots, stream: Stream) -> None:
@@ -135,7 +134,7 @@ class StreamSession:
 class StreamLink(Protocol):
     """A standing session with one worker; every use is answered.
 
-    num_fallback_rows: answered by the engine.  problems: by adapter `content_number`, of rows without deltas.
+    num_fallback_rows: answered by the engine.  problems: of rows without deltas, by `content_number`.
     """
 
     stream_session: StreamSession
@@ -155,7 +154,7 @@ class _Piece:
 class StreamBackend(DividedBackend):
     """Over host workers and a device's stream.
 
-    Only the device knows the chosen experts: a worker answers a row for each id, zero without an adapter.
+    The host does not know the chosen experts: a worker answers a row for each id.
     """
 
     def __init__(
@@ -238,10 +237,9 @@ def _add(asked: SlotUse, y: torch.Tensor, y_rows: torch.Tensor) -> None:
 
 
 class CudaStream:
-    """A CUDA device's current stream.
+    """A CUDA device's current stream.  Raises ImportError without Triton.
 
-    Signals are kernels of `kernels.triton.signals`, compiled here for words and counters at multiples of 16
-    bytes.  Raises ImportError without Triton.
+    Signals are kernels of `kernels.triton.signals`, compiled here for operands at multiples of 16 bytes.
     """
 
     def __init__(self, device: torch.device) -> None:

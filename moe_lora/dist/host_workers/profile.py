@@ -63,7 +63,7 @@ def read_host_times(
 ) -> HostTimes:
     """The times in a file of `moe-lora profile-steps --host-worker`.
 
-    machine, model: required origin; None: any.  Raises ConfigError with the file and the fault.
+    machine, model: required origin.  Raises ConfigError with the file and the fault.
     """
     section = _read(path)
     if section is None:
@@ -110,7 +110,7 @@ def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
 def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
     """Start of prompts on workers by the settings and times; None without workers.
 
-    c is the largest measured rank's.  "auto" counts this host's cores: each engine rank keeps one.
+    "auto" counts this host's cores: each engine rank keeps one.
     """
     c = config.host_tokens_per_worker or times.tokens_per_worker(times.max_rank)
     if config.host_workers == AUTO:
@@ -134,7 +134,7 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
 def routed_host_start(config: EngineConfig, path: str | Path) -> HostStart | None:
     """`host_start` for routers, without the instances' device and model.
 
-    None also for "auto" with a file of a CPU device or without times.  Raises ConfigError.
+    None also for "auto" with a CPU device's file or no times.  Raises ConfigError.
     """
     if not config.host_workers:
         return None

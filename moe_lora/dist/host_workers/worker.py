@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host worker: a process on its own core that computes deltas from adapters in host memory.
 
-Serves one `dist.deltas.session`, or a device stream's `frame_slots`, and ends with the engine.
-Source: Toppings section 4.2.
+Serves a `dist.deltas.session` or `frame_slots`, and ends with the engine.  Source: Toppings section 4.2.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSetUp:
-    """A worker's first message.  answers, requests: descriptors of the engine's windows; requests None: the
-    worker makes a window for a `ServerSession`.  core None: any.  owned: the store goes with the engine.
+    """A worker's first message.  answers, requests: descriptors of the engine's windows; requests None: a
+    `ServerSession` serves.  owned: the store goes with the engine.
     """
 
     name: str

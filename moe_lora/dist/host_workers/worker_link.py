@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's links to host workers: a process with restarts, and the session.
 
-A stream's wait has no limit: the link's thread answers for a dead, late or refusing worker.
+A stream's wait has no limit: the link's thread answers for a failed worker.
 """
 
 from __future__ import annotations
@@ -178,10 +178,7 @@ _ANSWER_LOOK_S, _SERVING_LOOK_S = 0.02, 10 * FIRST_SLEEP_S
 
 
 class StreamWorkerLink(WorkerLink):
-    """Keeps one worker process, and a stream's slots beyond the process's end.
-
-    serving: the worker serves, not this thread.
-    """
+    """Keeps one worker process, and a stream's slots beyond the process's end."""
 
     _end_s = 0.0
 

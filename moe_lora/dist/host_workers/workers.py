@@ -36,7 +36,7 @@ def check_cores(
 ) -> None:
     """Raises ConfigError for more workers than cores, and for unavailable cores.
 
-    num_ranks: of all instances of this host, or of its LoRA Server.
+    num_ranks: on this host.
     """
     allowed = allowed_core_numbers()
     unknown = [core for core in cores if core not in allowed]
@@ -57,7 +57,7 @@ class HostWorkers:
     """The host workers of one engine process, and their LoraBackend.
 
     store None: a new store in a folder of the engine.  num_tokens: per step in time, over all workers.
-    cores: one per worker; empty: any.  stream None: the engine's thread waits.
+    cores: one per worker.  stream None: the engine's thread waits.
     Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
     """
 
@@ -134,7 +134,7 @@ class HostWorkers:
         return [link.pid for link in self.links.values()]
 
     def failures(self) -> dict[int, Exception]:
-        """Errors by `content_number` since the last call; with errors the step's rows are wrong.
+        """Errors by `content_number` since the last call; their step's rows are wrong.
 
         Call this after the device has ended the step.  Without a stream the step raises instead.
         """
@@ -172,10 +172,10 @@ def _own_folder() -> OwnFolder:
 
 
 class RowShares:
-    """Divides a site's rows over the workers (a `Division`).
+    """Divides a site's rows over the workers: pieces of at most c = tokens_per_worker rows, to workers in
+    turn.
 
-    Pieces of at most c = tokens_per_worker rows go to workers in turn, so L rows occupy ⌈L / c⌉ workers.
-    Source: Toppings section 4.2.
+    L rows occupy ⌈L / c⌉ workers.  Source: Toppings section 4.2.
     """
 
     def __init__(self, num_workers: int, tokens_per_worker: int, num_experts: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of this host's processes: cluster file, sockets, shares of the host, devices.
 
-As a program, prints the number of CUDA devices: the process keeper imports no torch, so a child counts.
+As a program, prints the number of CUDA devices: the process keeper imports no torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_cluster(file: int, cluster: ClusterConfig) -> None:
 def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:
     """The cluster with all addresses as sockets in a private folder.
 
-    With one front end, the front end starts the instances and includes the controller.
+    A single front end starts the instances and includes the controller.
     """
     front_end = replace(cluster.front_end, engines_address=None)
     if num_front_ends == 1:
@@ -78,7 +78,7 @@ def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> Clus
 def thread_share(num_threads: int | None, num_instances: int, num_cores: int) -> int:
     """CPU threads of each instance: as set, else an equal share of the cores, at least one.
 
-    Raises ConfigError for more threads than cores: they wait for each other.
+    Raises ConfigError for more threads than cores.
     """
     share = max(1, num_cores // num_instances)
     if num_threads is not None and num_threads > share:
@@ -144,7 +144,7 @@ def _not_counted(problem: str) -> str:
 def placed(cluster: ClusterConfig) -> ClusterConfig:
     """The cluster with a device for each rank; unchanged on CPU.  Idempotent.
 
-    Raises ConfigError for too few devices and for impossible `devices`.
+    Raises ConfigError for too few or impossible devices.
     """
     config, server = cluster.engine, cluster.lora_server
     if config.device == "cpu":

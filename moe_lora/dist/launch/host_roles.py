@@ -72,8 +72,8 @@ def failure_told(status: int | None) -> Iterator[None]:
 class Role:
     """A process to keep running.
 
-    kind: roles of one kind can replace each other.  words: command after the interpreter, plus
-    `--status-fd` and `--starts` (number of earlier starts).  fds: inherited.
+    kind: roles of one kind can replace each other.  words: command after the interpreter, plus `--status-fd`
+    and `--starts`.  fds: inherited.
     """
 
     name: str
@@ -87,8 +87,7 @@ class HostRoles:
     """Keeps roles running; belongs to one event loop.
 
     Restarts for ever, unless a setting breaks the first start.  drain_s: time for a front end's requests.
-    at_once: once set, `stop` waits for no process.  dead_s: see STOPPED_DEATHS.  failed: cause that
-    stops every role of a kind.
+    at_once: once set, `stop` waits for no process.  failed: cause that stops every role of a kind.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class HostRoles:
     async def _live(self, role: Role, num_starts: int) -> Exception:
         """Run a role's process; returns its error or exit.
 
-        _Died also for failures here, e.g. lack of memory or threads: the next try may work.
+        A failure here, e.g. lack of memory, is _Died: the next try may work.
         """
         try:
             return await self._run(role, num_starts)
@@ -268,7 +267,7 @@ async def run_roles(
 ) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; True if all started.
 
-    reload: SIGHUP handler.  at_once: set by a second signal, even after the return.
+    at_once: set by a second signal.
     """
     over, at_once = asyncio.Event(), at_once or asyncio.Event()
     kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s, spare=spare)
@@ -298,10 +297,7 @@ async def run_roles(
 
 
 def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Role]:
-    """The controller, front ends that share the listening sockets `http`, and instances, in this order.
-
-    file: descriptor of the cluster's file.
-    """
+    """The controller, front ends that share the listening sockets `http`, and instances, in this order."""
     listen = [word for one in http for word in ("--listen-fd", str(one))]
     serve = ("-m", "moe_lora.cli.host_role", *_told(file))
     return [

@@ -68,8 +68,7 @@ async def local_instances(
 ) -> AsyncIterator[ControlledFleet]:
     """This host's engine processes, restarted on failure and ended with the context.
 
-    router: overrides the settings.  at_once: see `HostRoles`.  passes_on: gets these processes' listener.
-    Raises the error of a failed start.
+    passes_on: gets these processes' listener.  Raises the error of a failed start.
     """
     cluster = _with_shares(cluster)
     config = cluster.engine
@@ -141,10 +140,7 @@ def _passed_on(
 async def local_lora_server(
     cluster: ClusterConfig, at_once: asyncio.Event | None = None, passes_on: Listeners | None = None
 ) -> AsyncIterator[ClusterConfig]:
-    """The LoRA Server's ranks on this host, ended with the context; yields settings with its address.
-
-    Starts nothing without a LoRA Server.
-    """
+    """The LoRA Server's ranks on this host, ended with the context; yields settings with its address."""
     given = cluster.lora_server
     if given is None:
         yield cluster

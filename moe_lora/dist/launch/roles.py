@@ -111,9 +111,8 @@ def serve_instance(
         num_threads=threads,
         seed=seed_of(config.seed, name, starts),
         contents_dir=contents,
-        # A bad folder stops no instance: the controller sends the adapter or marks it bad.  Only a server
-        # with
-        # its own instances reports named adapters at start.
+        # A bad folder stops no instance: the controller sends the adapter or marks it bad.  A server with its
+        # own instances reports named adapters at start.
         leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
     )
     if config.device_shares:
@@ -233,7 +232,7 @@ def reread_on_hang_up(config: str, place: JobPlace) -> None:
 
 
 def end_for_restart() -> None:
-    """End this process within RESTART_S, even if stuck: its peers are gone, so no other process would."""
+    """End this process within RESTART_S, even if stuck: no other process would."""
 
     def end() -> None:
         logger.error("it was told to end, to be started again, and hangs: ended after %g s", RESTART_S)
@@ -247,7 +246,7 @@ def end_for_restart() -> None:
 async def end_stuck(pulse: Pulse, limit_s: float) -> None:
     """End this process if its engine stays at one piece of work for limit_s.
 
-    Peers have given the process up by then.  Time of a stopped process does not count.
+    Peers have given up by then.  Time of a stopped process does not count.
     """
     clock, stuck_s, look_s = WallClock(), 0.0, max(LOOK_S, limit_s / LOOKS)
     looked_s = clock.now_s()
@@ -284,8 +283,7 @@ FULL_COLLECTION_EVERY = 1000
 def collect_rarely() -> None:
     """Exempt current objects (modules, the model) from garbage collection, and collect rarely.
 
-    A full collection stops the engine's thread: 0.3 s at 100 000 cached nodes.  The engine makes almost no
-    cycles.
+    A full collection stops the engine's thread: 0.3 s at 100 000 cached nodes.
     """
     gc.collect()
     gc.freeze()

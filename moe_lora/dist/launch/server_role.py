@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 THREADS_PER_RANK = 1
 _BESIDE_WAITS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""For processes with unbounded waits on the device.  Lazy kernel loading may wait for an idle device, and
-streams
-beyond CUDA's 8 default queues share a queue.
+"""For unbounded waits on the device.  Lazy kernel loading may wait for an idle device, and streams beyond
+CUDA's 8 default queues share a queue.
 """
 
 
 def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | None = None) -> int:
     """Run one rank of the LoRA Server until SIGTERM or SIGINT; returns the exit code.
 
-    status: descriptor for the start report.  Raises ConfigError, LoraServerError or AdapterError for a failed
-    start.
+    Raises ConfigError, LoraServerError or AdapterError for a failed start.
     """
     config = cluster.lora_server_rank(place.on_host)
     if config.lora_server is None:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spare process of a host: replaces the next instance that dies, after most of an instance's start, the
-imports.
-"""
+"""A spare process of a host: with imports done, it replaces the next instance that dies."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _IMPORTED = (
 class Spare:
     """Keeps at most one spare process; belongs to one event loop.
 
-    words: an instance's command, after the interpreter, without its name.  fds: inherited.
+    words: an instance's command, without interpreter and name.  fds: inherited.
     """
 
     def __init__(self, words: Sequence[str], fds: Sequence[int], clock: Clock | None = None) -> None:
@@ -103,7 +101,7 @@ class Spare:
 def wait_for_name(fd: int, *, compiles: bool) -> tuple[int, str]:
     """Import the engine, then wait; returns the number of earlier starts and the instance's name.
 
-    Set the threads' environment before.  fd: the child's end of the keeper's socket.
+    Set the threads' environment before.  fd: the keeper's socket.
     """
     for module in (*_IMPORTED, *(["torch._inductor.compile_fx"] if compiles else [])):
         importlib.import_module(module)

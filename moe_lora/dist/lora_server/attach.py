@@ -45,10 +45,8 @@ class LeaseClient:
     """Keeps an instance's leases, by adapters' content hash.
 
     The engine's thread states needs and reads grants.  The event loop calls on_change after changes of leases
-    or
-    leader, and on_failure with a failed adapter; the next `register` tries again.  join_leader: connects
-    within a
-    time limit.  Raises LoraServerError without a leader within timeout_s.
+    or leader, and on_failure with a failed adapter.  Raises LoraServerError without a leader within
+    timeout_s.
     """
 
     def __init__(
@@ -78,10 +76,7 @@ class LeaseClient:
         return self._peer is not None
 
     def register(self, adapter_id: str) -> None:
-        """Register an adapter of the host store.
-
-        Raises CapacityError if the adapter can never be resident; an absent server raises nothing.
-        """
+        """Register an adapter of the host store.  Raises CapacityError if it can never be resident."""
         network().run(self._register(adapter_id))
 
     def unregister(self, adapter_id: str) -> None:
@@ -90,7 +85,7 @@ class LeaseClient:
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
         """Request a lease; False if the server is away or refused the adapter.
 
-        asker: of several, the first in turn counts.  `on_change` reports the lease.
+        `on_change` reports the lease.
         """
         number, askers = self._wanted.get(adapter_id) or (next(self._numbers), ())
         if asker not in askers and self.lease(adapter_id) is None:
@@ -245,8 +240,7 @@ async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
 class ServerLink:
     """A client rank's session with one server rank, with reconnection.
 
-    join: connects within a timeout; raises LoraServerError.
-    `session`: None without a session; deltas are then computed locally.
+    `session`: None: deltas are computed locally.
     """
 
     def __init__(
@@ -330,8 +324,8 @@ class ServerLink:
 class LoraServerClient:
     """One client rank's links to server ranks, and their backend.
 
-    pushed: the backend over device puts, if configured and in time.  Raises ConfigError for a layout that
-    does not fit the model, LoraServerError for an absent server.
+    pushed: the backend over device puts, if any.  Raises ConfigError for an unfit layout, LoraServerError for
+    an absent server.
     """
 
     def __init__(

@@ -47,9 +47,8 @@ def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
 async def receive_blocks(peer: Peer, store: HostStore, adapter_id: str, number: int) -> None:
     """Receive `number` blocks and put the file into the store.
 
-    Raises StorageError without room, ConnectionError for a lost peer.  After an error of the store the rest
-    is
-    still read, and the connection goes on.
+    Raises StorageError without room, ConnectionError for a lost peer.  After a store's error the rest is
+    still read for the connection.
     """
     loop = asyncio.get_running_loop()
 
@@ -86,7 +85,7 @@ class _Awaited:
 class LostContent:
     """Calls an adapter's instances in turn, in a few rounds with pauses; then gives up.
 
-    call: calls an instance, except the given ones, for content; returns its name, None if none is left.
+    call: calls an instance, except the given ones; returns its name, if any.
     """
 
     def __init__(

@@ -58,9 +58,8 @@ async def join(
     hear: Hear = ignore,
     pings: Pings = PINGS,
 ) -> Peer:
-    """Connect to a rank.  begin: method and arguments of a first call.
+    """Connect to a rank.  begin: a first call.  hear: called with the rank's further messages in order.
 
-    hear: called with the rank's further messages in order.
     Raises LoraServerError without an answer in timeout_s, or on refusal; ConfigError for a bad address.
     """
     place, deadline_s = parse_address(_SETTING, address), time.monotonic() + timeout_s
@@ -137,10 +136,7 @@ async def ask(
 
 
 async def find_rank(address: str, keys: Keys | None, hello: Hello, server_rank: int, timeout_s: float) -> str:
-    """Address of a server rank, from the leader.
-
-    Raises LoraServerError without an answer, or for an absent rank, within timeout_s.
-    """
+    """Address of a server rank, from the leader.  Raises LoraServerError after timeout_s."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         found: str | None = await ask(address, keys, hello, timeout_s, "find", server_rank)
@@ -177,8 +173,7 @@ Answer = Callable[..., Coroutine[Any, Any, Any]]
 class ControlServer:
     """Accepts peers with the agreed facts, and answers each peer's calls in order.
 
-    answers: by method of `ServerCalls`.  address: port 0 picks a free port.
-    Raises LoraServerError if the address can't be bound.
+    address: port 0 picks a free port.  Raises LoraServerError for an unavailable address.
     """
 
     def __init__(
@@ -249,7 +244,7 @@ class LoraServerAdmin:
         return found
 
     def resize(self, capacity: int) -> ServerState:
-        """Set the number of resident adapters on all ranks.
+        """See `ServerCalls.resize`.
 
         Raises CapacityError for an impossible capacity, LoraServerError without an answer.
         """

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data path of one server rank: serves clients' requests in turn and puts the deltas back.
-
-Receive, compute and send overlap (InfiniLoRA section 3).
-"""
+"""The data path of one server rank; receive, compute and send overlap (InfiniLoRA section 3)."""
 
 from __future__ import annotations
 
@@ -117,9 +114,9 @@ def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[D
 class DataLoop:
     """Serves the sessions of one server rank, instances in turn.
 
-    host: computes rows with a layer still loading; None: these requests wait.  num_host_rows: rows computed
-    there.  A stage's first rank announces turns, and the stage's ranks prefer the announced instance (section
-    5.1).  lora_time: of an emulated device's layer; None: no emulation.
+    host: computes rows with a layer still loading; None: they wait.  num_host_rows: rows computed there.  A
+    stage's first rank announces turns, and the stage's ranks prefer the announced instance (section 5.1).
+    lora_time: of an emulated device's layer.
     """
 
     def __init__(
@@ -153,10 +150,7 @@ class DataLoop:
         server_store.on_progress = self.wake
 
     def warm_up(self, layout: FrameLayout, sites: Iterable[int]) -> None:
-        """Compute each site's smallest and largest request.
-
-        CUDA compiles kernels and allocates memory before any request or session waits on the device.
-        """
+        """Compute each site's smallest and largest request: CUDA compiles kernels and allocates memory."""
         frame = torch.zeros(layout.request_bytes, dtype=torch.uint8)
         for site in sites:
             for request in _extremes(frame, layout, site):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data path of one server rank for device puts: a stream per instance, no host.
 
-A session's step is fixed: wait for the frame; per layer, admit rows to slots; per site, wait for x, compute,
-put the answer.  CUDA captures the step once and replays ahead (InfiniLoRA section 3).  An idle instance's
-session waits without bound, so the process must never synchronise the device.
+A step is fixed: wait for the frame; per layer, admit rows to slots; per site, wait for x, compute, put the
+answer.  CUDA captures the step once and replays ahead (InfiniLoRA section 3).  An idle instance's session
+waits without bound, so the process must never synchronise the device.
 
-NOT YET RUN on a GPU.  Without a GPU operations run eagerly, as in tests.
+NOT YET RUN on a GPU.  Without a GPU operations run eagerly.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class Resident(NamedTuple):
 class ResidentTables:
     """Slot state of a server rank, in tables for running operations.
 
-    Added slots make new tables; old tables then show every slot as empty.  stream: without waiting sessions;
-    None
-    on CPU.
+    Added slots make new tables; old tables then show every slot as empty.  stream: without waiting sessions.
     """
 
     def __init__(self, server_store: ServerAdapterStore) -> None:
@@ -111,7 +109,7 @@ class ResidentTables:
 class DeviceSession(DeviceHalf):
     """One instance's half at this rank.
 
-    answer_timeout_s: the instance's; work is abandoned well before, so the instance learns of missing rows.
+    Work is abandoned well before answer_timeout_s, so the instance learns of missing rows.
     """
 
     def __init__(
@@ -195,10 +193,7 @@ class DeviceSession(DeviceHalf):
             self.stream.synchronize()
 
     def prepare(self) -> None:
-        """Capture a step, unless captured for the current slots.
-
-        The old capture's memory stays until the new capture exists.
-        """
+        """Capture a step, unless captured for the current slots."""
         resident = self._tables.now
         if self._bound is not None and self._bound[0] is resident:
             return
@@ -263,10 +258,7 @@ _capturing = threading.Lock()
 
 
 class DeviceLoop:
-    """Serves all instances of a device group at this rank, a thread and stream each.
-
-    join: meets the other members.
-    """
+    """Serves all instances of a device group at this rank, a thread and stream each."""
 
     def __init__(
         self,

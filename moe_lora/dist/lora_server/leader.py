@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The leader: registers adapters, grants leases to instances, orders loads on ranks.
 
-Runs in the server's first rank, on the control connections' event loop: every peer hears decisions in their
-order.  Waiting instances are examined once per turn of the loop.
+Runs in the first rank, on the control connections' event loop: every peer hears decisions in their order.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class OwnRank:
 class Leader:
     """Answers the calls of instances, server ranks and the front end (`ServerCalls`).
 
-    first_generation: of this incarnation; lower generations on the wire are stale.
+    first_generation: lower generations on the wire are stale.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Block(Message, frozen=True):
 class AdapterFailed(Message, frozen=True):
     """The server gave up an adapter of this instance on all ranks.
 
-    A later `register` tries again.  reason: the failed rank's error.
+    A later `register` tries again.
     """
 
     adapter_id: str
@@ -101,7 +101,7 @@ class ServerCalls(typing.Protocol):
         """Send missing content to a rank."""
 
     def fail_load(self, adapter_id: str, generation: int, reason: str) -> None:
-        """Give up a generation on all ranks after an error; instances get `AdapterFailed`."""
+        """Give up a generation on all ranks; instances get `AdapterFailed`."""
 
     def fail_content(self, adapter_id: str, reason: str) -> None:
         """Answer `Need` without the content."""
@@ -122,10 +122,7 @@ class ServerCalls(typing.Protocol):
         """Forget the adapter after its last registered instance."""
 
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
-        """Slot and generation of a lease, once available; no answer after a release.
-
-        tenant, share: for the leader's decisions alone.
-        """
+        """Slot and generation of a lease, once available; no answer after a release."""
 
     def release(self, adapter_id: str) -> None:
         """Return the lease, or cancel the wait."""

@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 class Orders:
     """Carries out orders in threads, since the store waits for its loader.
 
-    need: requests missing content; `regained` or `refused` follows.  Loads retry after transient errors;
-    failed
-    loads end in `ServerAdapterStore.give_up` and affect no other adapter.
+    need: requests missing content; `regained` or `refused` follows.  Loads retry after transient errors, and
+    then end in `ServerAdapterStore.give_up`.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Orders:
     def carry_out(self, order: Order) -> None:
         """Start a load with content in the store, evict, or add slots.
 
-        Raises AdapterError for damaged content, and errors of the store.
+        Raises AdapterError for damaged content, and the store's errors.
         """
         if isinstance(order, ResizeOrder):
             self._server_store.grow(order.num_slots)

@@ -46,10 +46,7 @@ def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.n
 
 
 def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) -> ShardPages:
-    """Pages of the adapter on each server rank, per layer.
-
-    Under data parallelism every rank is charged: the slot chooses one rank.
-    """
+    """Pages of the adapter on each server rank, per layer; under data parallelism on every rank."""
     pages: dict[int, dict[int, int]] = {}
     for rank in range(partition.layout.num_ranks):
         slot = rank % partition.layout.dp
@@ -75,7 +72,7 @@ _USUAL_SHARE = 8
 def spare_bytes(device: torch.device, num_sharers: int) -> int:
     """Memory of each rank for adapters of the usual size.
 
-    num_sharers: ranks on the device.  Constant per machine: a restarted leader plans the same memory.
+    Constant per machine: a restarted leader plans the same memory.
     """
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
@@ -100,7 +97,7 @@ def memory_of_all(
 ) -> Memory:
     """`plan_memory` for the instances' adapters, put into the store.
 
-    Leaves out bad adapters: they must not block a restart.
+    Bad adapters must not block a restart, and are left out.
     """
     server = config.lora_server
     assert server is not None
@@ -128,8 +125,8 @@ def plan_memory(
 ) -> Memory:
     """The budget of each rank: `memory_gb`, or `capacity` times the largest of `packed`.
 
-    Without memory_gb at least `capacity` rank-16 adapters on all targets, within the spare bytes (None: no
-    limit).  Raises ConfigError with the least sufficient size if an adapter does not fit.
+    Without memory_gb at least `capacity` rank-16 adapters on all targets, within the spare bytes.  Raises
+    ConfigError with the least sufficient size if an adapter does not fit.
     """
     ranks = range(partition.layout.num_ranks)
     usual = partition.shape.adapter_bytes(DEFAULT_LORA_RANK) * dtype.itemsize // partition.shape.dtype_bytes

@@ -44,8 +44,7 @@ def client_name(instance: str, client_rank: int) -> str:
 def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
     """This process's end of the configured transport.
 
-    put_timeout_s: limit of a blocking put to a stuck peer.  Raises ConfigError for device_puts without
-    libraries.
+    put_timeout_s: limit of a blocking put.  Raises ConfigError for device_puts without libraries.
     """
     if server.device_puts != "none":
         from moe_lora.dist.transport.device_puts import check_device_puts

@@ -78,8 +78,7 @@ class ServerRank:
     """One rank, ready to `run`.
 
     config: of a served instance, resolved.  host: see `DataLoop`; closed here.  local_rank: among the host's
-    ranks; None: server_rank.  Raises ConfigError for impossible settings, LoraServerError for an absent or
-    refusing leader.
+    ranks.  Raises ConfigError for impossible settings, LoraServerError for an absent or refusing leader.
     """
 
     def __init__(

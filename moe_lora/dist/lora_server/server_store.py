@@ -73,11 +73,10 @@ class ServerAdapterStore:
     """The adapters of one server rank.
 
     generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
-    L] generation of each layer in the arena.  contents: generation and adapter of used slots.  reading: lock
-    for
-    reads of slot table and arena.  led: True if load commands can come.
-    Loads interleave by layer (InfiniLoRA section 5.3); on CUDA on their own stream.  layer_wise: False loads
-    whole adapters in sequence, for comparison.  Raises ConfigError without the memory.
+    L] generation of each layer in the arena.  contents: of used slots.  reading: lock for reads of slot table
+    and arena.  led: True if load commands can come.
+    Loads interleave by layer (InfiniLoRA section 5.3); layer_wise False loads whole adapters in sequence.
+    Raises ConfigError without the memory.
     """
 
     def __init__(
@@ -124,10 +123,7 @@ class ServerAdapterStore:
         self._thread.start()
 
     def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
-        """Start to load this rank's part into the runs of pages, one per layer.
-
-        Ignores a load already evicted.
-        """
+        """Start to load this rank's part into the runs of pages, one per layer, unless evicted."""
         with self._changed:
             if generation < self.generation[slot]:
                 return

@@ -122,9 +122,8 @@ def verbs_of(part: Any) -> dict[str, Callable[..., Any]]:
 class Interface:
     """Methods of one end of a link; annotations give the types.
 
-    methods: functions of classes by name, or a class with public methods alone.  A generator's or future's
-    result
-    is its value.  args, results: decoders by method.
+    methods: functions by name, or a class with public methods alone.  A generator's or future's result is its
+    value.  args, results: decoders by method.
     """
 
     def __init__(self, methods: type | Mapping[str, Callable[..., Any]]) -> None:

@@ -66,8 +66,8 @@ async def listen(
 ) -> AsyncIterator[Address]:
     """Call `visit` with each connection and its origin; yields the bound address.
 
-    A Unix socket is private to its user.  setting: the address's name in errors.  Raises ConfigError for an
-    unavailable address, or a network address without keys.
+    A Unix socket is private to its user.  setting: named in errors.  Raises ConfigError for an unavailable
+    address, or a network address without keys.
     """
 
     async def handle(connection: ServerConnection) -> None:

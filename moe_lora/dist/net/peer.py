@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other end of a connection: ordered messages, and calls with answers.
-
-The end of a connection fails its open calls at both ends.
-"""
+"""The other end of a connection: ordered messages, and calls; the end fails open calls at both ends."""
 
 from __future__ import annotations
 
@@ -72,9 +69,7 @@ class Asked:
 class Peer:
     """One end of an open connection; belongs to its event loop.
 
-    Receives only during `next` or `messages`.  ended: set at the end, with the cause in `problem`.  cut:
-    ended
-    without a farewell.
+    Receives only during `next` or `messages`.  problem: the end's cause.  cut: ended without a farewell.
     """
 
     def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of two processes: the handshake on a connection, and the redial after the end.
+"""Sessions of two processes: handshake and redial.
 
-The dialling end sends a `Hello`.  The listening end replies with a `Welcome` or a `Refusal`.
+The dialling end sends a `Hello`; the listening end replies with a `Welcome` or a `Refusal`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
 
 
 class Hello(Message, frozen=True):
-    """The first message of a session, readable for all versions except the payload.
-
-    name, epoch: of the dialling process and its incarnation.
-    """
+    """The first message of a session; all versions can read it except the payload."""
 
     listener: str
     version: int
@@ -79,9 +76,9 @@ class Dialler:
 class Handshake:
     """The handshake of one kind of session.
 
-    listener: noun for the listening process.  version: must be equal at both ends.  payload, welcome:
-    contents of
-    `Hello` and `Welcome`.  dials, listens: messages of the two ends.
+    version: must be equal at both ends.  payload, welcome: contents of `Hello` and `Welcome`.  dials,
+    listens:
+    messages of the two ends.
     """
 
     listener: str
@@ -169,10 +166,7 @@ async def stay_connected(
     serve: Callable[[Peer], Awaitable[None]],
     peer: Peer | None = None,
 ) -> None:
-    """Connect and serve, again and again, until cancelled.
-
-    peer: an open first session.  A repeated problem is logged once.
-    """
+    """Connect and serve, again and again, until cancelled.  peer: an open first session."""
     said, pause_s = LastProblem(), FIRST_PAUSE_S
     while True:
         try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of every transport, in OpenSHMEM's words: windows of memory, and counting signals.
 
-A process allocates windows; peers `attach` to their descriptors, put bytes into a window and raise a signal.
-A reader of the value sees the bytes (release store, acquire load).  Signals are unsigned 64-bit with one
-writer at a time.  A raise below the present value changes nothing, and waits test >=.  A restarted process
-has new windows; peers need no restart.
+Peers `attach` to a window's descriptor, put bytes and raise a signal.  A reader of the value sees the bytes
+(release store, acquire load).  Signals are unsigned 64-bit with one writer at a time; a lower value changes
+nothing, and waits test >=.  A restarted process has new windows; peers need no restart.
 
 Source: InfiniLoRA section 5.1 (push-based communication); OpenSHMEM 1.5 section 9.8 (signals).
 """
@@ -118,7 +117,7 @@ def check_signal(window: Sized, signal: int, value: int = 0) -> None:
 
 
 def check_tensor(tensor: torch.Tensor, role: str) -> int:
-    """Bytes of a contiguous CPU tensor.  Raises ValueError for others."""
+    """Bytes of a tensor.  Raises ValueError unless contiguous and on the CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"{role} must be a contiguous CPU tensor, not shape {tuple(tensor.shape)}, strides "
@@ -133,7 +132,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Window(ABC):
-    """Memory of this process for peers' writes; subclasses make and free `bytes` and `words`."""
+    """Memory of this process for peers' writes."""
 
     bytes: torch.Tensor
     """uint8 [num_bytes], initially zero; mapped as long as any view."""
@@ -149,10 +148,7 @@ class Window(ABC):
         """The medium's facts for peers."""
 
     def descriptor(self) -> builtins.bytes:
-        """ASCII for `attach`, a few hundred bytes (NIXL: a few kilobytes); valid until the window is freed or
-        the
-        process ends.
-        """
+        """ASCII for `attach`, at most a few kilobytes; valid until the window or process ends."""
         return Descriptor(
             kind=self._owner.kind,
             peer=self._owner.name,
@@ -170,15 +166,13 @@ class Window(ABC):
     def set_signal(self, signal: int, value: int) -> None:
         """Set the value here, even lower, and wake this process's waiters.
 
-        Resets a reused window, or wakes an own thread; a simultaneous raise of a peer may be lost.
+        A peer's simultaneous raise may be lost.
         """
         check_signal(self, signal, value)
         self.words.set(signal, value)
 
     def free(self) -> None:
-        """Free the window: peers' later puts raise PeerGoneError, at the latest in quiet, or change nothing.
-        Idempotent.
-        """
+        """Free the window: peers' later puts raise PeerGoneError, at the latest in quiet.  Idempotent."""
         if self._owner.forget(self):
             self.discard()
 
@@ -195,8 +189,7 @@ class RemoteWindow(ABC):
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
         """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None
-        without a
-        mapping.
+        without a mapping.
         """
         check_range(self, offset_bytes, num_bytes)
         return None
@@ -207,10 +200,7 @@ class RemoteWindow(ABC):
 
     @abstractmethod
     def alive(self) -> bool:
-        """True if the peer's process and window exist, as far as known without a wait.
-
-        Some media notice a death only by a write.
-        """
+        """True if the peer's process and window exist, as far as known without a wait."""
 
     def gone_error(
         self, reason: object = "the process has ended, or it was freed or detached from"
@@ -222,7 +212,7 @@ class RemoteWindow(ABC):
 
 
 class Transport(ABC):
-    """One process's end, from `make_transport`; closed by `close` or as a context manager.
+    """One process's end, from `make_transport`.
 
     Thread-safe, with windows' methods; call `close` last.
     """
@@ -270,12 +260,12 @@ class Transport(ABC):
         """dst[offset : offset + src.nbytes] = src, then signal = max(signal, value).
 
         A reader of the value sees this and all earlier puts of this process into the window, without a
-        `fence`: signal n + 1 covers frames 0 to n.
+        `fence`.
 
-        src: contiguous, on the CPU, any dtype, or None for the signal alone; unchanged until `quiet(dst)`.
-        May be asynchronous: NIXL progresses puts while the process puts, waits or quiets, and bytes of puts
-        may
-        overtake each other without a `fence`.  Raises ValueError beyond the window, PeerGoneError.
+        src: contiguous, on the CPU, or None for the signal alone; unchanged until `quiet(dst)`.  NIXL
+        progresses puts only while the process puts, waits or quiets, and their bytes may overtake each other
+        without a `fence`.
+        Raises ValueError beyond the window, PeerGoneError.
         """
 
     @abstractmethod
@@ -291,7 +281,7 @@ class Transport(ABC):
         """Wait until all puts are delivered and their sources may be reused.  Raises PeerGoneError."""
 
     def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
-        """Wait for signal >= at_least; returns the value.  None: no limit.  Any thread; releases the GIL.
+        """Wait for signal >= at_least; returns the value.  None: no limit.  Releases the GIL.
 
         Raises SignalTimeoutError.
         """
@@ -305,7 +295,7 @@ class Transport(ABC):
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
         """Index of the first reached (window, signal, at_least); None after timeout_s.
 
-        Spins briefly, then sleeps; a sleeper waits for any number of signals of this transport's windows.
+        Spins briefly, then sleeps, over any number of signals of this transport's windows.
         """
         return self._waiter.any(waits, timeout_s)
 
@@ -346,10 +336,9 @@ KINDS = tuple(_PLACES)
 
 
 def make_transport(kind: str, *, name: str, **options: Any) -> Transport:
-    """One process's end of a transport.
+    """One process's end of a transport.  Raises ValueError for an unknown kind.
 
-    kind: one of KINDS.  name: unique in the cluster, e.g. "server/3"; a restarted process keeps its name.
-    options: of the kind's class.  Raises ValueError for an unknown kind.
+    name: unique in the cluster, e.g. "server/3"; a restarted process keeps its name.
     """
     if kind not in _PLACES:
         raise ValueError(f"transport {kind!r} is unknown; choose one of {', '.join(_PLACES)}")

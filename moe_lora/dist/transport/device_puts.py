@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts issued by a device: the LoRA Server's interface, and its implementations.
 
-A group's members start together with equal memory (OpenSHMEM's symmetric memory); a put copies a place to
-another member's same place, on the current stream.  No member joins later or returns.  Signals count
-additions: PUT_BLOCKS more per put cover all its bytes.  Puts to one signal are unordered.
+A group's members start together with equal (symmetric) memory; a put copies a place to another member's same
+place, on the current stream.  No member joins later or returns.  Signals count additions: PUT_BLOCKS more per
+put cover all its bytes.  Puts to one signal are unordered.
 
 Source: InfiniLoRA section 5.1 (IBGDA, push-based communication); OpenSHMEM 1.5 sections 6 and 9.8.
 """
@@ -23,7 +23,7 @@ PUT_BLOCKS = 8
 """Programs per put."""
 WORDS_PER_SIGNAL = LINE_BYTES // 8
 POLLS_PER_S = 1_000_000
-"""Waits are bounded by polls of local memory, about a microsecond each."""
+"""Polls of local memory take about a microsecond."""
 STATUS_BYTES = 16
 """Bytes per program of `put_rows`, behind the rows."""
 
@@ -55,8 +55,8 @@ class AnswerRows(NamedTuple):
     """Rows of deltas, and their owners.
 
     rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = no slot.
-    ids: [T, top_k] int32 experts, None at a dense site; only first_expert to end_expert - 1 are put.
-    frame: the step's, with requested generations (`deltas.device_frames`).
+    ids: [T, top_k] int32, None at a dense site; only first_expert to end_expert - 1 are put.
+    frame: the step's, with requested generations.
     generation: [M] int64 of the slots now; a row with a newer slot counts as missing.  missing: [1] int64,
     initial count.  state: [1] int64; a bit of `over` stops all puts.
     """
@@ -84,7 +84,7 @@ class DevicePuts(Protocol):
     def size(self) -> int: ...
 
     def alloc(self, num_bytes: int, num_signals: int) -> SymmetricWindow:
-        """Zeroed symmetric memory; all members call in the same order with the same sizes."""
+        """Zeroed symmetric memory; all members make equal calls in one order."""
         ...
 
     def meet(self) -> None:
@@ -103,8 +103,7 @@ class DevicePuts(Protocol):
         self, window: SymmetricWindow, answer: AnswerRows, status_bytes: int, signal: int, peer: int
     ) -> None:
         """Put the peer's rows, then PUT_BLOCKS counts of missing rows at status_bytes (int64, STATUS_BYTES
-        apart), then
-        signal += PUT_BLOCKS.
+        apart), then signal += PUT_BLOCKS.
         """
         ...
 
@@ -120,8 +119,6 @@ def check_device_puts(kind: str) -> None:
 
 
 def join_device_group(kind: str, address: str, rank: int, size: int, device: torch.device) -> DevicePuts:
-    """Meet the other members at `address` (host:port of member 0).  Raises LoraServerError for missing
-    members.
-    """
+    """Meet the other members at `address`, host:port of member 0.  Raises LoraServerError."""
     joined: DevicePuts = importlib.import_module(_PLACES[kind]).join_group(address, rank, size, device)
     return joined

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-sided baseline and fallback between hosts: torch.distributed's gloo send/recv behind the contract.
 
-A thread per connection receives, writes into the window and raises the signal.  A put returns once gloo has
-the bytes.  A send detects a dead peer.
+A thread per connection receives.  A put returns once gloo has the bytes.  A send detects a dead peer.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class GlooTransport(Transport):
     ) -> None:
         """host: this host's address for peers.  timeout_s: of a send or connection; then the peer counts as
         gone.
-        put_timeout_s: of each part of a put; None: timeout_s.
+        put_timeout_s: of each part of a put.
         """
         self.doorbell = lines(1)
         super().__init__(name, SignalWaiter(self.doorbell))

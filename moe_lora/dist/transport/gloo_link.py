@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection between two processes over gloo send/recv: requests one way, answers the other.
 
-A gloo group has fixed members, so each connection is a group of two: the windows' owner (0) and the attacher
-(1).
+A gloo group has fixed members, so each connection is a group: the windows' owner (0) and the attacher (1).
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class Link:
     def __init__(
         self, store: Store, side: int, device: Any, timeout_s: float, put_timeout_s: float | None = None
     ) -> None:
-        """Meet the other end.  Raises RuntimeError after timeout_s.
-
-        put_timeout_s: of the parts of a put; None: timeout_s.
-        """
+        """Meet the other end.  Raises RuntimeError after timeout_s.  put_timeout_s: of a put's parts."""
         self._timeout = timedelta(seconds=timeout_s)
         self._put_timeout = timedelta(seconds=timeout_s if put_timeout_s is None else put_timeout_s)
         options = _Group._Options()
@@ -87,7 +83,7 @@ class Link:
 
     @contextmanager
     def _turn_to_put(self) -> Iterator[None]:
-        # The lock's holder may wait for a stalled peer longer than a put's limit.
+        # The lock's holder may wait longer than a put's limit.
         if not self._lock.acquire(timeout=self._put_timeout.total_seconds()):
             raise RuntimeError("another thread waits for an answer over the same connection")
         try:
@@ -165,7 +161,7 @@ _LENGTHS = struct.Struct("<II")
 class MeetingStore(Store):
     """A store of two processes over a socket; torch's TCPStore may take seconds to resolve host names.
 
-    Raises OSError, also after a hang-up or the socket's timeout.
+    Raises OSError.
     """
 
     def __init__(self, sock: socket.socket) -> None:

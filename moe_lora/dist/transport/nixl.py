@@ -3,10 +3,8 @@
 
 Optional: pip install 'moe-lora[nixl]'.  Waiters collect notifications and raise the local words.  NIXL's
 progress thread burns a core and is off: connections, and puts between hosts (TCP), progress only while the
-target waits or puts.  UCX reads variables, e.g. UCX_TLS=tcp,self or UCX_NET_DEVICES=eth0.  With Debian's
-Open MPI, UCX_MODULES=cma avoids a crash at exit.
-
-Attach and `quiet` read a header page {magic, tag, num_bytes, num_signals, freed} before each window's data.
+target waits or puts.  UCX reads variables, e.g. UCX_TLS=tcp,self.  With Debian's Open MPI, UCX_MODULES=cma
+avoids a crash at exit.  A header page precedes each window's data; attach and `quiet` read it.
 """
 
 from __future__ import annotations
@@ -87,7 +85,9 @@ class NixlWindow(Window):
         return self.words.read(signal)
 
     def discard(self) -> None:
-        """Return the pages but keep the addresses registered, so a late put does no harm; views read zeros."""
+        """Return the pages but keep the addresses registered, so a late put does no harm; views
+        read zeros.
+        """
         self._map.madvise(mmap.MADV_DONTNEED)
         self._memory[_FREED_OFFSET] = 1
         _discarded.append(self)
@@ -97,7 +97,7 @@ class NixlWindow(Window):
 class Transfer:
     """A write or read under way, and a notice for the peer after this and all earlier transfers.
 
-    handle, registered: NIXL's; None for a notice alone.  tensor: kept to the end.  notice: b"": no notice.
+    handle None: a notice alone.  tensor: kept to the end.
     """
 
     handle: Any = None
@@ -145,9 +145,7 @@ class NixlTransfers:
         lock: threading.RLock,
         meanwhile: Callable[[], None],
     ) -> None:
-        """errors: NIXL's exceptions.  lock: held around each use of the agent.  meanwhile: called during
-        waits.
-        """
+        """lock: held around each use of the agent.  meanwhile: called during waits."""
         self._agent, self._errors, self._lock, self._meanwhile = agent, errors, lock, meanwhile
 
     def start(
@@ -172,9 +170,9 @@ class NixlTransfers:
         return Transfer(handle=handle, registered=registered, tensor=tensor, notice=notice)
 
     def ended(self, transfers: list[Transfer], remote: NixlRemoteWindow) -> bool:
-        """Progress transfers, drop finished ones in order, and send their notices.
+        """Progress transfers, drop finished ones in order, and send their notices; True if none is left.
 
-        Returns True if the list is empty.  Raises PeerGoneError.
+        Raises PeerGoneError.
         """
         # NIXL's own notice could overtake an earlier write.
         with self._lock:
@@ -199,10 +197,7 @@ class NixlTransfers:
         return state
 
     def finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
-        """Wait for the transfers in the list now; other threads may add more.
-
-        Raises PeerGoneError, also after timeout_s.
-        """
+        """Wait for the transfers in the list now.  Raises PeerGoneError, also after timeout_s."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             last = transfers[-1] if transfers else None
@@ -385,7 +380,7 @@ class NixlTransport(Transport):
             self._remotes.discard(remote)
             remote.reachable = False
             self._transfers.give_up(remote.pending)
-            # Not for a live process: over TCP a removed process can't be added again.
+            # A live process stays: over TCP a removed one can't be added again.
             if remote.process_lost and all(other.agent != remote.agent for other in self._remotes):
                 try:
                     self.agent.remove_remote_agent(remote.agent)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts issued by the GPU: NVSHMEM through torch's symmetric memory, as torch.distributed backend "ibgda".
 
-Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN.  The kernels compile
-for sm_90a against NVSHMEM's device library, and run in Triton's interpreter with stand-in calls.  So `alloc`
-requires a successful put between neighbours.
+Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN: `alloc` requires a
+successful put between neighbours.  Tests run the kernels in Triton's interpreter with stand-in calls.
 
 Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own put_signal does nothing).
 """
@@ -32,7 +31,7 @@ _Gloo: Any = dist.ProcessGroupGloo
 
 
 class IbgdaGroup(_Gloo):
-    """A gloo group for collectives of host tensors, with puts from the GPU (`DevicePuts`)."""
+    """A gloo group for host collectives, with puts from the GPU."""
 
     def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout: timedelta) -> None:
         super().__init__(store, group_rank, group_size, timeout)
@@ -42,7 +41,7 @@ class IbgdaGroup(_Gloo):
     def alloc(self, num_bytes: int, num_signals: int, timeout_s: float = _SELF_TEST_S) -> SymmetricWindow:
         """See `DevicePuts`.
 
-        Raises ConfigError if this group is not the whole world, or if a put does not arrive within timeout_s.
+        Raises ConfigError if this group is not the whole world, or for a put later than timeout_s.
         """
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -121,7 +120,7 @@ class IbgdaGroup(_Gloo):
         sent, came = (window.bytes[start : start + _SELF_TEST_BYTES] for start in starts)
         sent.fill_(1 + me % 250)
         self.put_pieces(window, [(starts[0], _SELF_TEST_BYTES)], last, (me + 1) % size)
-        # Polled on the host: a wait on the device could not be given up.
+        # Polled on the host: a device can't give up a wait.
         deadline = time.monotonic() + timeout_s
         while window.read_signal(last) < PUT_BLOCKS:
             if time.monotonic() > deadline:

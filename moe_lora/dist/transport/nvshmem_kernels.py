@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that put from the GPU through NVSHMEM's device library.
 
-Import only with a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): decorating looks for the library.  NVSHMEM
-wheels with one library per architecture need a copy or link of libnvshmem_device_sm_90.bc under this name.
+Import only with a GPU and libnvshmem_device.bc (NVSHMEM_LIB_DIR): decorating looks for the library.  Wheels
+with one library per architecture need a copy of libnvshmem_device_sm_90.bc under this name.
 
 Only a program's last put carries a signal: one of the library's threads adds.
 """
@@ -69,11 +69,9 @@ def put_rows(
     HAS_IDS: tl.constexpr,
 ):
     """The peer's rows[r * row_bytes :] = row r, for its rows r (see `AnswerRows`); then each program's count
-    of
-    missing rows, with 1 for the peer's signal.
+    of missing rows, with 1 for the peer's signal.
 
-    A row of an evicted slot may have been read in part, and counts as missing.  status: int64 [2] per
-    program.
+    A row of an evicted slot may be damaged, and counts as missing.  status: int64 [2] per program.
     """
     if (tl.load(state) & over) != 0:
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport over shared memory on one host: a put is a memcpy and a store, complete on return.
 
-All processes run as one user in one PID namespace.  Segments are memfds without a name: the kernel frees them
-with the last mapping.  A peer opens /proc/PID/fd/FD and checks a random tag in the header.  Layout: a header
-page {magic, tag, num_bytes, num_signals}, {freed}, {doorbell}; signals, 64 bytes each; data, at a page.
+All processes run as one user in one PID namespace.  Segments are memfds: the kernel frees them with the last
+mapping.  A peer opens /proc/PID/fd/FD and checks a random tag.  Layout: a header page {magic, tag, num_bytes,
+num_signals}, {freed}, {doorbell}; signals, 64 bytes each; data, at a page.
 """
 
 from __future__ import annotations

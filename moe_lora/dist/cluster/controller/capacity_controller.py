@@ -30,8 +30,8 @@ LOOK_S = 0.2
 class CapacityController:
     """Evaluates the provisioning model on a window's requests, every `interval_s` of `run`.
 
-    Belongs to one event loop.  server: the LoRA Server's leader; None: instances hold adapters, max_loras
-    each.  latest: None before the first evaluation, or after a failure.
+    Belongs to one event loop.  server None: instances hold adapters, max_loras each.  latest: None before the
+    first evaluation, or after a failure.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class CapacityController:
     async def restart_server(self, limit_s: float) -> ServerState:
         """Restart the LoRA Server's ranks in turn, the leader last; returns the state then.
 
-        Instances compute an absent rank's part, so each restart waits for all links of the rank before.
-        Raises
+        Instances compute an absent rank's part, so each restart waits for the rank before.  Raises
         LoraServerError if a rank, link or instance is missing after limit_s.
         """
         async with self._restarting:  # a second restart would end the leader while a rank loads

@@ -35,11 +35,9 @@ _LOOK_S = 0.01
 
 
 class ClusterController:
-    """Decides and executes calls.
+    """Decides and executes calls, in a single front end or behind a `FrontEndListener`.
 
-    A single front end includes the controller; several share a process behind a `FrontEndListener`.
-    placement None: every instance has all adapters.  provision None: no watch on the load.  registry None:
-    adapters have paths only.
+    placement None: every instance has all adapters.  provision None: no watch on the load.
     """
 
     link = None
@@ -124,7 +122,7 @@ class ControlledFleet:
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
         """Return once this number of instances, with these start adapters, is in routing.
 
-        Raises AdapterError if an instance lacks an adapter, except the registry's optional adapters.
+        Raises AdapterError if an instance lacks an adapter, unless optional.
         """
         registry, served = self.instance_registry, self.controller.registry
         optional = frozenset[str]() if served is None else served.optional
@@ -189,8 +187,7 @@ async def controlled_fleet(
 ) -> AsyncIterator[ControlledFleet]:
     """A controller for the instances that dial the address, until the context ends.
 
-    setting: names the address in errors.  registry: of adapters among cluster.engine's.  recovery_s: see
-    `CatchUp`.  Raises ConfigError for errors known at start.
+    setting: names the address in errors.  Raises ConfigError for errors known at start.
     """
     config = cluster.engine
     pool = None

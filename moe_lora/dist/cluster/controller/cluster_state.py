@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 class ClusterState(Message, frozen=True, kw_only=True):
     """The controller's decisions.
 
-    number: rises with each change, even over restarts.  ranks: LoRA ranks by adapter.  holdings: of the
-    instances in the controller's routing.  drains: an operator's last orders; restarting: instances under
-    restart, dropped by the next controller.  aliases: with removed aliases.  ordered:
-    see `StandingOrders.active`.  table: adapter -> (instance name, phi); demand: tokens/s by adapter behind
-    the table.
+    number: rises with each change, even over restarts.  holdings: of instances in the controller's routing.
+    restarting: dropped by the next controller.  aliases: with removed aliases.  ordered: see
+    `StandingOrders.active`.  table: adapter -> (instance name, phi); demand: tokens/s by adapter behind the
+    table.
     """
 
     number: int
@@ -131,9 +130,7 @@ class ClusterStateLog:
     def recover(self, state: ClusterState) -> None:
         """Continue from a front end's state of the earlier controller.
 
-        The higher version of each adapter counts (`Served.joined`), the table with the higher number, and
-        later
-        orders.  Numbers continue above all known numbers.
+        Of adapters, tables and orders the higher number counts.  Numbers continue above all known numbers.
         """
         self._instance_registry.drains.learn(state.drains)
         if state.aliases:
@@ -149,7 +146,7 @@ class ClusterStateLog:
                 self._placement.resume(state.demand)
 
     def learn_orders(self, state: ClusterState) -> None:
-        """Learn orders, aliases and unloads that are unknown here, even from a late state.
+        """Learn unknown orders, aliases and unloads, even from a late state.
 
         Otherwise a drained instance would get requests, and a late instance bring an adapter back.
         """
@@ -169,7 +166,7 @@ class ClusterStateLog:
 
 
 def follow_aborts(instance_registry: InstanceRegistry, aborts: tuple[AbortOrder, ...]) -> None:
-    """Execute another process's controller's new aborts; the first state's are older than the requests here."""
+    """Execute another process's controller's new aborts.  The first state's precede the requests here."""
     known, instance_registry.aborts = instance_registry.aborts, aborts
     for one in aborts:
         if known is not None and one not in known and instance_registry.on_abort is not None:

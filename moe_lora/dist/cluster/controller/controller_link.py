@@ -77,9 +77,7 @@ class ReportedWindow:
 class ControllerLink:
     """Carries a front end's calls and reports to the controller, and decisions to registry and router.
 
-    Belongs to the event loop of `run`.  state: the newest received.  num_joins: connections so far.  watched:
-    the
-    controller watches the load on adapters.
+    Belongs to the event loop of `run`.  state: the newest.  num_joins: connections so far.
     """
 
     def __init__(
@@ -132,10 +130,7 @@ class ControllerLink:
             self._peer.send(Leaving())
 
     async def ready(self) -> None:
-        """Return once this front end knows the served adapters and has an instance, or after READY_S.
-
-        Until then a restarted front end leaves requests to others.
-        """
+        """Return once this front end knows the served adapters and has an instance, or after READY_S."""
         waited_s = 0.0
         while waited_s < READY_S and (self.state is None or not self._instance_registry.live):
             await asyncio.sleep(_LOOK_S)

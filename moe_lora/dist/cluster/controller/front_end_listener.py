@@ -81,7 +81,7 @@ class Session:
 class FrontEndListener:
     """Answers the calls of front ends, and sends decisions to all.
 
-    The recovery ends, and the first states leave, after the configured front ends' reports.
+    The recovery ends after the configured front ends' reports.
     """
 
     def __init__(self, controlled: ControlledFleet, front_ends: Collection[str]) -> None:

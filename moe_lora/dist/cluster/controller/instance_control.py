@@ -24,9 +24,8 @@ SETTLE_S = 0.5
 class InstanceControl:
     """Drains and restarts instances, one at a time.
 
-    drain_s: time for a restarted instance to lose requests; later, others continue them.  seen_by_all: True
-    if
-    all front ends route to this process.  An order for an absent instance waits for its dial-in.
+    drain_s: time for a restarted instance to lose requests.  seen_by_all: True if all front ends route to
+    this process.  An order for an absent instance waits for its dial-in.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
@@ -68,9 +67,8 @@ class InstanceControl:
     async def restart_instance(self, name: str, limit_s: float) -> None:
         """Drain an instance, end the process, and return when the supervisor's next process takes part.
 
-        Raises ConfigError for an unknown instance, or if all others are drained; EngineDeadError if no
-        process
-        takes part within limit_s of the call or of the end, or no other instance serves at all front ends.
+        Raises ConfigError for an unknown instance, or if all others are drained; EngineDeadError if after
+        limit_s no process takes part, or no other instance serves at all front ends.
         """
         async with self._restarting:
             instance = await self._named(name)

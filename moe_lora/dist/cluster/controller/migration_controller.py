@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of requests between instances: collect loads, call the policy, send orders.
+"""Moves of requests between instances: collect loads, call the policy, send orders to the requests'
+instances.
 
-The order goes to the request's instance, which knows the request's front end.
 Source: dLoRA, section 5.2.
 """
 
@@ -78,9 +78,7 @@ class MigrationController:
     """Checks the instances in each migration_interval_s, until cancelled.
 
     Plans only after the last plan's moves: no request gets two targets and no load counts twice.
-
-    steps: the routers' performance model.  same_layout: KV can move between instances.
-    num_orders: requested moves so far.
+    same_layout: KV can move between instances.  num_orders: requested moves so far.
     """
 
     def __init__(

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class Routes:
     """A router, with meters and ranks filled by clients of instances.
 
-    table: swapped by placements; the router, or a record of preloads; None: no table.  meter: of the demand;
-    None: no placement.  steps: of the performance model.
+    table: swapped by placements; the router, or a record of preloads.  meter: of the demand, for a placement.
     """
 
     config: RoutingConfig

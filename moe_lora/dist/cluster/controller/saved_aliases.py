@@ -35,8 +35,7 @@ def save(served: ServedRegistry, name: str, alias: Alias, paths: Mapping[str, st
     """Keep the alias; forget a removed one.  False if a later start lacks some of its adapters.
 
     `loaded` keeps the registry's versions of plainly named adapters: a later start may serve another version.
-    The number is one less: a living instance's alias, with its pins, is later.  paths: adapters' folders.
-    Raises RegistryError.
+    The number is one less: a living instance's alias, with its pins, is later.  Raises RegistryError.
     """
     registry = served.registry
     versions = {one: _version_of(registry, one, paths.get(one)) for one in targets(alias)}
@@ -67,8 +66,8 @@ def _version_of(registry: Registry, adapter: str, path: str | None) -> str:
 class SavedAliases:
     """A base model's aliases in a registry, with adapters for them.
 
-    served: folders of the start's adapters, by name.  bases: names of the base model.  path_of: a registry
-    version's folder.  adapters: further adapters for the start, as `served`.
+    served: folders of the start's adapters, by name.  path_of: a registry version's folder.  adapters:
+    further adapters for the start.
     """
 
     def __init__(
@@ -79,7 +78,9 @@ class SavedAliases:
         self.adapters: dict[str, str] = {}
 
     def load(self, found: dict[str, bytes]) -> None:
-        """Add aliases; log each alias without its adapter.  Without its second adapter, an alias is settled."""
+        """Add aliases; log each alias without its adapter.  Without its second adapter, an alias is
+        settled.
+        """
         for name, text in found.items():
             before = set(self.adapters)
             try:

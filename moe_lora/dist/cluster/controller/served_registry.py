@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 class ServedRegistry:
     """A registry and the served base model's hash.
 
-    optional: adapters unnamed in the settings; the server starts without an unfit one.  named: adapters
-    of the settings.  aliases: of an earlier server.
+    optional: adapters unnamed in the settings; the server starts without an unfit one.  named: by the
+    settings.
+    aliases: of an earlier server.
     """
 
     registry: Registry
@@ -54,9 +55,8 @@ def opened_registry(
 ) -> Iterator[tuple[ClusterConfig, ServedRegistry | None]]:
     """Settings with the registry's start adapters, and the registry, closed with the context.
 
-    An unnamed adapter with lost or altered files is left out and logged.
-    sources.resolver=registry starts with named adapters only.
-    Raises AdapterError or AdapterNotFoundError for a named adapter, also for a rank above the limit;
+    An unnamed adapter with lost or altered files is left out and logged.  sources.resolver=registry starts
+    with named adapters only.  Raises AdapterError or AdapterNotFoundError for an unfit named adapter;
     RegistryError or ConfigError for an unreadable registry or base model, and for name collisions.
     """
     settings, config = cluster.registry, cluster.engine

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class PoolDirectory:
     """Adapters by name, and the live engines that hold each content hash.  Of one event loop.
 
-    replicas: target number of holders per adapter.  version: differs after each change.
+    version: differs after each change.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -102,10 +102,7 @@ class PoolDirectory:
         return {one: self.sources(one, client, turn) for one in changed}
 
     async def enter(self, client: CallableEngine) -> None:
-        """Learn the adapters of an engine that dialled in or was silent.
-
-        The highest version of a name counts.
-        """
+        """Learn a new or formerly silent engine's adapters; a name's highest version counts."""
         entries: list[PoolEntry] = await client.call("pool_state")
         self._told[client] = 0  # an earlier front end's sources may have changed
         for entry in entries:
@@ -172,7 +169,7 @@ class PoolDirectory:
     ) -> None:
         """Divide adapters over empty engines: only the holders read an adapter from disk.
 
-        Raises the error of a failed load; an optional adapter is left out.
+        Raises a failed load's error, except for an optional adapter.
         """
         lost = set[str]()
         sizes = {name: _file_bytes(path) for name, path in adapters}

@@ -61,7 +61,7 @@ class FleetPool:
     async def sweep(self) -> None:
         """Free contents without a served name or a request on any instance.
 
-        Instances report such contents, so earlier failures to free don't matter.
+        Instances report such contents: an earlier failure does not matter.
         """
         with suppress(EngineDeadError):
             answers, _ = await self._ask(self._instance_registry.live, "pool_orphans")
@@ -89,7 +89,7 @@ class FleetPool:
         """Copies for a routing table: made before the body, which switches the routing; surplus dropped
         after.
 
-        A failed copy is no error: the instance fetches the adapter on demand.
+        A failed copy is no error: the instance loads on demand.
         """
         async with self._round:
             self.want(table)
@@ -100,9 +100,8 @@ class FleetPool:
     async def load(
         self, instances: list[Instance], name: str, path: str, *, replace: bool, version: int
     ) -> tuple[list[tuple[Instance, AdapterInfo]], list[tuple[Instance, Exception]]]:
-        """Serve a directory as `name`: some instances read and hold the adapter, others learn of it.
-
-        Returns as `adapter_calls.ask`.
+        """Serve a directory as `name`: some instances read and hold the adapter.  Returns as
+        `adapter_calls.ask`.
         """
 
         async def load(some: list[Instance], content: str | None) -> Answers[PoolEntry]:
@@ -135,7 +134,7 @@ class FleetPool:
     ) -> list[tuple[Instance, Exception]]:
         """Return to the earlier version after a refused load; returns the failures.
 
-        The pool still holds the earlier bytes; the directory may have changed.
+        The pool still holds the earlier bytes.
         """
         path, version = previous.path, previous.version
         facts = self._directory.facts_at(name, path, version)
