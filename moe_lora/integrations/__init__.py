@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publication of adapters from trainers of other projects to a running server."""
+"""Publication of trainers' adapters to a running server."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback of transformers' Trainer: serves each epoch's adapter under one name."""
+"""A callback of transformers' Trainer: serves each epoch's adapter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from .publisher import Publisher, adapter_config, adapter_tensors
 
 
 class PublishEachEpoch(TrainerCallback):
-    """Publishes the PEFT model's adapter after each epoch and after training.
-
-    url, name, api_key: see `Publisher`.  versions: published, in order.
-    """
+    """Publishes the PEFT model's adapter after each epoch and after training.  versions: in order."""
 
     def __init__(self, url: str, name: str, api_key: str | None = None, adapter: str = "default") -> None:
         self.versions: list[int] = []

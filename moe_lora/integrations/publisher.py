@@ -24,7 +24,7 @@ TIMEOUT_S = 1800.0
 
 
 def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
-    """The adapter's tensors by the keys of adapter_model.safetensors, in host memory.
+    """The adapter's tensors by adapter_model.safetensors' keys, in host memory.
 
     Every rank must call: sharded tensors are gathered.
     """
@@ -74,7 +74,7 @@ class Publisher:
         return int(_checked(answer, self.name)["version"])
 
     def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
-        """The server copies the files before its checks; the folder goes after the answer."""
+        """The server copies the files before its checks."""
         with TemporaryDirectory(dir=shared, prefix="moe_lora-published-") as folder:
             Path(folder, "adapter_config.json").write_text(config, encoding="utf-8")
             save_file(tensors, Path(folder, "adapter_model.safetensors"))

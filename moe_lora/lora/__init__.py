@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of LoRA deltas: the LoraBackend interface, row routing, the local backend."""
+"""LoRA deltas: the LoraBackend interface, row routing, the local backend."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of LoRA backends, and the choice among them."""
+"""The interface of LoRA backends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
-"""Adds one site's deltas to its output y: [T or T*K, sum of out_features], in the model's dtype or fp32."""
+"""Adds one site's deltas to y: [T or T*K, sum of out_features], in the model's dtype or fp32."""
 
 
 Made = TypeVar("Made")
@@ -42,7 +42,7 @@ class LoraBackend(ABC):
 
     def _once(self, make: Callable[..., Made], *place: int) -> Made:
         """make(*place), called once a step."""
-        key = make.__name__, *place  # not the bound method: a cycle would keep arenas alive
+        key = make.__name__, *place  # a bound method, a cycle, would keep arenas alive
         if key not in self._made:
             self._made[key] = make(*place)
         made: Made = self._made[key]
@@ -71,7 +71,7 @@ class LoraBackend(ABC):
         return None
 
     def abandon_step(self) -> None:  # noqa: B027
-        """Drop a failed step, if any: the next step never gets the dropped step's answers."""
+        """Drop a failed step, if any: no later step gets its answers."""
 
 
 class OuterBackend(LoraBackend):
@@ -167,7 +167,7 @@ class RoutedBackend(LoraBackend):
 
 
 class _LoadingRows:
-    """A step's rows with loading adapters.  here: routes computed here in `layer`."""
+    """A step's rows with loading adapters.  here: routes computed here."""
 
     def __init__(self, step: StepTables, routing: RowRouting) -> None:
         self.step = step

@@ -78,7 +78,7 @@ class ColumnBackend(OuterBackend):
         return self.inner.rows_to_sort(layer, site, x, ids)
 
     def _offsets(self, slot: int) -> list[list[int]]:
-        """First byte of (factor - 1, shift), by layer and column entry; -1 without."""
+        """First byte of (factor - 1, shift), by layer and entry; -1 without."""
         entries = slot, slice(None), slice(self._first_entry, None)
         found = torch.where(self._slots.lora_rank[entries] > 0, self._slots.b_offset[entries], -1)
         offsets: list[list[int]] = found.tolist()

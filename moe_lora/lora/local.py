@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coupled backend: unmerged deltas from the instance's own arena and device."""
+"""The coupled backend: deltas from this device's arena."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Launches in the context go to the side, after the main stream's earlier launches."""
+        """Launches in the context go to the side, after earlier main launches."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Later launches of the main stream wait for the side."""
+        """Later main launches wait for the side."""
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class LocalDeltas:
-    """AddTo of deltas on this device; on CUDA an expert layer may take them before its launch."""
+    """AddTo of deltas here; on CUDA an expert layer may take them before its launch."""
 
     def __init__(self, shrunk: Shrunk, subtract: bool, side: SideStream | None = None) -> None:
         self._shrunk = shrunk
@@ -70,7 +70,7 @@ class LocalDeltas:
         lora_expand(self._shrunk, y, subtract=self._subtract)
 
     def alone(self) -> Deltas | None:
-        """Deltas for a fused base layer, in place of a call; None if impossible."""
+        """Deltas for a fused base layer; None if impossible."""
         if self._side is not None:
             self._side.join()
         return None if self._subtract else deltas_of(self._shrunk)
@@ -137,7 +137,7 @@ class LocalBackend(LoraBackend):
     def _operands(
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
     ) -> tuple[LoraOperands, int]:
-        """Operands, and the largest rank of the site's rows, 0 without deltas."""
+        """Operands, and the largest rank, 0 without deltas."""
         token_slots, site_ranks = self._once(self._copied_slots, self._routing.groups[layer][site])
         place = self._sites[site], layer, token_slots, self._slots, self._arena
         return LoraOperands(x, ids, *place), site_ranks[site]
@@ -162,7 +162,7 @@ LayerPart = PackedLayer | LayerShard
 
 
 def part_bytes(layer: PackedLayer, part: LayerPart) -> torch.Tensor:
-    """The bytes of `part` of `layer`, 1-D uint8; a copy if cut."""
+    """The bytes of a layer's part, 1-D uint8; a copy if cut."""
     data = layer.data
     if isinstance(part, LayerShard):
         data = layer.data.new_empty(part.num_elements)
@@ -200,7 +200,7 @@ def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
 def point_layer(
     slots: SlotTable, slot: int, number: int, layer: PackedLayer, part: LayerPart, offset_bytes: int
 ) -> None:
-    """Point `slot` at a layer's `part` at this offset, a multiple of 64."""
+    """Point `slot` at a layer's part at this multiple of 64."""
     assert offset_bytes % MATRIX_ALIGN_BYTES == 0
     itemsize = layer.data.element_size()
     num_bytes = part.num_elements * itemsize if isinstance(part, LayerShard) else layer.nbytes

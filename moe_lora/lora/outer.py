@@ -19,7 +19,7 @@ from .row_routing import RowRouting, Source
 
 
 class OuterDeltas:
-    """One step's deltas.  sites: the head, and the embedding.  layer: of the slot table."""
+    """One step's deltas.  sites: head, embedding.  layer: of the slot table."""
 
     def __init__(
         self, sites: Sequence[Site], layer: int, arena: torch.Tensor, slots: SlotTable, kernel: str
@@ -35,7 +35,7 @@ class OuterDeltas:
         self._ranks: Sequence[int] = (0, 0)
 
     def begin_step(self, step: StepTables, routing: RowRouting, logit_rows: torch.Tensor) -> None:
-        """Set the batch.  routing: with a group of outer sites.  logit_rows: [S] int64."""
+        """Set the batch.  logit_rows: [S] int64."""
         assert routing.outer is not None, "no row has outer deltas"
         self._decode = step.decode
         slots = self._host_slots = np.ascontiguousarray(
@@ -84,7 +84,7 @@ class OuterDeltas:
 
 
 def _sum_in_order(a_RT: torch.Tensor, b_RH: torch.Tensor) -> torch.Tensor:
-    """a_RT.T @ b_RH, summed over R in order, zeros left out: most rows have no trained token."""
+    """a_RT.T @ b_RH, summed over R in order, zeros left out."""
     ranks, rows = ((a_RT != 0).any(dim).nonzero().squeeze(1) for dim in (1, 0))
     some = b_RH.new_zeros(len(rows), b_RH.shape[1])
     for a_T, b_H in zip(a_RT[ranks][:, rows], b_RH[ranks], strict=True):

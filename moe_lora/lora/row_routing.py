@@ -27,9 +27,9 @@ class Source(IntEnum):
     LEASED = 2
     HOST = 3
     HELD = 4
-    """This device, outside the arena: the merged adapter at sites of the LoRA Server."""
+    """This device, outside the arena: the merged adapter at a LoRA Server's sites."""
     PUSHED = 5
-    """The LoRA Server by puts of this device: LEASED terms in eligible steps."""
+    """The LoRA Server by device puts, in eligible steps."""
 
 
 TERM = np.dtype(
@@ -46,7 +46,7 @@ NO_TERM = np.array((0, -1, -1, 0), TERM)
 
 @dataclass(frozen=True)
 class Lease:
-    """An adapter's slot on the LoRA Server; the generation identifies the content."""
+    """A slot on the LoRA Server; the generation identifies the content."""
 
     slot: int
     generation: int
@@ -72,7 +72,7 @@ def content_prefix(number: int) -> str:
 
 
 def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray:
-    """[num_routes + 1, num_groups, num_terms] TERM, empty; the last route stays empty."""
+    """[num_routes + 1, num_groups, num_terms] TERM, empty."""
     terms = np.zeros((num_routes + 1, num_groups, num_terms), TERM)
     terms["slot"] = terms["adapter"] = -1
     return terms
@@ -114,7 +114,7 @@ class RowRouting:
 
     @property
     def loading(self) -> np.ndarray:
-        """[N + 1, G] bool, terms of host workers during an adapter's load."""
+        """[N + 1, G] bool, terms of loading adapters."""
         return self.terms["source"][:, :, 0] == Source.HOST
 
     @property
@@ -125,14 +125,14 @@ class RowRouting:
         return {route: int(slots[route]) for route in np.flatnonzero(slots >= 0).tolist()}
 
     def taken_over(self, routes: Sequence[int]) -> RowRouting:
-        """The routing with these routes' HOST terms computed on this device."""
+        """The routing with these routes' HOST terms computed here."""
         terms = self.terms.copy()
         source = terms["source"]
         source[routes] = np.where(source[routes] == Source.HOST, Source.LOCAL, source[routes])
         return replace(self, terms=terms, on_device={})
 
     def slots_here(self) -> dict[tuple[int, int], np.ndarray]:
-        """[T] int32, by source and group: slot of each row's term on this device, else -1."""
+        """[T] int32, by source and group: slots on this device or -1."""
         return {
             place: np.ascontiguousarray(self.terms_from(*place)["slot"])
             for place in self._places()
@@ -140,7 +140,7 @@ class RowRouting:
         }
 
     def frames_pushed(self) -> dict[tuple[int, int], np.ndarray]:
-        """[1 + 2 T] int64, by source and group of PUSHED terms: T, slots or -1, generations."""
+        """[1 + 2 T] int64, by source and group: T, slots or -1, generations."""
         found = {}
         for place in self._places():
             if place[0] == Source.PUSHED:
@@ -158,10 +158,7 @@ class RowRouting:
         return replace(self, terms=terms, on_device={})
 
     def terms_from(self, source: int, group: int) -> np.ndarray:
-        """[T] TERM: each row's term of this source; slot -1, adapter -1 without.
-
-        source: negated for subtracted terms.
-        """
+        """[T] TERM: each row's term of this source, or NO_TERM."""
         terms = self.terms[:, group, 0 if source > 0 else 1]
         if self.sources[group] != {source}:
             terms = np.where(terms["source"] == source, terms, NO_TERM)
@@ -194,7 +191,7 @@ def on_merged_weights(
 
 
 def local_routing(shape: ModelShape, token_slots: np.ndarray) -> RowRouting:
-    """All deltas from this device.  token_slots: [T] int32 slot of each row, -1 = base model."""
+    """All deltas from this device.  token_slots: [T] int32, -1 = base model."""
     terms = no_terms(int(token_slots.max(initial=-1)) + 1, 1)
     terms["source"][:-1] = Source.LOCAL
     terms["slot"][:-1, 0, 0] = range(len(terms) - 1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of layers and of steps on this machine, for provisioning and placement."""
+"""Times of layers and steps, for provisioning and placement."""

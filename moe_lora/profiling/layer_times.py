@@ -31,7 +31,7 @@ _EXPERT_SITES = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Median seconds of one layer by batch; server stages by EP degree and batch."""
+    """Median seconds of one layer by batch; server stages by EP degree."""
 
     attention_s: list[float]
     experts_s: list[float]
@@ -122,7 +122,7 @@ class LayerClock:
         return self._seconds(deltas)
 
     def _transfers(self, degrees: list[int]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-        """Seconds of puts through shared memory: a rank's part of a layer's inputs, and of its deltas."""
+        """Seconds of puts through shared memory: a rank's inputs, and deltas."""
         shape, itemsize = self.shape, self.dtype.itemsize
         routed = shape.num_experts_per_token
         per_row_in = {ep: shape.hidden_size + routed * shape.intermediate_size / ep for ep in degrees}
@@ -151,7 +151,7 @@ class LayerClock:
         return host.numel() / self._seconds(lambda: self._adapters.copy_(host))
 
     def _random_adapters(self, lora_rank: int, num_adapters: int) -> tuple[SlotTable, torch.Tensor]:
-        """One layer of num_adapters adapters on the expert sites, packed as on a server rank."""
+        """One layer of adapters on the expert sites, packed as on a server rank."""
         adapter = random_adapter(self.shape, self.dtype, "", lora_rank, seed=0, targets=_EXPERT_SITES)
         layer = adapter.layers[_LAYER]
         arena = layer.data.repeat(num_adapters).to(self.device).view(torch.uint8)

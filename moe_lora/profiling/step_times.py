@@ -36,7 +36,7 @@ def random_adapter(
     seed: int,
     targets: tuple[str, ...] | None = None,
 ) -> PackedAdapter:
-    """A random adapter on whole sites, with equal layers.  Raises ConfigError for a bad rank."""
+    """A random adapter with equal layers.  Raises ConfigError for a bad rank."""
     if lora_rank < 1:
         raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ _LOAD_POLL_S = 0.001
 
 
 class TimedRow(Protocol):
-    """A request of a timed batch.  adapter None: the base model.  num_tokens: of the prompt."""
+    """A request of a timed batch.  adapter None: the base model."""
 
     @property
     def adapter(self) -> str | None: ...
@@ -163,7 +163,7 @@ class StepClock:
 def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> EngineCore:
     """An engine without prefix cache, with these random adapters (name -> rank) resident.
 
-    Their memory stays below the cache's swap-out threshold.
+    Their memory stays below the swap-out threshold.
     """
     hf_config = config.hf_config()
     dtype = DTYPES[resolved(config, hf_config).dtype]
@@ -202,7 +202,7 @@ _LONGEST_SLEEP_S = 0.01
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request's times in seconds after the run's start; NaN: not yet."""
+    """A request's times in seconds after the start; NaN: not yet."""
 
     arrival_s: float
     output_tokens: int

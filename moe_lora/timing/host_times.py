@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LARGEST = 1e30
-"""Limit of a profile's numbers against overflow; divisors are at least 1 / _LARGEST."""
+"""Limit of a profile's numbers against overflow."""
 _MOST = 1 << 20
 
 Amount = TypeVar("Amount", float, "NDArray[Any]")
@@ -36,7 +36,7 @@ class LinkTime(NamedTuple):
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def of_parts(self, number: Amount, part_bytes: float) -> Amount:
-        """Seconds of equal parts, e.g. pages, in one copy."""
+        """Seconds of equal parts in one copy."""
         return self.latency_s + number * (part_bytes / self.bytes_per_s)
 
 
@@ -60,7 +60,7 @@ class CacheCosts:
         return LinkTime(self.transfer_bytes_per_s, self.transfer_s).of_parts(pages, self.page_bytes)
 
     def load_s(self, pages: Amount) -> Amount:
-        """Seconds to load an adapter of these pages from files."""
+        """Seconds to load these pages from files."""
         return LinkTime(self.disk_bytes_per_s, self.transfer_s).of_parts(pages, self.page_bytes)
 
     def recompute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
@@ -125,11 +125,11 @@ class HostTimes:
         )
 
     def load_s(self, adapter: ColdAdapter) -> float:
-        """Load time of the adapter on an idle link."""
+        """Load time on an idle link."""
         return LinkTime(self.load_bytes_per_s, self.load_fixed_s).seconds(adapter.num_bytes)
 
     def worker_s(self, num_tokens: float, adapter: ColdAdapter) -> float:
-        """One worker's time for a layer's deltas of num_tokens rows."""
+        """One worker's time for a layer's deltas."""
         return math.fsum(
             time.seconds(num_tokens, adapter.lora_rank)
             for modules, time in self.worker.items()
@@ -154,7 +154,7 @@ class HostTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ColdAdapter:
-    """An adapter outside the device.  targets: modules with deltas; None: all."""
+    """An adapter outside the device.  targets None: all modules."""
 
     lora_rank: int
     num_bytes: float

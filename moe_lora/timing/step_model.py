@@ -107,7 +107,7 @@ class StepWork:
 
 
 def features(rows: Iterable[Row], expert_share: float) -> dict[str, float]:
-    """All `FEATURES` of a step; expert_share: p, 1 of a dense model."""
+    """All `FEATURES` of a step."""
     return StepWork(expert_share, rows).features()
 
 
@@ -187,11 +187,11 @@ class StepModel:
 
 
 FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
-"""Reads and writes of the changed weights: W and W_a, and the products; the originals, and W."""
+"""Reads and writes: W, W_a, and the products; the originals, and W."""
 
 
 def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
-    """Bytes per rank of an adapter on all usual sites and layers: dense sites, experts."""
+    """Bytes per rank of an adapter on all usual sites: dense, experts."""
     parts = [0, 0]
     for site in map(shape.site, shape.default_targets):
         features = sum(site.in_features + out for out in site.out_features)
@@ -223,7 +223,7 @@ def expected_step_times(
 def expected_swap_times(
     num_bytes: Callable[[Hashable], int], bytes_per_s: float
 ) -> Callable[[Hashable, Hashable], float]:
-    """Estimate of merges.  num_bytes: of an adapter's changed weights."""
+    """Estimate of merges.  num_bytes: of changed weights."""
 
     def seconds(before: Hashable, after: Hashable) -> float:
         out = 0 if before is None else TAKE_OUT_PASSES * num_bytes(before)
@@ -283,7 +283,7 @@ class TransformerTime:
     def step_model(self, lora_ranks: float, adapter_bytes: float) -> StepModel:
         """As a performance model, without context terms.
 
-        lora_ranks, adapter_bytes: of one adapter, all of equal rank.
+        lora_ranks, adapter_bytes: of each adapter.
         """
         per_rank_s = adapter_bytes / self.bytes_per_s / lora_ranks
         seconds = {

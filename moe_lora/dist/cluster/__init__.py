@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines as one service: registry of instances, health, routing."""
+"""Several engines as one service."""

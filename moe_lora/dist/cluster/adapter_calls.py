@@ -47,7 +47,7 @@ Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
 
 
 def latest_aborts(orders: tuple[AbortOrder, ...]) -> tuple[AbortOrder, ...]:
-    """At most MAX_ABORTS orders; the oldest order of ids goes first."""
+    """At most MAX_ABORTS orders, without the oldest by ids."""
     if len(orders) <= MAX_ABORTS:
         return orders
     first = next((one for one in orders if one.scope.ids), orders[0])
@@ -88,7 +88,7 @@ async def ask(
 async def ask_live(
     instance_registry: InstanceRegistry, call: Callable[[EngineClient], Awaitable[Answer]]
 ) -> list[tuple[Instance, Answer]]:
-    """Each live instance's answer.  Raises the first refusal, or EngineDeadError."""
+    """Each live instance's answer.  Raises the first refusal, EngineDeadError."""
     live = instance_registry.having(None)
     answers, errors = await ask(instance_registry, live, [call(one.client) for one in live])
     for _, error in errors:
@@ -140,7 +140,7 @@ class FleetAdapters:
         self._rollouts: Rollouts | None = None
         self._found: set[str] = set()
         """Names under load for a resolver."""
-        # Calls for one adapter run in sequence: instances must agree on the last.
+        # Calls for one adapter run in sequence: instances must agree.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def devices(self) -> set[str]:
@@ -181,7 +181,7 @@ class FleetAdapters:
         return self._rollouts
 
     async def _on_all(self, verb: str, args: tuple[Any, ...]) -> list[Any] | None:
-        """Run one of `INSTANCE_VERBS` on all live instances; the joined lists, or None."""
+        """Run one of `INSTANCE_VERBS` on all live instances; joins lists."""
         registry = self.instance_registry
         if registry.on_abort is not None and (verb == "abort_requests" or args[1:2] == ("abort",)):
             registry.aborts = latest_aborts((*(registry.aborts or ()), AbortOrder(args[0], time.time_ns())))
@@ -235,7 +235,7 @@ class FleetAdapters:
             return info
 
     async def _merge_late(self, have: Mapping[str, ServedVersion], ranks: Mapping[str, int]) -> None:
-        """Serve an instance's adapters of an earlier controller, unless changed since the recovery."""
+        """Serve an instance's earlier adapters, unless changed since the recovery."""
         registry = self.instance_registry
         await registry.at_rest()  # a version under load counts
         now, before = registry.served, registry.recovered or Served()
@@ -256,7 +256,7 @@ class FleetAdapters:
                     await self._load_missing(name, served)
 
     async def _load_missing(self, name: str, served: ServedVersion) -> None:
-        """Load an adapter on the live instances without it."""
+        """Load an adapter where it is missing."""
         from .listener import catch_up
 
         pool = self.instance_registry.pool
@@ -339,7 +339,7 @@ class FleetAdapters:
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
-        """Undo a load; after a failed undo an instance gets no requests for the adapter."""
+        """Undo a load; after a failure the instance loses the adapter's requests."""
 
         def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
             if previous is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aliases of adapters: steps of a rollout, and the adapter of a request."""
+"""Aliases of adapters: steps of a rollout, and requests' adapters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_adapter(aliases: Mapping[str, Alias], adapter: str) -> Iterator[str]:
 
 
 def check_load(aliases: Mapping[str, Alias], name: str) -> None:
-    """Raises AdapterError for an alias's name without this adapter: no request would reach the load."""
+    """Raises AdapterError for an alias's name: no request would reach the load."""
     alias = aliases[name]
     if alias.current and name not in targets(alias):
         raise AdapterError(
@@ -70,9 +70,9 @@ def check_unload(aliases: Mapping[str, Alias], name: str) -> None:
 
 
 def rolled_out(name: str, alias: Alias, target: str, share: float | None, served: Collection[str]) -> Alias:
-    """The alias with `target` for this share of the requests.
+    """The alias with `target` for this share of the requests.  Raises ConfigError.
 
-    A first rollout without an adapter named `name` serves `target` alone.  Raises ConfigError.
+    A first rollout without an adapter named `name` serves `target` alone.
     """
     if share is not None and not 0 < share <= 1:
         raise ConfigError(f"share={share:g} must be above 0 and at most 1; 0.05 is 5 % of the requests")

@@ -33,7 +33,7 @@ class Drains:
         return frozenset(name for name, order in self.orders.items() if order.drained)
 
     def order(self, name: str, *, drained: bool) -> DrainOrder:
-        """An operator's new order, later than all known orders."""
+        """An operator's new order, the latest."""
         number = 1 + max((order.number for order in self.orders.values()), default=0)
         order = DrainOrder(drained, number)
         self.follow({**self.orders, name: order}, self.restarting)

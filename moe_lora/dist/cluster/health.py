@@ -47,7 +47,7 @@ class HealthMonitor:
         self._moved_off_s = self._clock.now_s()
 
     async def run(self) -> None:
-        """Watch until the engine's end; then remove it from routing."""
+        """Watch until the engine's end; then out of routing."""
         ending = asyncio.ensure_future(self._client.ended.wait())
         try:
             await self._watch(ending)

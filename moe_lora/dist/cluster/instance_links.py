@@ -54,7 +54,7 @@ MAX_JOINED_BYTES = 1 << 14
 
 @dataclass(eq=False)
 class _Request:
-    """A running request.  num_prompt: tokens before its first token; left: tokens needed, at most."""
+    """A running request.  num_prompt: tokens before its first token."""
 
     peer: Peer
     request_id: str
@@ -147,7 +147,7 @@ class ConnectionMux:
 
     @verb
     def pass_on(self, orders: Sequence[MoveOrder]) -> int:
-        """Send orders to these requests' front ends; returns the number of live requests."""
+        """Send orders to these requests' front ends; returns their number."""
         found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
         for asked, order in found:
             if asked.peer in self._open:
@@ -212,7 +212,7 @@ class ConnectionMux:
         return asked
 
     def elsewhere(self, peer: Peer, stuck_s: float, held_back: bool = False) -> Beat:
-        """A beat for a peer, with all other peers' requests."""
+        """A beat with all other peers' requests."""
         others = [asked for asked in self._requests.values() if asked.peer is not peer]
         return Beat(
             stuck_s=stuck_s,
@@ -271,7 +271,7 @@ class FrontEndLinks:
         self._stopping.set()
 
     async def run(self, instance: str, epoch: str, facts: InstanceFacts, pulse: Pulse) -> None:
-        """Serve until `stop`, then stop the engine loop.  epoch: of the process."""
+        """Serve until `stop`, then stop the engine loop."""
 
         def hello() -> Hello:
             return HANDSHAKE.hello(
@@ -302,7 +302,7 @@ class FrontEndLinks:
         return peer
 
     async def _serve(self, name: str, pulse: Pulse, peer: Peer) -> None:
-        """Take commands until the connection ends, then end its requests."""
+        """Take commands until the connection ends."""
         self._mux.open(peer)
         beats = asyncio.create_task(self._beat(peer, pulse))
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of instances, liveness and adapters, in one event loop."""
+"""Registry of instances and adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DIAL_IN_S = 20.0
 """All running instances dial in within this time."""
 MAX_UNLOADED = 10_000
-"""Most unloaded names with a known version; other names count from the highest version."""
+"""Most unloaded names with a known version; others count from the highest."""
 _LOOK_S = 0.1
 ABSENCE = "none has dialled in, or all have left; send the request again in a while"
 """Text for tenants, without addresses."""
@@ -54,7 +54,7 @@ class ServedVersion:
     content_hash: str | None = None
 
     def is_same(self, other: ServedVersion | None) -> bool:
-        """True for one version, with equal contents if both are known."""
+        """True for equal versions, with equal contents if known."""
         if other is None or (self.path, self.version) != (other.path, other.version):
             return False
         return None in (self.content_hash, other.content_hash) or self.content_hash == other.content_hash
@@ -62,10 +62,7 @@ class ServedVersion:
 
 @dataclass(frozen=True)
 class Holding:
-    """An instance holds all served adapters but `missing`.
-
-    problems: reasons by name.  incarnation: see `instance_links.HANDSHAKE`.
-    """
+    """An instance holds all served adapters but `missing`.  problems: reasons by name."""
 
     incarnation: str | None
     missing: frozenset[str] = frozenset()
@@ -87,7 +84,7 @@ class Served:
         return {name for name, adapter in self.adapters.items() if not adapter.is_same(have.get(name))}
 
     def state_of(self, name: str) -> tuple[int, bool]:
-        """The latest version, 0 for an unknown name; True if served."""
+        """The latest version or 0; True if served."""
         return self.versions.get(name, 0), name in self.adapters
 
     @staticmethod
@@ -124,7 +121,7 @@ class Served:
 
 
 def reason(error: Exception) -> str:
-    """A failed load for clients: the project's message, else the error's type."""
+    """A failed load for clients."""
     return str(error) if isinstance(error, MoeLoraError) else type(error).__name__
 
 
@@ -202,13 +199,13 @@ class InstanceRegistry:
         """True once another process's controller has sent the served adapters."""
         self.advice = advice
         self.on_move: Callable[[Move], None] = lambda move: None
-        """Called with move orders; set by the client that sends requests."""
+        """Called with move orders."""
         self.on_unheard: Callable[[Instance], None] = lambda instance: None
         """Called repeatedly with an instance without beats."""
         self.on_forget: Callable[[str], None] = lambda name: None
         """Called with a name no longer served."""
         self.recovered: Served | None = None
-        """The account at the recovery's end, with late reports; None before."""
+        """The account at the recovery's end; None before."""
         self.on_late: Callable[[dict[str, ServedVersion], dict[str, int]], Awaitable[None]] | None = None
         """Called after the recovery with a new process's adapters."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
@@ -255,7 +252,7 @@ class InstanceRegistry:
                 self.on_drain(instance)
 
     def hear_drain(self, name: str, order: DrainOrder) -> None:
-        """Record the order of an instance that dials in; another process's controller wins."""
+        """Record the order of an instance that dials in, if still undirected."""
         if not self.directed and order.number:
             self.drains.learn({name: order})
 
@@ -293,12 +290,12 @@ class InstanceRegistry:
         return self.advice
 
     def lose(self, instance: Instance, client: EngineClient) -> None:
-        """Remove an instance with a dead `client` from routing, unless a new client is set."""
+        """Remove an instance with a dead `client` from routing."""
         if instance.client is client:
             self._take_out(instance)
 
     def note_silent(self, instance: Instance, client: EngineClient) -> bool:
-        """Remove a silent instance from routing until it joins again; False if already removed."""
+        """Remove a silent instance from routing; False if already removed."""
         was_live = instance.live
         if instance.client is client and was_live:
             instance.silent = True
@@ -312,7 +309,7 @@ class InstanceRegistry:
             instance.latest = EngineStats()
 
     def enter(self, name: str, client: EngineClient) -> Instance:
-        """The entry of an engine that dials in, not yet in routing.  Raises EngineDeadError after `close`."""
+        """The entry of an engine that dials in.  Raises EngineDeadError after `close`."""
         self._check_open()
         for instance in self.instances:
             if instance.name == name:
@@ -328,7 +325,7 @@ class InstanceRegistry:
             raise EngineDeadError("the instances were closed")
 
     def number_of(self, name: str) -> int:
-        """The index of this instance, even before its dial-in."""
+        """The instance's index, even before its dial-in."""
         return self._numbers.setdefault(name, len(self._numbers))
 
     def name_of(self, index: int) -> str:
@@ -336,7 +333,7 @@ class InstanceRegistry:
         return next(name for name, number in self._numbers.items() if number == index)
 
     async def dialled_in(self, condition: Callable[[], object]) -> None:
-        """Return when the condition holds, or no dial-in can change it."""
+        """Wait for the condition, at most until all may have dialled in."""
         with move_on_after(self._all_there_s - time.monotonic()):
             while not condition() and not self.closed.is_set():
                 await asyncio.sleep(_LOOK_S)
@@ -356,7 +353,7 @@ class InstanceRegistry:
     ) -> bool:
         """Put an instance into routing if `have` is the served state; waits for running loads.
 
-        incarnation: of the engine's process.  Raises EngineDeadError after `close`.
+        Raises EngineDeadError after `close`.
         """
         await self.at_rest()
         self._check_open()
@@ -366,7 +363,7 @@ class InstanceRegistry:
         return True
 
     def _is_all(self, have: dict[str, ServedVersion]) -> bool:
-        """True if an engine has all served adapters; sets contents still unknown."""
+        """True if an engine has all served adapters; learns their contents."""
         if have.keys() != self._adapters.keys():
             return False
         for name, there in have.items():
@@ -408,7 +405,7 @@ class InstanceRegistry:
         self._route_to(instance, client, missing, incarnation)
 
     def holding_of(self, name: str, incarnation: str | None) -> Holding | None:
-        """The process's holding at another process's controller; None: not in its routing."""
+        """The process's holding, if in that controller's routing."""
         holding = self._holdings.get(name)
         return None if holding is None or holding.incarnation != incarnation else holding
 
@@ -469,7 +466,7 @@ class InstanceRegistry:
         return self._versions.get(name, self._least_version) + 1
 
     def serve(self, info: AdapterInfo, path: str) -> ServedVersion:
-        """Serve this version on all instances.  Versions count up over restarts."""
+        """Serve this version on all instances."""
         version = max(info.version, self.next_version(info.name))
         self._versions.pop(info.name, None)
         self._versions[info.name] = version  # the latest loaded is last

@@ -98,10 +98,7 @@ async def catch_up(
 async def held_by(
     client: DialledClient, pool: PoolDirectory | None = None
 ) -> tuple[dict[str, ServedVersion], dict[str, int]]:
-    """The engine's adapters and LoRA ranks, after all earlier commands.  Raises EngineDeadError.
-
-    pool: learns the engine's holdings.
-    """
+    """The engine's adapters and LoRA ranks, after all earlier commands.  Raises EngineDeadError."""
     await client.settled()
     if pool is not None:
         await pool.enter(client)
@@ -262,7 +259,7 @@ class DialledClient(CallableEngine):
         self._dead: EngineDeadError | None = None
 
     async def read(self) -> None:
-        """Pass on the engine's messages until the connection ends, then end all waits."""
+        """Pass on the engine's messages until the end, then end all waits."""
         failed = False
         async for message in self._peer.messages():
             if isinstance(message, Outputs):
@@ -293,7 +290,7 @@ class DialledClient(CallableEngine):
         self._streams.clear()
 
     def _at_work(self) -> frozenset[str]:
-        """Adapters in the engine's notes; for another host's engine, of this connection's requests."""
+        """Adapters in the engine's notes, else of this connection's requests."""
         if self._notes.readable:
             return self._notes.adapters()
         return frozenset(s.adapter for s in self._streams.values() if s.adapter is not None)
@@ -373,9 +370,7 @@ class InstanceListener:
 
     @asynccontextmanager
     async def open(self, setting: str, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
-        """Listen until the context ends.  Raises ConfigError, naming the setting, for an
-        unavailable address.
-        """
+        """Listen until the context ends.  Raises ConfigError for an unavailable address."""
         visit = partial(HANDSHAKE.receive, self._register, self._serve)
         async with listen(setting, address, keys, visit) as place:
             self._place = place

@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 MoveKind = Literal["tokens", "kv"]
 MOVES_AT_ONCE = 4
 READY_S = 30.0
-"""Limit for a target's adapter, pages and prompt, while the source decodes."""
+"""Limit for a target's adapter, pages and prompt."""
 ACK_S = 5.0
 """Limit for each wait of a held request."""
 
 
 class MoveTask:
-    """A running move.  final: the target has the order to resume."""
+    """A running move.  final: the target was told to resume."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self.final = False
@@ -125,7 +125,7 @@ class RequestMover:
     async def migrate(
         self, source: str, target: str, num_requests: int, kind: MoveKind
     ) -> tuple[int, list[str]]:
-        """Move up to num_requests, without a token first; returns the number, and the others' problems."""
+        """Move up to num_requests, without a token first; returns the number and the problems."""
         found = [(one, self._running[one].attempt) for one in self.requests_at(source)[:num_requests]]
         problems = await asyncio.gather(
             *(self._try_move(one, attempt, target, kind) for one, attempt in found)
@@ -141,7 +141,7 @@ class RequestMover:
                 self._in_background(self._move_one_off(name, attempt))
 
     def move_on(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        """Move a kept request in the background; once more after a failure."""
+        """Move a kept request in the background, with one retry."""
         self._in_background(self._move_kept(resumable, attempt))
 
     async def _move_kept(self, resumable: ResumableRequest, attempt: Attempt) -> None:
@@ -165,10 +165,7 @@ class RequestMover:
     async def _try_move(
         self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
     ) -> str | None:
-        """Returns the problem, None after a move.  target None: the router chooses.
-
-        A request with a later attempt stays.
-        """
+        """Returns the problem, if any.  target None: the router chooses."""
         async with self._places if attempt is None or attempt.kept_s is None else nullcontext():
             resumable = self._running.get(request_id)
             if resumable is not None and resumable.attempt is not attempt:
@@ -220,7 +217,7 @@ class RequestMover:
     async def _carry_out(
         self, resumable: ResumableRequest, source: Attempt, begin: Callable[[], Attempt]
     ) -> None:
-        target = begin()  # here, since a task cancelled before its start closes no target
+        target = begin()  # here: a task cancelled before its start closes no target
         try:
             target.begun_s = self._clock.now_s()
             ready_s = READY_S if source.kept_s is None else ACK_S
@@ -241,9 +238,9 @@ class RequestMover:
         source.leave()
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
-        """Have a decoding source put KV into the target's window; None: no window."""
+        """Have a decoding source put KV into the target's window, if any."""
         window: KvWindow | None = await target.call("kv_window")
-        if window is None:  # the pages went to an older request, or the instance takes no KV
+        if window is None:  # the pages went elsewhere, or the instance takes no KV
             target.kind = "tokens"
         elif source.kept_s is None:
             await source.call("kv_send", window)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on separate instances (InfiniLoRA section 5): with its first token a request moves, by KV."""
+"""Prompts on separate instances (InfiniLoRA section 5); with its first token a request moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .routing_client import FleetClient
 
 
 class ByPhase:
-    """A `Router` among prefill instances before a request's first token, then among others, if any."""
+    """A `Router` among prefill instances before a request's first token, then among others."""
 
     def __init__(
         self, router: Router, running: Mapping[str, ResumableRequest], prefill_instances: Sequence[str]

@@ -39,7 +39,7 @@ def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
 def merge_stats(
     live: Sequence[EngineStats], past: Iterable[EngineStats], instances: Iterable[InstanceStats]
 ) -> FleetStats:
-    """See `FleetStats`.  past: counters of ended processes, so that no sum falls."""
+    """See `FleetStats`.  past: of ended processes, so that no sum falls."""
     names: dict[str, Any] = {
         field: tuple(sorted(set(chain.from_iterable(getattr(stats, field) for stats in live))))
         for field in NAMES
@@ -54,9 +54,7 @@ def merge_stats(
 
 
 def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
-    """One entry per name, in order of appearance: sums of requests and pages, the best residency, the latest
-    version and use.
-    """
+    """One entry per name: sums of requests and pages, the best residency, the latest version and use."""
     merged: dict[str, AdapterInfo] = {}
     for info in chain.from_iterable(lists):
         other = merged.get(info.name)

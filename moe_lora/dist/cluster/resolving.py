@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and loads unknown adapters at their first request, and unloads idle adapters near a number."""
+"""Finds and loads unknown adapters at their first request, and unloads idle adapters."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 Find = Callable[[str], Awaitable[str]]
-"""A name's folder.  Raises AdapterNotFoundError, AdapterError or OSError; other errors may pass."""
+"""A name's folder.  Raises AdapterNotFoundError, AdapterError or OSError."""
 MAX_LOADS = 4
-"""Most finds and loads of a front end at once."""
+"""Most finds and loads at once."""
 MARK = "/."
-"""Ends a resolved adapter's path: all front ends know paths, even after a restart."""
+"""Ends a resolved adapter's path, known to all front ends."""
 MAX_MISSING = 10_000
 """Most remembered missing names."""
 
 
 def resolved(instance_registry: InstanceRegistry) -> dict[str, ServedVersion]:
-    """Adapters loaded by any front end's resolver, except pinned and aliased adapters."""
+    """Adapters of all resolvers, except pinned and aliased adapters."""
     kept = {name for one in instance_registry.aliases.live.values() for name in targets(one)}
     return {
         name: one
@@ -60,7 +60,7 @@ def resolved(instance_registry: InstanceRegistry) -> dict[str, ServedVersion]:
 
 
 class MissingNames:
-    """Errors of names without a loadable adapter, for `kept_s`; the oldest go first."""
+    """Errors of unloadable names, for `kept_s`; the oldest go first."""
 
     def __init__(self, kept_s: float, most: int = MAX_MISSING) -> None:
         self._kept_s = kept_s
@@ -88,7 +88,7 @@ class MissingNames:
 
 
 class Resolver:
-    """Finds and loads unknown adapters for a front end: a name once at a time."""
+    """Finds and loads unknown adapters, a name once at a time."""
 
     def __init__(
         self, find: Find, load: Callable[[str, str], Awaitable[object]], missing: MissingNames
@@ -100,7 +100,7 @@ class Resolver:
         self._turns = asyncio.Semaphore(MAX_LOADS)
 
     async def load(self, name: str) -> None:
-        """Return once the adapter is served.  Raises the load's error, new or remembered."""
+        """Return once the adapter is served.  Raises the load's error."""
         self.missing.check(name)
         task = self.running.get(name)
         if task is None:
@@ -122,13 +122,13 @@ class Resolver:
             except (AdapterError, AdapterNotFoundError) as error:
                 self.missing.add(name, error)
                 raise
-            except OSError as error:  # remembered too: each try reads a broken disk on all instances
+            except OSError as error:  # remembered: each try reads a broken disk everywhere
                 what = f"adapter {name!r} can't be read ({error.strerror or error}); mend its files"
                 self.missing.add(name, AdapterError(what))
                 raise AdapterError(what) from error
 
     async def _folder(self, name: str) -> str:
-        """Logs the cause of a failed search: only administrators may see addresses and settings."""
+        """Logs a failed search's cause, for administrators alone."""
         try:
             return await self._find(name)
         except AdapterError as error:
@@ -163,10 +163,7 @@ _HUB_PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
 
 
 def find_folder(name: str, folder: str, root: str | None) -> str:
-    """The folder `folder`/`name`, below root.
-
-    Raises AdapterNotFoundError, also for a name that leaves the folder.
-    """
+    """The folder `folder`/`name`, below root.  Raises AdapterNotFoundError."""
     path = os.path.join(folder, name)
     if is_below(name) and confined(path, root) and os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -191,7 +188,7 @@ def _missing(name: str) -> AdapterNotFoundError:
 
 logger = logging.getLogger(__name__)
 _TRIES = 3
-"""Another front end may unload an adapter between load and request."""
+"""Another front end may unload an adapter before its request."""
 ROOM_S = 30.0
 """Wait of a load for adapters without requests."""
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0
@@ -211,7 +208,7 @@ class ResolvingClient(FleetClient):
         """Requests by adapter, even before the load."""
 
     async def is_served(self, name: str) -> bool:
-        """Loads an unknown adapter.  Raises the load's error, except for an unknown name."""
+        """Loads an unknown adapter.  Raises the load's error, except AdapterNotFoundError."""
         if await super().is_served(name):
             return True
         with suppress(AdapterNotFoundError):
@@ -299,7 +296,7 @@ class ResolvingClient(FleetClient):
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     async def _unload_idle(self) -> None:
-        """Unload the longest idle adapters, to four fifths of the number."""
+        """Unload the longest idle adapters, to four fifths."""
         try:
             infos = await self.list_adapters()
             found = resolved(self._instance_registry)
@@ -325,10 +322,7 @@ class ResolvingClient(FleetClient):
 
 
 def attach_resolver(fleet: FleetClient, cluster: ClusterConfig, call: Callable[..., Awaitable[Any]]) -> None:
-    """Have the fleet's client find adapters by `sources.resolver`.
-
-    Raises ConfigError for a resolver that is no folder.
-    """
+    """Have the fleet's client find adapters by `sources.resolver`.  Raises ConfigError."""
     assert isinstance(fleet, ResolvingClient)
     config = cast(SourcesConfig, cluster.sources)
     find = finder(cluster, call)

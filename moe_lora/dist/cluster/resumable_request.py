@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that continues at another instance, after its instance's end or by a move."""
+"""A request that continues at another instance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .migration import MoveTask
 
 MAX_RESENDS = 3
-"""After more deaths the request may be the cause, and is not retried."""
+"""After more deaths a request may be the cause, and is not retried."""
 
 
 class Attempt:
@@ -68,11 +68,11 @@ class Attempt:
             self.instance.load.start(self.request.adapter, self._prompt_tokens)
 
     def leave(self) -> None:
-        """End the stream after the received tokens, and the request here; it continues elsewhere."""
+        """End the stream after the received tokens, and the request here."""
         cast("CallableEngine", self.client).leave(self.request.request_id)
 
     def lose(self, error: EngineDeadError) -> None:
-        """End the stream with this error after the received tokens, and the request here."""
+        """As `leave`, with this error."""
         self.given_up = True
         cast("CallableEngine", self.client).fail_request(self.request.request_id, error)
 
@@ -114,7 +114,7 @@ class ResumableRequest:
     _timing: RequestTiming | None = None
 
     def continued(self, adapter_content: str | None = None) -> GenerateRequest:
-        """The request for another instance, with the answer so far; of any version if the answer switches."""
+        """The request for another instance, with the answer so far."""
         if not self.epoch:
             return self.request
         request_id = f"{self.request.request_id}~{self.epoch}"
@@ -131,7 +131,7 @@ class ResumableRequest:
         return self.request.sampling.on_publish == "switch"
 
     def lose(self, now_s: float) -> None:
-        """The instance ended.  Without a delivered token, the time there counts as queueing."""
+        """The instance ended; before any token its time counts as queueing."""
         self.num_resends += 1
         self.epoch += 1
         self.attempt = self.move = None  # no move from there

@@ -39,10 +39,7 @@ _LOOK_S = 0.2
 
 
 class Rollouts:
-    """Executes steps of aliases, in sequence.
-
-    Instances and front ends remember the aliases for a later controller.
-    """
+    """Executes steps of aliases, in sequence."""
 
     def __init__(self, adapters: FleetAdapters, versions: ServedRegistry | None) -> None:
         self._adapters, self._versions = adapters, versions
@@ -89,10 +86,7 @@ class Rollouts:
             raise RegistryError(f"{what}: {error}") from error
 
     async def pin_all(self) -> None:
-        """Pin an earlier server's aliased adapters, once an instance takes part.
-
-        Without room an adapter stays unpinned.
-        """
+        """Pin an earlier server's aliased adapters, if there is room."""
         registry = self._registry
         while not registry.live:
             await asyncio.sleep(_LOOK_S)
@@ -121,7 +115,7 @@ class Rollouts:
         learn(aliases, {name: replace(alias, loaded=kept[0], pinned=kept[1], number=number)})
 
     def _hand_over(self, adapter: str, before: Alias) -> bool:
-        """Have another alias of the adapter undo its pin and load later; False without one."""
+        """Have another alias undo the adapter's pin and load later; False without one."""
         heir = next(of_adapter(self._registry.aliases, adapter), None)
         if heir is None:
             return False
@@ -164,7 +158,7 @@ class Rollouts:
         return replace(after, loaded=(*before.loaded, *loaded), pinned=(*before.pinned, *pinned))
 
     async def _check_version(self, name: str, version: int) -> None:
-        """Raises AdapterError for other files under the name of this version."""
+        """Raises AdapterError for other files under this version's name."""
         assert self._versions is not None
         found = await in_daemon_thread(self._versions.registry.get, name, version)
         served = self._registry.adapters.get(version_name(name, version))
@@ -191,7 +185,7 @@ class Rollouts:
         return True
 
     def _target(self, name: str, to: str) -> tuple[str, int | None]:
-        """The adapter's name, and the registry's version to load first, if any."""
+        """The adapter's name, and the registry's version to load, if any."""
         served = self._registry.adapters
         if to in served:
             return to, None
@@ -206,7 +200,7 @@ class Rollouts:
         return target, int(version[1])
 
     async def _send(self) -> None:
-        """Have live instances remember the aliases; absent instances learn at their return."""
+        """Have live instances remember the aliases."""
         for instance in self._registry.live:
             with suppress(EngineDeadError):
                 await instance.client.call("remember_aliases", self._registry.aliases)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines behind one `EngineClient`: requests are routed, and outlive an engine."""
+"""Several engines behind one `EngineClient`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORT_S = 5.0
-"""Limit for an aborted request's last output, a step or two."""
+"""Limit for an aborted request's last output."""
 
 
 _NO_MOVES = MoveStats(num_moved={"tokens": 0, "kv": 0})
@@ -150,7 +150,7 @@ class FleetClient:
                 await self._end_move(resumable)
 
     def _add(self, request: GenerateRequest) -> ResumableRequest:
-        """Register a request.  A sampled request gets a seed, so another instance can continue."""
+        """Register a request, with a seed, so another instance can continue."""
         served = self._instance_registry.served_version(request.adapter)
         if request.adapter is not None and served is None:
             self._instance_registry.candidates(None)  # raises without instances: then no version is known
@@ -168,7 +168,7 @@ class FleetClient:
         return resumable
 
     async def _lose(self, resumable: ResumableRequest, attempt: Attempt, error: EngineDeadError) -> None:
-        """The instance has died.  Raises EngineDeadError if no other can continue."""
+        """Record a death.  Raises EngineDeadError if no other can continue."""
         if not isinstance(error, EngineSilentError):  # a silent instance may return
             self._instance_registry.lose(attempt.instance, attempt.client)
         if resumable.move is not None:
@@ -185,7 +185,7 @@ class FleetClient:
                 listener.cancel(resumable.request.request_id)
 
     async def _admit(self, resumable: ResumableRequest) -> tuple[Instance | None, Trial | None]:
-        """The next instance, after a suspect's wait (`Suspects.admit`); None after an abort."""
+        """The next instance, after a suspect's wait; None after an abort."""
         suspects, adapter = self._instance_registry.suspects, resumable.request.adapter
         if adapter is None:
             return self._next_instance(resumable), None
@@ -216,10 +216,7 @@ class FleetClient:
         return await self.mover.migrate(source, target, num_requests, kind)
 
     def _leave(self, instance: Instance) -> None:
-        """Continue requests of an instance without beats elsewhere, if possible.
-
-        Late outputs of ended attempts are ignored.
-        """
+        """Continue requests of an instance without beats elsewhere, if possible."""
         for resumable in self._running.values():
             attempt = resumable.attempt
             if attempt is None or attempt.instance is not instance or attempt.given_up:
@@ -257,7 +254,7 @@ class FleetClient:
             ) from error
         adapter, begun = resumable.request.adapter, resumable.adapter_version
         version = self._instance_registry.version(adapter)
-        # During a load of a new version, only engines with the answer's version can continue.
+        # During a load, only engines with the answer's version can continue.
         replaced = version is not None and begun is not None and version > begun
         must_end = resumable.delivered and replaced and not resumable.switches
         if adapter is not None and (version is None or must_end):
@@ -295,7 +292,7 @@ class FleetClient:
         return self._instance_registry.served_version(name) is not None
 
     def is_refused(self, name: str) -> bool:
-        """True after instances died with the adapter, until a load replaces it."""
+        """True after deaths with the adapter, until a load replaces it."""
         suspects = self._instance_registry.suspects
         return suspects.active and suspects.problem(name) is not None
 
@@ -343,7 +340,7 @@ def make_client(
     call: Callable[..., Coroutine[Any, Any, Any]],
     name: str = "",
 ) -> FleetClient:
-    """A front end's client.  name: of one of several front ends."""
+    """A front end's client."""
     kind = FleetClient
     if cluster.has_resolver:
         from .resolving import ResolvingClient

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses and a sleep of all instances, for instances that join later."""
+"""Pauses and a sleep, for instances that join later."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ SLEEP_S = 60.0
 
 
 class StandingOrders:
-    """The latest orders to all instances.
-
-    pauses: by owner.  elsewhere: another process's controller has orders.
+    """The latest orders to all instances, pauses by owner.  elsewhere: another process's controller has
+    orders.
     """
 
     def __init__(self, instance_registry: InstanceRegistry) -> None:
@@ -100,9 +99,7 @@ class StandingOrders:
                 self.pauses.setdefault(one.scope.owner, order)
 
     async def until_given(self, name: str, incarnation: str) -> None:
-        """Wait until another process's controller has given an instance its orders, or has none; at most
-        `DIAL_IN_S`.
-        """
+        """Wait at most `DIAL_IN_S` until another process's controller has given an instance its orders."""
         with move_on_after(DIAL_IN_S):
             while self.elsewhere and self._instance_registry.holding_of(name, incarnation) is None:
                 await asyncio.sleep(_LOOK_S)
@@ -132,7 +129,7 @@ class StandingOrders:
         return current
 
     async def _sleep(self, client: EngineClient) -> None:
-        """An engine that can't follow stays as it is, with a warning."""
+        """An engine that can't follow stays, with a warning."""
         found = await client.call("sleep_orders")
         asleep, ordered = found[0].parts if found else frozenset(), self.sleep or SleepOrder()
         try:

@@ -26,9 +26,9 @@ WAIT_S = 60.0
 ALONE_S = 30.0
 """Longest wait for a second live instance: a trial needs two."""
 MOST_DEATHS = 2
-"""An adapter with earlier tokens is refused after one more death: unrelated kills may hit it twice."""
+"""Deaths of an adapter with earlier tokens: unrelated kills may hit it twice."""
 DEATHS_COUNT_S = 600.0
-"""Older deaths are forgotten: unrelated kills would add up."""
+"""Older deaths are forgotten."""
 _LOOK_S = 0.05
 _PROVEN = "proven"
 
@@ -99,7 +99,7 @@ class Suspects:
             self._clear(name)
 
     def _tried_at(self, instance: str, adapters: frozenset[str]) -> tuple[str | None, bool]:
-        """The suspect on trial at the dead instance, for any front end; True if it had tokens."""
+        """The suspect on trial at the dead instance; True if it had tokens."""
         trial = self._trial
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
             self._trial = None
@@ -127,7 +127,7 @@ class Suspects:
             self.release(trial)
 
     def forget(self, adapter: str) -> None:
-        """Forget a replaced or unloaded adapter: the name has new content."""
+        """Forget a replaced or unloaded adapter."""
         self.proven.discard(adapter)
         if self.active:
             self._refused.pop(adapter, None)
@@ -185,7 +185,7 @@ class Suspects:
         return self._num_live() >= least
 
     def _locked(self, adapter: str) -> Trial | None:
-        """A trial; None during another front end's trial on this host."""
+        """A trial; None during another front end's."""
         trial = Trial(adapter, tuple(self._notes.get(adapter, ())))
         for number, notes in enumerate(trial.notes):
             if not notes.try_lock():
@@ -195,7 +195,7 @@ class Suspects:
         return trial
 
     def release(self, trial: Trial) -> None:
-        """The trial's request left: the next suspect has its turn."""
+        """The trial's request left: the next suspect's turn."""
         if self._trial is trial:
             self._trial = None
             for notes in trial.notes:

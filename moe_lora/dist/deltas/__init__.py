@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote half of the LoRA seam: frames, sessions, and backends that send rows away."""
+"""Remote LoRA deltas: frames, sessions, and backends."""

@@ -162,7 +162,7 @@ class DeviceFrames:
 
 
 class DeviceHalf:
-    """A member's half of an instance's puts: places in its window, and bounded waits for signals."""
+    """A member's half of an instance's puts, with bounded waits."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class PushedBackend(LoraBackend, DeviceHalf):
         )
 
     def settled(self) -> bool:
-        """True if the last step got all answers; waits for the step, and logs a failure."""
+        """True if the last step got all answers; waits for the step."""
         self._is_under_way = False
         self.num_steps += 1
         state = int(self.state.item())
@@ -269,7 +269,7 @@ class PushedBackend(LoraBackend, DeviceHalf):
             self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
 
     def abandon_step(self) -> None:
-        """Half a step ends all puts: server ranks wait for every site in order."""
+        """Half a step ends all puts: servers wait for every site in order."""
         if self._is_under_way and not self.lost:
             self._is_under_way, self.lost = False, True
             logger.error(

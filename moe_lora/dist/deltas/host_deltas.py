@@ -72,7 +72,7 @@ def compute_chosen(
 
 
 class FailureLog:
-    """Logs the first failure of each adapter content; remembers `_MAX_LOGGED` contents."""
+    """Logs the first failure of each adapter content."""
 
     def __init__(self, logger: logging.Logger, consequence: str) -> None:
         self._logger = logger
@@ -80,7 +80,7 @@ class FailureLog:
         self._logged: dict[str, None] = {}
 
     def add(self, contents: Iterable[str], error: Exception) -> None:
-        """Record a failed request for these contents.  Any thread."""
+        """Record a failed request.  Any thread."""
         contents = list(contents) or ["of unknown content"]
         if all(content in self._logged for content in contents):
             return

@@ -102,13 +102,13 @@ class ServerPartition:
 
 
 class SessionLink(Protocol):
-    """A standing connection to a server.  session: None while disconnected."""
+    """A standing connection to a server."""
 
     session: ClientSession | None
 
 
 class DividedBackend(LoraBackend):
-    """LoraBackend over servers that share a source's rows by a `Division`."""
+    """LoraBackend over servers that share a source's rows."""
 
     def __init__(self, shape: ModelShape, source: Source, division: Division) -> None:
         self._shape = shape
@@ -126,7 +126,7 @@ class DividedBackend(LoraBackend):
         return {}
 
     def _shares(self, group: int, layer: int, site: int) -> tuple[RemoteRows, Shares]:
-        """The group's rows, and each server's tokens with deltas at the site."""
+        """The group's rows, and each server's tokens at the site."""
         rows = self._once(self._rows, group)
         tokens = rows.tokens_at(site)
         return rows, self._division.shares(layer, site, tokens, rows.slot) if len(tokens) else ()
@@ -224,7 +224,7 @@ class RemoteBackend(DividedBackend):
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
-        """One request to one server; tokens [T'] own the rows x_rows [T'] of x."""
+        """One request; tokens [T'] own the rows x_rows [T'] of x."""
         rows, layer, site, x = given
         session = self._links[server].session
         leased = bool((rows.slot[tokens] >= 0).all())

@@ -26,11 +26,11 @@ HEADER_BYTES = 64
 _ALIGN = 64
 
 DONE, STALE = 1, 2
-"""States of an answer: with deltas; or a slot lost its generation's content."""
+"""States of an answer: with deltas; or a slot lost its content."""
 
 
 def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
-    """Offsets of consecutive arrays of these sizes, and of the end."""
+    """Offsets of consecutive arrays, and of the end."""
     found = [first]
     for size in sizes:
         found.append(found[-1] + -(-size // align) * align)
@@ -130,7 +130,7 @@ def request_at(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """The request of these sizes in `frame`; ignores the header."""
+    """The request of these sizes; ignores the header."""
     raw, num_ids = frame.numpy(), num_tokens * top_k
     of_slot, of_generation, of_ids, of_x = starts(HEADER_BYTES, 4 * num_tokens, 8 * num_tokens, 4 * num_ids)
     slot = raw[of_slot : of_slot + 4 * num_tokens].view(np.int32)
@@ -143,7 +143,7 @@ def request_at(
 
 
 def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
-    """Raises ValueError unless each answer row belongs to a token, or to an existing expert."""
+    """Raises ValueError unless each answer row belongs to a token, or to an expert."""
     if request.ids is None:
         fits = request.num_rows == len(request.slot)
     else:
@@ -176,14 +176,14 @@ def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:
 
 
 def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: int) -> torch.Tensor:
-    """An answer's deltas: [num_rows, N] in the model's dtype, a view of `frame`."""
+    """An answer's deltas: [num_rows, N] in the model's dtype, a view."""
     width = layout.shape.sites[site].total_out_features
     end = answer_size(layout, site, num_rows)
     return frame[HEADER_BYTES:end].view(layout.dtype).view(num_rows, width)
 
 
 class PeerFrames:
-    """A ring of frames in the peer's window, written in place if mapped."""
+    """A ring of frames in the peer's window."""
 
     def __init__(self, transport: Transport, window: RemoteWindow, frame_bytes: int, depth: int) -> None:
         self.window = window
@@ -278,7 +278,7 @@ class ClientSession:
         self.broken = True
 
     def abandon(self) -> None:
-        """Drop requests under way; `frame` waits for each answer before a reuse."""
+        """Drop requests under way; `frame` still waits for their answers."""
         self._first_kept = self._next
 
     def frame(self) -> torch.Tensor:
@@ -316,10 +316,7 @@ class ClientSession:
         return sent
 
     def take(self, sent: Sent) -> torch.Tensor:
-        """A request's deltas [R, N]; valid until the next `frame()`.
-
-        Raises SessionLostError; `sent.request` stays usable.
-        """
+        """A request's deltas [R, N]; valid until the next `frame()`.  Raises SessionLostError."""
         delta = sent.delta
         if delta is None and not sent.refused:
             delta = self._answer(sent)

@@ -35,11 +35,11 @@ class Stream(Protocol):
     device: torch.device
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device; the array may change at once."""
+        """A copy on the device; the array may change."""
         ...
 
     def queue(self, operation: Callable[[], object]) -> None:
-        """Queue torch calls on device tensors and frames, without waits."""
+        """Queue torch calls on tensors and frames, without waits."""
         ...
 
     def ask(
@@ -108,7 +108,7 @@ class StreamSession:
         return asked
 
     def take(self, asked: SlotUse) -> None:
-        """Queue the wait for the answer and its copy to `asked.delta`, once."""
+        """Queue, once, the wait and the copy to `asked.delta`."""
         if asked.taken:
             return
         asked.taken = True
@@ -124,7 +124,7 @@ class StreamSession:
         self._stream.queue(copy)
 
     def abandon(self) -> None:
-        """Drop the uses of a step; the stream waits for each answer."""
+        """Drop a step's uses; the stream waits for each answer."""
         for slot, asked in enumerate(self._asked):
             if asked is not None:
                 self._asked[slot] = None
@@ -181,7 +181,7 @@ class StreamBackend(DividedBackend):
         return found
 
     def abandon_step(self) -> None:
-        """Waits for the stream: a dropped step's problem must not count for the next step."""
+        """Waits: a dropped step's problem must not count for the next."""
         for link in self._links.values():
             link.stream_session.abandon()
         self._stream.synchronize()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host workers: processes that compute deltas of adapters during their load."""
+"""Host workers: processes that compute deltas during loads."""

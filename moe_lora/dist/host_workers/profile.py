@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured times of host workers, device and loads: the `host` section of a performance model's file."""
+"""Measured host times: the `host` section of a performance model's file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def host_section(
     mean_errors: Mapping[str, float],
     samples: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The `host` section.  mean_errors: relative, of the fits."""
+    """The `host` section."""
     return {
         "version": VERSION,
         "machine": dict(machine),

@@ -77,7 +77,7 @@ class StoreDeltas:
         self._deltas.compute(request, adapters, row_adapter, out)
 
     def fill_apart(self, request: DeltaRequest, out: torch.Tensor) -> dict[int, Exception]:
-        """As `fill`, with zeros for failed adapters; returns errors by content number."""
+        """As `fill`, with zeros for failed adapters; returns their errors."""
         numbers, row_adapter = np.unique(request.generation, return_inverse=True)
         failed: dict[int, Exception] = {}
         total = torch.zeros_like(out)

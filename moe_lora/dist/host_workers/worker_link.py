@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 DEPTH = 4
-"""Frames of a session: a layer's sites in flight, and one to spare."""
+"""Frames of a session: a layer's sites, and one to spare."""
 _RESTARTS = RestartPolicy()
 _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """answer_timeout_s: then the engine computes a worker's rows.  slowdown: emulates less than a core."""
+    """answer_timeout_s: then the engine computes.  slowdown: emulates less than a core."""
 
     answer_timeout_s: float = 5.0
     slowdown: float = 1.0
@@ -77,7 +77,7 @@ class WorkerLink(threading.Thread):
         self.start()
 
     def wait_ready(self) -> None:
-        """Raises EngineDeadError if the worker does not start in time."""
+        """Raises EngineDeadError for a late worker."""
         if not self._ready.wait(START_TIMEOUT_S):
             raise EngineDeadError(f"{self.name} did not start within {START_TIMEOUT_S:g} s; see the log")
 
@@ -100,7 +100,7 @@ class WorkerLink(threading.Thread):
                     self._live(held)
                 except (OSError, EngineDeadError, PeerUnreachableError) as error:
                     logger.warning("%s can't be started: %s", self.name, error)
-                except Exception:  # else no worker restarts, and a stream waits for ever
+                except Exception:  # else no worker restarts, and streams wait for ever
                     logger.exception("%s can't be started", self.name)
                 if not self._closing.is_set():
                     logger.warning("%s ended; the engine computes its rows until it is back", self.name)
@@ -132,7 +132,7 @@ class WorkerLink(threading.Thread):
                 pass
 
     def _windows(self, held: contextlib.ExitStack) -> tuple[str, bytes, bytes | None]:
-        """The worker's name, and descriptors of windows for answers and requests."""
+        """The worker's name, and window descriptors."""
         label = f"{self.name}-{next(self._starts)}"
         self._answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
         held.callback(self._answers.free)
@@ -142,7 +142,7 @@ class WorkerLink(threading.Thread):
         return connection.poll(START_TIMEOUT_S)
 
     def _open(self, requests: bytes, held: contextlib.ExitStack) -> None:
-        """Use a ready worker; requests: descriptor of its window."""
+        """Use a ready worker's window."""
         there = self._transport.attach(requests)
         held.callback(self._transport.detach, there)
         self.session = ClientSession(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host workers of an engine, and the division of rows."""
+"""An engine's host workers, and the division of rows."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class HostWorkers:
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `HostDeltas.compute`, divided over the workers; a row with adapter -1 becomes zero."""
+        """As `HostDeltas.compute`, divided over the workers."""
         terms = no_terms(len(adapters), 1)
         for number, adapter in enumerate(adapters):
             terms[number, 0, 0] = (Source.HOST, number, number, content_number(adapter.content_hash))
@@ -141,7 +141,7 @@ class HostWorkers:
         return self.backend.failures()
 
     def settle(self) -> None:
-        """Wait until no request is under way, e.g. before adapter files go."""
+        """Wait until no request is under way."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles as processes: on this host, or as ranks of a torchrun job."""
+"""Roles as processes of this host, or of a torchrun job."""

@@ -31,14 +31,14 @@ from moe_lora.core.errors import ConfigError
 
 @contextmanager
 def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
-    """A descriptor of the cluster's file, without a name to leave behind."""
+    """A descriptor of the cluster's nameless file."""
     with TemporaryFile() as file:
         write_cluster(file.fileno(), cluster)
         yield file.fileno()
 
 
 def write_cluster(file: int, cluster: ClusterConfig) -> None:
-    """Write the cluster for processes to read at start or on SIGHUP.
+    """Write the cluster, read by processes at start or on SIGHUP.
 
     Raises OSError without room, and keeps the old content.
     """
@@ -91,7 +91,7 @@ def thread_share(num_threads: int | None, num_instances: int, num_cores: int) ->
 
 
 def check_pool(config: EngineConfig) -> None:
-    """Raises ConfigError for an adapter pool that the instances can't keep."""
+    """Raises ConfigError for an impossible adapter pool."""
     pool = config.pool
     if pool is None:
         return

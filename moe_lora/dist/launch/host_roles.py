@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FRONT_END, CONTROLLER, INSTANCE = "front-end", "controller", "instance"
 _OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 START_TRIES = 3
-"""Silent deaths before `ready` fails: the cause, e.g. lack of memory, may pass."""
+"""Silent deaths before `ready` fails: the cause may pass."""
 STOP_S = 20.0
 """From SIGTERM to SIGKILL, plus a front end's drain time."""
 STOPPED_DEATHS = 2.0
@@ -52,7 +52,7 @@ class _Died(EngineDeadError):
 
 
 def say_started(status: int | None, error: Exception | None = None) -> None:
-    """Report the start, or its error.  status: a descriptor, closed."""
+    """Report the start, or its error, and close the descriptor."""
     if status is not None:
         with suppress(OSError), open(status, "wb") as pipe:
             pipe.write(encode(Started(error)))
@@ -142,7 +142,7 @@ class HostRoles:
                     self.kill(name)
 
     def hang_up(self) -> None:
-        """Send SIGHUP to all, to read settings again; a process without a handler restarts."""
+        """Have all read settings again; a process without a handler restarts."""
         for _, child in self._running.values():
             child.process.send_signal(signal.SIGHUP)
 
@@ -297,7 +297,7 @@ async def run_roles(
 
 
 def roles_of(cluster: ClusterConfig, file: int, http: Sequence[int]) -> list[Role]:
-    """The controller, front ends that share the listening sockets `http`, and instances, in this order."""
+    """The controller, front ends on the listening sockets `http`, and instances."""
     listen = [word for one in http for word in ("--listen-fd", str(one))]
     serve = ("-m", "moe_lora.cli.host_role", *_told(file))
     return [
@@ -352,5 +352,5 @@ _RUN_ROLE = ("-m", "moe_lora.dist.launch.run_role")
 
 
 def _told(file: int) -> tuple[str, ...]:
-    """Options: the cluster's descriptor, and the parent to end with."""
+    """Options: the cluster's descriptor, and the parent."""
     return "--config", f"/dev/fd/{file}", "--parent", str(os.getpid())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances and LoRA Server of this host, as processes of a caller."""
+"""Instances and LoRA Server as a caller's processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ALL_ENDED = "each that ended is being started again; send the request again in 
 
 
 def checked(cluster: ClusterConfig) -> ClusterConfig:
-    """Settings with devices, checked for all roles on one host.  Raises ConfigError."""
+    """Settings with devices, checked for one host.  Raises ConfigError."""
     for name, place in cluster.front_ends.items():
         if place.admin_address is not None:
             raise ConfigError(
@@ -119,7 +119,7 @@ def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
 def _passed_on(
     passes_on: Listeners | None, file: int, cluster: ClusterConfig, roles: HostRoles
 ) -> Iterator[None]:
-    """Keep the processes' log level equal to this process's.  file: their settings, of `cluster`."""
+    """Keep the processes' log level equal to this process's."""
 
     def tell(now: FrontEndConfig) -> None:
         front_end = replace(cluster.front_end, log_level=now.log_level)
@@ -140,7 +140,7 @@ def _passed_on(
 async def local_lora_server(
     cluster: ClusterConfig, at_once: asyncio.Event | None = None, passes_on: Listeners | None = None
 ) -> AsyncIterator[ClusterConfig]:
-    """The LoRA Server's ranks on this host, ended with the context; yields settings with its address."""
+    """The LoRA Server's ranks on this host; yields settings with its address."""
     given = cluster.lora_server
     if given is None:
         yield cluster

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of an LLM instance, and the life of any role's process."""
+"""The role of an LLM instance, and any role's life."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class JobPlace:
         return self.dist_rank if self.local_rank is None else self.local_rank
 
     def device_shares(self, config: EngineConfig) -> tuple[DeviceShare, ...]:
-        """Devices from LOCAL_RANK on for an instance's ranks; (): from the first on."""
+        """Devices from LOCAL_RANK on; (): from the first on."""
         first = self.on_host - self.dist_rank
         if first <= 0 or config.device == "cpu":
             return ()
@@ -131,13 +131,13 @@ def serve_instance(
 
 
 def set_environment(config: EngineConfig, starts: int | None) -> int:
-    """Set the environment of an instance's threads, before torch is imported; returns their number."""
+    """Set the threads' environment, before torch is imported; returns their number."""
     from moe_lora.core.processes import usable_cores, worker_environment
 
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     os.environ.update(worker_environment(replace(config, num_threads=threads).threads_per_process))
     if starts:
-        # The first start left its code on disk; compile processes would import torch again.
+        # The first start left its code; compile processes would import torch again.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return threads
 
@@ -160,7 +160,7 @@ def _serve_engine(
     status: int | None,
     stuck_s: float,
 ) -> int:
-    """Build an engine and serve the addresses until stopped; returns the exit code."""
+    """Build an engine and serve until stopped; returns the exit code."""
     gc.disable()
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
@@ -198,7 +198,7 @@ def _serve_engine(
 
 
 def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
-    """Call `stop` on SIGTERM, SIGINT, and at the end of the parent torchrun."""
+    """Call `stop` on SIGTERM, SIGINT, and the parent torchrun's end."""
 
     def stop_aside(*_: object) -> None:
         # Not in the handler: the interrupted code may hold a lock of `stop`.
@@ -260,7 +260,7 @@ async def end_stuck(pulse: Pulse, limit_s: float) -> None:
 
 
 def end_with(parent: int, directory: str | None = None) -> None:
-    """End this process as by SIGTERM after its parent's end; delete the parent's `directory`."""
+    """End this process after its parent's end; delete the parent's `directory`."""
 
     def stop() -> None:
         if directory is not None:
@@ -277,7 +277,7 @@ def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
 
 
 FULL_COLLECTION_EVERY = 1000
-"""Middle collections between two full ones; Python's default is 10."""
+"""Middle collections between two full ones."""
 
 
 def collect_rarely() -> None:

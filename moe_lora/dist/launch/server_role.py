@@ -62,7 +62,7 @@ def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int
 
 
 def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = None) -> ServerRank:
-    """A rank of the LoRA Server with started host workers.  config: of the instances, with the server."""
+    """A rank of the LoRA Server with host workers.  config: of the instances."""
     import torch
 
     from moe_lora.dist.lora_server.server_rank import ServerRank

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spare process of a host: with imports done, it replaces the next instance that dies."""
+"""A spare process, with imports done, for the next instance that dies."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _IMPORTED = (
 
 
 class Spare:
-    """Keeps at most one spare process; belongs to one event loop.
-
-    words: an instance's command, without interpreter and name.  fds: inherited.
-    """
+    """Keeps at most one spare process.  words: an instance's command, without interpreter and name."""
 
     def __init__(self, words: Sequence[str], fds: Sequence[int], clock: Clock | None = None) -> None:
         self._words, self._fds = words, fds
@@ -78,7 +75,7 @@ class Spare:
         await died
 
     def acquire(self, name: str, num_starts: int) -> Child | None:
-        """Turn the spare into this instance.  None: no spare waits."""
+        """Turn the spare, if any, into this instance."""
         waiting = self._waiting
         if waiting is None or waiting.ended.done() or waiting.is_stopped:
             return None

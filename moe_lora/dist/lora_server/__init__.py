@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA Server: adapters shared by all instances, computed on separate ranks."""
+"""The LoRA Server: shared adapters, computed on separate ranks."""

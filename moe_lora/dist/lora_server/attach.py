@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins one rank of an LLM instance to the LoRA Server, and keeps the instance's leases."""
+"""Joins a rank of an LLM instance to the LoRA Server, with leases."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LeaseClient:
         self._on_failure = on_failure
         self._registered: set[str] = set()
         self._rejected: dict[str, Exception] = {}
-        # Acquire number and askers, in order of calls, for a new leader.  Of the engine's thread.
+        # Acquire number and askers, in order of calls.  Of the engine's thread.
         self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = {}
         self._numbers = itertools.count(1)
         self._granted: dict[str, tuple[int, Lease]] = {}
@@ -134,7 +134,7 @@ class LeaseClient:
         self._on_change()
 
     def _tell(self, method: str, adapter_id: str) -> None:
-        """Sends nothing without a leader: the next gets the current needs."""
+        """Sends nothing without a leader: the next gets all needs."""
         if self._peer is not None:
             self._peer.call(method, adapter_id)
 
@@ -221,7 +221,7 @@ _NEVER = 2**64 - 1
 
 @asynccontextmanager
 async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
-    """Wait for signals in a thread: over NIXL a peer attaches only to a waiting target."""
+    """Wait for signals in a thread: NIXL attaches only to a waiting target."""
     done = threading.Event()
 
     def attend() -> None:
@@ -264,7 +264,7 @@ class ServerLink:
         self.session: ClientSession | None = None
 
     async def start(self, timeout_s: float) -> None:
-        """Make the first session, then watch and renew.  Raises LoraServerError."""
+        """Make the first session, then renew.  Raises LoraServerError."""
         first = await self._connect(timeout_s)
         self._joined = asyncio.create_task(stay_connected(self._name, self._connect, self._watch, first))
 

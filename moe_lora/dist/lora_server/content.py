@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends an adapter's packed file over a control connection, to hosts without a shared store."""
+"""Sends an adapter's packed file to hosts without a shared store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
                 yield Block(data)
     except OSError as error:
         logger.warning("adapter %s can't be read to the end: %s", adapter_id, error)
-        # All announced blocks: the receiver finds the damage, and the connection goes on.
+        # All announced blocks: the receiver finds the damage.
         for _ in range(num_sent, number):
             yield Block(b"")
 
@@ -111,7 +111,7 @@ class LostContent:
         return set() if awaited is None else awaited.server_ranks
 
     def fail(self, instance: str, adapter_id: str, reason: str) -> None:
-        """The instance did not send the content, or the store failed."""
+        """Record an instance's or the store's failure."""
         awaited = self._awaited.get(adapter_id)
         if awaited is not None and awaited.called == instance:
             awaited.failed.add(instance)

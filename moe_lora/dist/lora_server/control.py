@@ -46,7 +46,7 @@ PINGS = Pings.within(3.0)
 
 
 async def ignore(peer: Peer, message: Message) -> None:
-    """Ignore messages of a peer that only answers calls."""
+    """Ignore messages."""
 
 
 async def join(
@@ -117,7 +117,7 @@ def _of_certificates(error: BaseException | None) -> bool:
 
 
 async def called(peer: Peer, method: str, *args: Any) -> Any:
-    """The rank's answer.  Raises LoraServerError for a lost rank, and the rank's errors."""
+    """The rank's answer.  Raises LoraServerError for a lost rank, and its errors."""
     try:
         return await peer.call(method, *args)
     except PeerEndedError as error:
@@ -127,7 +127,7 @@ async def called(peer: Peer, method: str, *args: Any) -> Any:
 async def ask(
     address: str, keys: Keys | None, hello: Hello, timeout_s: float, method: str, *args: Any
 ) -> Any:
-    """One call over a new connection.  Raises as `join` and `called`."""
+    """One call over a new connection.  Raises as `join`, `called`."""
     peer = await join(address, keys, hello, timeout_s)
     try:
         return await called(peer, method, *args)
@@ -231,7 +231,7 @@ class ControlServer:
 
 
 class LoraServerAdmin:
-    """Calls the leader, a connection per call; thread-safe.  timeout_s: limit to find the leader."""
+    """Calls the leader, a connection per call; thread-safe."""
 
     def __init__(self, address: str, keys: Keys | None, *, timeout_s: float = 1.0) -> None:
         self._address = address
@@ -244,10 +244,7 @@ class LoraServerAdmin:
         return found
 
     def resize(self, capacity: int) -> ServerState:
-        """See `ServerCalls.resize`.
-
-        Raises CapacityError for an impossible capacity, LoraServerError without an answer.
-        """
+        """See `ServerCalls.resize`.  Raises LoraServerError without an answer."""
         try:
             found: ServerState = self._ask("resize", capacity)
             return found
@@ -255,7 +252,7 @@ class LoraServerAdmin:
             raise CapacityError(str(error)) from error
 
     def restart(self, server_rank: int) -> None:
-        """End a rank's process for a restart.  Raises LoraServerError for an absent rank."""
+        """See `ServerCalls.restart`."""
         self._ask("restart", server_rank)
 
     def _ask(self, method: str, *args: Any) -> Any:

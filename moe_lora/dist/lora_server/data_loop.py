@@ -67,7 +67,7 @@ class ServerSession:
         self.handled = 0
         self.num_host_rows = 0
         self.left = threading.Event()
-        """Set after the data loop's last use of the session's memory."""
+        """Set after the last use of the session's memory."""
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
 
     def pending(self) -> DeltaRequest | None:
@@ -91,12 +91,12 @@ class ServerSession:
 
 
 def instance_number(name: str) -> int:
-    """An instance's name as a number, equal on all server ranks."""
+    """An instance's name as a number."""
     return zlib.crc32(name.encode())
 
 
 def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[DeltaRequest]:
-    """The smallest and the largest request at a site, without adapters, in `frame`."""
+    """A site's smallest and largest request, without adapters."""
     most = layout.shape.num_experts_per_token if layout.shape.sites[site].num_experts else 0
     # The experts' second half has a row of x per expert.
     for top_k in sorted({min(1, most), most}):
@@ -178,7 +178,7 @@ class DataLoop:
         self.wake()
 
     def tell(self, turns: RemoteWindow, num_seen: int) -> None:
-        """Announce turns to another rank of the stage, after num_seen announcements."""
+        """Announce turns to another rank, after num_seen announcements."""
         with self._lock:
             self._told = [*self._told, (turns, itertools.count(num_seen))]
 
@@ -346,7 +346,7 @@ class DataLoop:
                 out[on_host.rows] = on_host.deltas
                 session.num_host_rows = len(on_host.rows)
                 self.num_host_rows += len(on_host.rows)
-            # An adapter evicted meanwhile may have been read in part.
+            # An adapter evicted meanwhile may be damaged.
             return STALE if self._is_stale(request) else DONE
 
     def _announce(self, instance: int) -> None:

@@ -168,7 +168,7 @@ class DeviceSession(DeviceHalf):
                 self._serve(layer, site, *self._bound)
 
     def queue(self) -> None:
-        """Queue a step, and wait for a short queue."""
+        """Queue a step, then wait for a short queue."""
         self.prepare()
         with on_stream(self.stream):
             self._again()
@@ -180,12 +180,12 @@ class DeviceSession(DeviceHalf):
                     self._queued.pop(0).synchronize()
 
     def is_lost(self) -> bool:
-        """True after a wait hit its bound; does not wait for steps."""
+        """True after a wait hit its bound."""
         with on_stream(self._tables.stream):
             return bool(int(self.state.item()) & self._exchange.LOST)
 
     def end(self) -> None:
-        """End all waits of operations, and wait for the operations."""
+        """End the operations' waits, then the operations."""
         self._ended = True
         with on_stream(self._tables.stream):
             self.state.fill_(self._exchange.ENDED)
@@ -258,7 +258,7 @@ _capturing = threading.Lock()
 
 
 class DeviceLoop:
-    """Serves all instances of a device group at this rank, a thread and stream each."""
+    """Serves a device group's instances at this rank, a thread and stream each."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ def device_loop(
     server_store: ServerAdapterStore,
     meeting: tuple[str, int, int, int],
 ) -> DeviceLoop:
-    """The loop of a server rank.  meeting: as `DeviceMembers.join`."""
+    """The loop of a server rank."""
     server = config.lora_server
     assert server is not None
     address, _, num_clients, max_rows = meeting

@@ -50,12 +50,12 @@ LEADER = 0
 RESTART_S = 0.1
 """From a restart's reply to the leader's end."""
 LOOK_AGAIN_S = 1.0
-"""Period of checks while instances wait: conditions may change with time."""
+"""Period of checks while instances wait."""
 
 
 @dataclass(frozen=True)
 class OwnRank:
-    """Calls from the leader to its own rank.  regained: reports recovered content."""
+    """Calls from the leader to its own rank."""
 
     order: Callable[[Order], None]
     regained: Callable[[str], None]
@@ -63,7 +63,7 @@ class OwnRank:
 
 
 class Leader:
-    """Answers the calls of instances, server ranks and the front end (`ServerCalls`).
+    """Answers the calls of instances, server ranks and the front end.
 
     first_generation: lower generations on the wire are stale.
     """
@@ -189,7 +189,7 @@ class Leader:
             self.hear_links(visitor.server_rank, clients)
 
     def hear_links(self, server_rank: int, clients: Iterable[str]) -> None:
-        """Set the client ranks with a session with a rank."""
+        """Set the client ranks linked to a rank."""
         self._linked[server_rank] = frozenset(clients)
 
     def _lose_rank(self, visitor: Visitor) -> None:
@@ -315,7 +315,7 @@ class Leader:
         self._look(self._table.grant_waiting)
 
     def _look(self, look: Callable[[float], None]) -> None:
-        """Carries out decisions made before a failure; `_look_again` does the rest, without a busy loop."""
+        """Carries out earlier decisions; `_look_again` does the rest, without a busy loop."""
         try:
             look(time.monotonic())
             self._gives_out = False
@@ -342,7 +342,7 @@ class Leader:
             self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
 
     def hear_failure(self, server_rank: int, adapter_id: str, generation: int, reason: str) -> None:
-        """A rank gave up this load; earlier generations don't count."""
+        """Record a failed load, unless of an earlier generation."""
         if self._table.is_resident(adapter_id, generation - self._first_generation):
             self._fail(adapter_id, f"rank {server_rank} of the LoRA Server can't load it: {reason}")
 
@@ -362,7 +362,7 @@ class Leader:
         self.supply(visitor.server_rank, adapter_id)
 
     def supply(self, server_rank: int, adapter_id: str) -> None:
-        """Send content to a rank, at once or once an instance has sent it."""
+        """Send content to a rank, once it is here."""
         try:
             if adapter_id not in self._store:
                 self._lost.await_content(server_rank, adapter_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on the LoRA Server's control connections: calls, and the leader's orders."""
+"""Messages on the LoRA Server's control connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_lora.dist.net.session import Handshake
 
 
 class Need(Message, frozen=True):
-    """The leader lacks an adapter registered by the instance."""
+    """The leader lacks the instance's adapter."""
 
     adapter_id: str
 
@@ -30,10 +30,7 @@ class Block(Message, frozen=True):
 
 
 class AdapterFailed(Message, frozen=True):
-    """The server gave up an adapter of this instance on all ranks.
-
-    A later `register` tries again.
-    """
+    """The server gave up an adapter on all ranks; a later `register` tries again."""
 
     adapter_id: str
     reason: str
@@ -66,7 +63,7 @@ Order = LoadOrder | EvictOrder | ResizeOrder
 
 @dataclass(frozen=True)
 class Memory:
-    """Slots of the server, pages of each rank's arena, bytes of a page."""
+    """Slots, pages of each rank's arena, bytes of a page."""
 
     capacity: int
     num_pages: tuple[int, ...]
@@ -83,7 +80,7 @@ class ServerCalls(typing.Protocol):
         """Serve an instance's rank; `answers` and the result are window descriptors."""
 
     def tell_turns(self, turns: bytes, num_seen: int) -> None:
-        """Announce turns to another rank of the stage, through this window descriptor."""
+        """Announce turns to another rank, through this window descriptor."""
 
     def find(self, server_rank: int) -> str | None:
         """Address of a rank; None before its join."""
@@ -95,7 +92,7 @@ class ServerCalls(typing.Protocol):
         """Send this rank resident adapters, then changes."""
 
     def linked(self, clients: tuple[str, ...]) -> None:
-        """Set the client ranks (`client_name`) with a session with this rank."""
+        """Set the client ranks (`client_name`) linked to this rank."""
 
     def need(self, adapter_id: str) -> None:
         """Send missing content to a rank."""
@@ -112,7 +109,7 @@ class ServerCalls(typing.Protocol):
     def register(self, adapter_id: str) -> bool:
         """Make an adapter known; False: send its content first.
 
-        Raises ValueError or AdapterError if the adapter can never be resident.
+        Raises ValueError or AdapterError for an unfit adapter.
         """
 
     def give(self, adapter_id: str, num_blocks: int) -> None:
@@ -155,4 +152,4 @@ HANDSHAKE = Handshake(
     dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
     listens=Protocol.of(Block, answers=_CALLS),
 )
-"""The payload: facts that must agree.  The version covers frames of `deltas.session` too."""
+"""The payload: facts that must agree.  The version covers `deltas.session` too."""

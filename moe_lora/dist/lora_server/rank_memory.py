@@ -27,7 +27,7 @@ from .messages import Memory
 
 
 def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
-    """[X] bool: the rank's entries of a layer; slot matters only under data parallelism."""
+    """[X] bool: the rank's entries of a layer; slot matters under data parallelism."""
     return _kept(partition, server_rank, layer, slot % partition.layout.dp)
 
 
@@ -46,7 +46,7 @@ def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.n
 
 
 def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) -> ShardPages:
-    """Pages of the adapter on each server rank, per layer; under data parallelism on every rank."""
+    """Pages on each server rank, per layer; under data parallelism on every rank."""
     pages: dict[int, dict[int, int]] = {}
     for rank in range(partition.layout.num_ranks):
         slot = rank % partition.layout.dp
@@ -66,7 +66,7 @@ _PAGES_PER_LAYER = 8
 _MAX_PAGES = 1 << 18
 """Most pages of a rank: the leader searches them per layer."""
 _USUAL_SHARE = 8
-"""Usual adapters take at most an eighth of a device's memory."""
+"""Usual adapters take at most an eighth of a device."""
 
 
 def spare_bytes(device: torch.device, num_sharers: int) -> int:
@@ -82,7 +82,7 @@ def spare_bytes(device: torch.device, num_sharers: int) -> int:
 
 
 def check_share(server: LoraServerConfig, num_bytes: int, total_bytes: int, num_sharers: int) -> None:
-    """Raises ConfigError for an arena above this rank's share of a device; memory_gb is not checked."""
+    """Raises ConfigError for an arena above this rank's share; memory_gb is not checked."""
     share = total_bytes // num_sharers
     if num_sharers > 1 and server.memory_gb is None and num_bytes > share:
         raise ConfigError(
@@ -97,7 +97,7 @@ def memory_of_all(
 ) -> Memory:
     """`plan_memory` for the instances' adapters, put into the store.
 
-    Bad adapters must not block a restart, and are left out.
+    Leaves out bad adapters: they must not block a restart.
     """
     server = config.lora_server
     assert server is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses and agreed facts of the processes around a LoRA Server."""
+"""Addresses and agreed facts around a LoRA Server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_lora.dist.transport.contract import Transport, make_transport
 def agreed_facts(
     shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
 ) -> dict[str, Any]:
-    """Facts that must agree on all processes of a LoRA Server."""
+    """Facts that must agree on all processes."""
     return {
         "dtype": str(dtype),
         "layout": str(Layout.parse(server.layout)),
@@ -37,7 +37,7 @@ def agreed_facts(
 
 
 def client_name(instance: str, client_rank: int) -> str:
-    """Name of an instance's rank at the LoRA Server."""
+    """Name of an instance's rank."""
     return f"{instance}/{client_rank}"
 
 
@@ -57,7 +57,7 @@ def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float |
 
 
 class DeviceMembers:
-    """The device meeting of a LoRA Server.  config: of its instances."""
+    """The device meeting of a LoRA Server."""
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.lora_server is not None

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PUT_TIMEOUT_S = 3.0
-"""Limit of a put to an instance that takes no answers."""
+"""Limit of a put to a stuck instance."""
 _LEADER_TIMEOUT_S = 120.0
 
 
@@ -109,7 +109,7 @@ class ServerRank:
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._linked: Counter[str] = Counter()
-        """Sessions by client rank; a reconnected rank may briefly keep the last."""
+        """Sessions by client rank; after a reconnection briefly two."""
         self._tell_links: Callable[[tuple[str, ...]], object] = lambda clients: None
         self._tasks: list[asyncio.Task[None]] = []
         if server_rank == LEADER:
@@ -261,7 +261,7 @@ class ServerRank:
         )
 
     async def _obey(self, peer: Peer) -> None:
-        """Follow a leader's orders until its end, from scratch: the leader may be new."""
+        """Follow a leader from scratch: it may be new."""
         memory, first_generation = await called(peer, "memory")
         if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
             logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
@@ -284,7 +284,7 @@ class ServerRank:
         self._call_leader("need", adapter_id)
 
     def _call_leader(self, method: str, *args: Any) -> None:
-        """Sends nothing without a leader: the next orders every load again."""
+        """Sends nothing without a leader: the next orders every load."""
         if self._leader is not None and not self._leader.ended.is_set():
             self._leader.call(method, *args)
 

@@ -42,7 +42,7 @@ PASSING = (OSError, StorageError)
 
 @dataclass(eq=False)
 class _Loading:
-    """A load in progress: remaining layers, in order.  due_s: earliest time of the next layer."""
+    """A load in progress: remaining layers.  due_s: earliest time of the next."""
 
     slot: int
     generation: int
@@ -95,11 +95,9 @@ class ServerAdapterStore:
         self.server_rank = server_rank
         self._page_bytes = memory.page_bytes
         self.on_progress: Callable[[], None] = lambda: None
-        """Called, from any thread, if a waiting request may be ready or stale."""
+        """Called, from any thread, if a waiting request may be answered."""
         self.on_tables: Callable[[], None] = lambda: None
-        """Called on changes of `generation` or `loaded`: before old content is cleared, after new content is
-        there.
-        """
+        """Called on changes of `generation` or `loaded`, with old content intact or new content there."""
         self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
         """Called, from any thread, for a failed load."""
         self._link = None if load_bytes_per_s is None else LinkTime(load_bytes_per_s)
@@ -123,7 +121,7 @@ class ServerAdapterStore:
         self._thread.start()
 
     def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
-        """Start to load this rank's part into the runs of pages, one per layer, unless evicted."""
+        """Start to load this rank's part into runs of pages, unless evicted."""
         with self._changed:
             if generation < self.generation[slot]:
                 return
@@ -140,7 +138,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def evict(self, slot: int, generation: int) -> None:
-        """Stop serving this content of the slot, or cancel its load."""
+        """Stop serving this content, or cancel its load."""
         with self._changed:
             if generation < self.generation[slot]:
                 return
@@ -168,7 +166,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def grow(self, num_slots: int) -> None:
-        """Grow to at least num_slots slots; earlier requests for new slots are stale."""
+        """Grow to at least num_slots slots; earlier requests for them are stale."""
         with self._changed:
             more = num_slots - len(self.generation)
             if more <= 0:
@@ -182,7 +180,7 @@ class ServerAdapterStore:
             self.on_tables()
 
     def set_led(self, led: bool) -> None:
-        """Set the presence of a leader; without a leader, requests for missing content do not wait."""
+        """Without a leader, requests for missing content do not wait."""
         self.led = led
         self.on_progress()
 
@@ -297,9 +295,7 @@ class ServerAdapterStore:
         return num_bytes
 
     def _follow_others(self) -> None:
-        """The loader's stream waits for launched work: deltas of the pages' former owners, and slot table
-        changes.
-        """
+        """The loader's stream waits for former owners' deltas, and slot table changes."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
 

@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class CallFrame(Message, frozen=True):
-    """A call of a peer's method; the reply has the same number."""
+    """A call of a peer's method, replied under the same number."""
 
     number: int
     method: str
@@ -165,7 +165,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """One end's view of a link: received messages, own methods, the peer's methods."""
+    """One end's view of a link: messages, own methods, the peer's."""
 
     receives: Decoder
     answers: Interface | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between processes: a Unix socket on one host, mutual TLS between hosts."""
+"""Connections: a Unix socket on one host, mutual TLS between hosts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("T
 
 @dataclass(frozen=True, kw_only=True)
 class Pings:
-    """Seconds between pings of a peer's event loop, and until a silent peer counts as gone."""
+    """Seconds between pings, and until a silent peer counts as gone."""
 
     interval_s: float
     timeout_s: float
 
     @staticmethod
     def within(silence_s: float) -> Pings:
-        """Pings for an end of the connection after silence_s."""
+        """Pings that end a connection after silence_s."""
         return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
 
 
@@ -92,7 +92,7 @@ async def listen(
 
 
 async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings | None = None) -> Connection:
-    """Connect.  Raises ConnectionError with the cause; ConfigError for a network address without keys."""
+    """Connect.  Raises ConnectionError; ConfigError for a network address without keys."""
     context = None if address.path else _context(setting, address, keys, server=False)
     try:
         if address.path:

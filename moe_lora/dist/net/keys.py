@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of a cluster: its authority's signature admits members, over mutual TLS."""
+"""Certificates of a cluster, for mutual TLS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VALID_DAYS = 3650
 
 @dataclass(frozen=True)
 class Keys:
-    """The certificates in a folder: the authority's, and a member's with its key.
+    """The authority's certificate in a folder, and a member's with its key.
 
     Raises ConfigError for unreadable certificates.
     """
@@ -55,14 +55,14 @@ class Keys:
 
 
 def keys_in(folder: str | Path | None) -> Keys | None:
-    """The certificates in the folder; None without a folder."""
+    """Certificates in the folder, if any."""
     return None if folder is None else Keys(Path(folder))
 
 
 def keys_of(cluster: ClusterConfig) -> Keys | None:
     """Certificates of roles on several hosts; None on one host.
 
-    Raises ConfigError for unreadable certificates, or a network address without certificates.
+    Raises ConfigError for unreadable or missing certificates.
     """
     if cluster.certificates is None:
         for name, address in cluster.dialled_addresses().items():

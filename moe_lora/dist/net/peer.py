@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other end of a connection: ordered messages, and calls; the end fails open calls at both ends."""
+"""The other end of a connection: ordered messages, and calls; the end fails open calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .codec import AnswerFrame, CallFrame, FailureFrame, Message, Protocol, enco
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 512 << 20
-"""A peer with more queued bytes does not read; its connection ends."""
+"""A peer with more queued bytes does not read, and is dropped."""
 _LAST_WORDS_S = 1.0
 _NOT_UNDERSTOOD, _GOING_AWAY = 1003, 1001
 
@@ -32,7 +32,7 @@ class PeerEndedError(ConnectionError):
 
 @dataclass(eq=False)
 class _Call:
-    """A call under way.  waiter: may be cancelled.  over: the peer has answered."""
+    """A call under way.  waiter: may be cancelled.  over: answered."""
 
     method: str
     waiter: asyncio.Future[Any]
@@ -106,7 +106,7 @@ class Peer:
             self._something.set()
 
     def call(self, method: str, *args: Any, **words: Any) -> asyncio.Future[Any]:
-        """Run a method of the peer; returns its result, or raises its error or PeerEndedError.
+        """Run a peer's method; returns its result, or raises its error or PeerEndedError.
 
         Raises ValueError or TypeError as `Interface.bind`.
         """
@@ -184,7 +184,7 @@ class Peer:
             call.fail(error)
 
     async def settled(self) -> None:
-        """Wait for answers of all earlier calls, abandoned or not.  Raises PeerEndedError."""
+        """Wait for answers of all earlier calls, even abandoned.  Raises PeerEndedError."""
         for call in list(self._calls.values()):
             await call.over.wait()
         if self.ended.is_set():

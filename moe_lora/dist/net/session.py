@@ -97,7 +97,7 @@ class Handshake:
     ) -> tuple[Peer, Any]:
         """The listening end, and its welcome's payload.
 
-        Raises RefusedError; PeerEndedError without a welcome in timeout_s.
+        Raises RefusedError, or PeerEndedError after timeout_s.
         """
         peer = Peer(connection, _AWAITS_REPLY, str(address))
         try:
@@ -120,7 +120,7 @@ class Handshake:
         connection: Connection,
         host: str,
     ) -> None:
-        """Serve a connection to its end, after the handshake.
+        """Serve a connection after its handshake.
 
         admit: returns the welcome's payload, or raises RefusedError.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop in a thread, and blocking calls outside a loop."""
+"""A loop in a thread, and blocking calls."""
 
 from __future__ import annotations
 

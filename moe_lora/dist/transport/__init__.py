@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-sided transports: windows of memory for peers' writes, and counting signals."""
+"""One-sided transports: windows of memory, and counting signals."""
 
 from .contract import KINDS, RemoteWindow, Transport, Window, make_transport
 

@@ -48,7 +48,7 @@ class Descriptor:
 
     @staticmethod
     def decode(data: bytes, kind: str) -> Descriptor:
-        """Raises ValueError for data of another version or transport, or no descriptor."""
+        """Raises ValueError for data of another version or transport."""
         try:
             fields = json.loads(data)
             version = fields.pop("version")
@@ -135,7 +135,7 @@ class Window(ABC):
     """Memory of this process for peers' writes."""
 
     bytes: torch.Tensor
-    """uint8 [num_bytes], initially zero; mapped as long as any view."""
+    """uint8 [num_bytes], initially zero; views keep the mapping."""
     words: SignalWords
 
     def __init__(self, owner: Transport, number: int, label: str, num_bytes: int, num_signals: int) -> None:
@@ -188,15 +188,15 @@ class RemoteWindow(ABC):
         self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None
-        without a mapping.
+        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None if
+        unmapped.
         """
         check_range(self, offset_bytes, num_bytes)
         return None
 
     @abstractmethod
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind earlier writes through `view` and earlier puts.  Raises PeerGoneError."""
+        """Raise a signal behind all earlier writes and puts.  Raises PeerGoneError."""
 
     @abstractmethod
     def alive(self) -> bool:
@@ -230,7 +230,7 @@ class Transport(ABC):
         self._closed = False
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> Window:
-        """Zeroed local memory for peers' writes.  Raises ValueError for negative sizes or a used label."""
+        """Zeroed local memory for peers' writes.  Raises ValueError for bad sizes or a used label."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"transport {self.name!r} is closed; make a new one")
@@ -249,8 +249,8 @@ class Transport(ABC):
 
     @abstractmethod
     def attach(self, descriptor: bytes) -> RemoteWindow:
-        """The window of a descriptor.  Raises PeerUnreachableError for a lost window or process, ValueError
-        for a descriptor of another transport, version or size.
+        """The window of a descriptor.  Raises PeerUnreachableError for a lost window, ValueError for another
+        transport, version or size.
         """
 
     @abstractmethod
@@ -278,7 +278,7 @@ class Transport(ABC):
 
     @abstractmethod
     def quiet(self, dst: Any) -> None:
-        """Wait until all puts are delivered and their sources may be reused.  Raises PeerGoneError."""
+        """Wait until puts are delivered and sources reusable.  Raises PeerGoneError."""
 
     def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
         """Wait for signal >= at_least; returns the value.  None: no limit.  Releases the GIL.
@@ -304,7 +304,7 @@ class Transport(ABC):
         """Release a peer's window; views stay mapped.  Idempotent."""
 
     def close(self) -> None:
-        """Free all windows, detach from all, stop threads.  Idempotent."""
+        """Free and detach all windows, stop threads.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -318,7 +318,7 @@ class Transport(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Release the medium, after all windows are freed and detached."""
+        """Release the medium, after all windows."""
 
     def __enter__(self) -> Transport:
         return self

@@ -88,7 +88,7 @@ class DevicePuts(Protocol):
         ...
 
     def meet(self) -> None:
-        """Wait for all members.  Raises LoraServerError for a missing member."""
+        """Wait for all members.  Raises LoraServerError."""
         ...
 
     def put_pieces(
@@ -114,7 +114,7 @@ _PLACES = {"ibgda": "moe_lora.dist.transport.nvshmem"}
 
 
 def check_device_puts(kind: str) -> None:
-    """Raises ConfigError if this machine has no device puts."""
+    """Raises ConfigError without device puts on this machine."""
     importlib.import_module(_PLACES[kind]).check_machine()
 
 

@@ -72,7 +72,7 @@ class GlooRemoteWindow(RemoteWindow):
             link.put(self.number, offset, data, signal, value)
 
     def ask(self, op: Op, offset: int = 0, out: torch.Tensor | None = None) -> None:
-        """Call the peer, and wait.  Raises PeerGoneError, also for a freed window."""
+        """Call the peer, and wait.  Raises PeerGoneError."""
         with self._live_link() as link:
             exists, _, _ = link.ask(op, self.number, offset, out)
         if not exists:
@@ -117,7 +117,7 @@ class GlooTransport(Transport):
         self._reception: Reception | None = None
         # Another thread's link must not count as unused.
         self._attaching = threading.Lock()
-        atexit.register(self.close)  # a receiver left in gloo at interpreter exit aborts the process
+        atexit.register(self.close)  # a receiver left in gloo at exit aborts the process
 
     def address(self) -> dict[str, Any]:
         """Address for peers' links; starts the reception."""

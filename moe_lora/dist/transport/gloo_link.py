@@ -49,7 +49,7 @@ Answer = tuple[int, int, int]
 
 
 class Link:
-    """One end of a connection.  Methods raise RuntimeError if the other end is gone."""
+    """One end of a connection.  Raises RuntimeError if the other is gone."""
 
     def __init__(
         self, store: Store, side: int, device: Any, timeout_s: float, put_timeout_s: float | None = None
@@ -62,7 +62,7 @@ class Link:
         options._threads = 1
         options._devices = [device]
         self._group = _Group(store, side, 2, options)
-        self._store = store  # the group does not keep a Python store alive
+        self._store = store  # the group does not keep the store alive
         self._other = 1 - side
         self._lock = threading.Lock()
         self.alive = True
@@ -204,7 +204,7 @@ _TAG_CHARS = 32
 
 
 class Reception:
-    """The owner's side: a port for peers' announcements, and a thread per link."""
+    """The owner's side: a port, and a thread per link."""
 
     def __init__(self, host: str, device: Any, timeout_s: float, place: Any) -> None:
         self._listener = socket.create_server(("0.0.0.0" if host != "127.0.0.1" else host, 0), backlog=64)
@@ -276,7 +276,7 @@ class Reception:
 def connect(
     host: str, port: int, tag: str, device: Any, timeout_s: float, put_timeout_s: float | None = None
 ) -> Link:
-    """A link to the owner at this address; the tag proves possession of a descriptor.
+    """A link to the owner; the tag proves possession of a descriptor.
 
     Raises OSError or RuntimeError.
     """

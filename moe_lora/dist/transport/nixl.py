@@ -46,7 +46,7 @@ _NOTICE = struct.Struct("<qqQ")
 # Kept for the process's life: peers may still write there.
 _discarded: list[NixlWindow] = []
 _SPIN_S = 200e-6
-# A pause is a share of the time waited, within limits.
+# A pause is a share of the time waited.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
@@ -85,9 +85,7 @@ class NixlWindow(Window):
         return self.words.read(signal)
 
     def discard(self) -> None:
-        """Return the pages but keep the addresses registered, so a late put does no harm; views
-        read zeros.
-        """
+        """Return the pages but keep the addresses registered: a late put does no harm."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self._memory[_FREED_OFFSET] = 1
         _discarded.append(self)
@@ -151,7 +149,7 @@ class NixlTransfers:
     def start(
         self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes = b""
     ) -> Transfer:
-        """Start a WRITE or READ; `ended` sends the notice.  Raises PeerGoneError."""
+        """Start a WRITE or READ.  Raises PeerGoneError."""
         with self._lock:
             return self._start(operation, tensor, remote, offset, notice)
 
@@ -261,7 +259,7 @@ class NixlTransport(Transport):
             return self._agent_name, self.agent.get_agent_metadata()
 
     def attach(self, descriptor: bytes) -> NixlRemoteWindow:
-        """Connect to the window's owner, and read the window's header."""
+        """Connect to the window's owner, and read the header."""
         found = Descriptor.decode(descriptor, self.kind)
         remote = NixlRemoteWindow(found, self)
         lost: tuple[type[Exception], ...] = (PeerGoneError, *self._errors)
@@ -360,7 +358,7 @@ class NixlTransport(Transport):
             _log.info("%s", error)
 
     def wait_any(self, waits: Sequence[tuple[Any, int, int]], timeout_s: float | None) -> int | None:
-        """Collect notifications until a signal reaches its value; pauses grow to 2 ms."""
+        """Collect notifications until a signal reaches its value."""
         start = time.monotonic()
         while True:
             self.collect()
@@ -373,7 +371,7 @@ class NixlTransport(Transport):
                 return found
 
     def detach(self, remote: NixlRemoteWindow) -> None:
-        """Release a peer's window; its last window releases an ended process."""
+        """Release a peer's window, and an ended process with its last window."""
         with self._lock:
             if remote not in self._remotes:
                 return

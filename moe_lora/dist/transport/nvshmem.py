@@ -170,7 +170,7 @@ def register() -> None:
 
 
 def join_group(address: str, rank: int, size: int, device: torch.device) -> IbgdaGroup:
-    """This process's world (`device_puts.join_device_group`): NVSHMEM spans no other."""
+    """This process's world: NVSHMEM spans no other."""
     register()
     torch.cuda.set_device(device)
     wait, where = timedelta(seconds=_MEET_S), f"tcp://{address}"

@@ -46,7 +46,7 @@ def _up(num_bytes: int) -> int:
 
 
 class Segment:
-    """A segment, mapped as long as this object or a tensor over it."""
+    """A segment, mapped as long as this object or its tensors."""
 
     def __init__(self, fd: int, num_bytes: int, num_signals: int) -> None:
         data = _PAGE + _up(num_signals * LINE_BYTES)
@@ -56,7 +56,7 @@ class Segment:
                 f"the peer's segment has {os.fstat(fd).st_size} bytes where {num_bytes} bytes and "
                 f"{num_signals} signals need {total}; run the same version of moe_lora in all processes"
             )
-        # Populated: page faults would cost more than the first put's copy.
+        # Populated: page faults would exceed the first put's copy.
         memory = mmap.mmap(fd, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.header = whole[:LINE_BYTES]
@@ -88,7 +88,7 @@ class OwnSegment(Segment):
 
 
 def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
-    """The peer's segment.  Raises PeerUnreachableError for a lost segment, ValueError for wrong sizes."""
+    """The peer's segment.  Raises PeerUnreachableError, or ValueError for wrong sizes."""
     pid = found.medium["pid"]
     try:
         fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
@@ -140,7 +140,7 @@ class ShmWindow(Window):
 
 
 class ShmProcess:
-    """A peer process: its doorbell, and a handle that reports its end."""
+    """A peer process: its doorbell, and a handle for its end."""
 
     def __init__(self, found: Descriptor) -> None:
         medium = found.medium

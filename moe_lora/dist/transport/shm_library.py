@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding of the C++ library: signal words, and waits of threads and processes."""
+"""Binding of the C++ library: signal words and waits."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def lines(count: int) -> torch.Tensor:
 
 
 class SignalWaiter:
-    """Waits for signals of one doorbell.  spin_s: spin time before a sleep."""
+    """Waits for signals of one doorbell.  spin_s: before a sleep."""
 
     def __init__(self, doorbell: torch.Tensor, spin_s: float = 20e-6) -> None:
         self._doorbell = doorbell

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the slots for adapters with the load, and changes the LoRA Server's capacity."""
+"""Compares adapter slots with the load, and resizes the LoRA Server."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class CapacityController:
 
     @verb
     async def server_state(self) -> ServerState | None:
-        """The LoRA Server's state, if any.  Raises LoraServerError without an answer."""
+        """The LoRA Server's state, if any.  Raises LoraServerError."""
         return None if self._server is None else await asyncio.to_thread(self._server.state)
 
     @verb
@@ -101,7 +101,7 @@ class CapacityController:
             before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
-                    break  # a launcher such as torchrun restarts all ranks with one
+                    break  # a launcher such as torchrun restarts all ranks
                 logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
                 await asyncio.to_thread(self._admin.restart, server_rank)
                 state = await self._until_back(state, server_rank, limit_s)
@@ -124,7 +124,7 @@ class CapacityController:
     async def _until(
         self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
     ) -> ServerState:
-        """The first state under a condition.  Raises LoraServerError(problem) after limit_s."""
+        """The first fulfilling state.  Raises LoraServerError(problem) after limit_s."""
         try:
             with fail_after(limit_s):
                 while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions for all front ends: adapters, placement, the LoRA Server's capacity."""
+"""Decisions for all front ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ClusterController:
         return await self._verbs[verb](*args, **words)
 
     async def leave(self) -> None:
-        """End all pauses: requests finish before the last front end's end."""
+        """End all pauses, so that requests finish."""
         try:
             await self.call("resume_requests", None)
         except MoeLoraError as error:
@@ -96,7 +96,7 @@ class ClusterController:
         """Return at once."""
 
     async def run(self) -> None:
-        """Place adapters, move requests, watch the load and keep the pool, until cancelled."""
+        """Run all parts until cancelled."""
         parts = (self.placement, self.migration, self.provision, self.adapters.pool)
         runs = [part.run() for part in parts if part is not None]
         if self.registry is not None and self.registry.aliases:
@@ -110,7 +110,7 @@ def _verbs_of(part: object | None) -> dict[str, Callable[..., Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledFleet:
-    """A front end's fleet, with a controller in the same process."""
+    """A front end's fleet, with its own controller."""
 
     controller: ClusterController
     fleet: FleetClient

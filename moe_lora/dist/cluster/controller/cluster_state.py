@@ -46,7 +46,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class VisitEvent:
-    """An event of a request for an adapter.  number: unique in the request's front end."""
+    """An event of a request.  number: unique in the front end."""
 
     kind: Literal["begin", "start", "refuse", "end"]
     number: int
@@ -55,10 +55,7 @@ class VisitEvent:
 
 
 class FrontEndReport(Message, frozen=True):
-    """Events of a front end's requests since the last report.  tokens: by adapter.
-
-    instances: in routing, with incarnations.
-    """
+    """Events of a front end's requests since the last report.  tokens: by adapter."""
 
     tokens: Mapping[str, int]
     visits: tuple[VisitEvent, ...]
@@ -70,7 +67,7 @@ class Leaving(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """The front end routes by the state of this number, or a later state."""
+    """The front end routes by this or a later state."""
 
     number: int
 
@@ -86,10 +83,7 @@ class Figures(Message, frozen=True, kw_only=True):
 
 
 class ClusterStateLog:
-    """Records decisions, each with a higher number.
-
-    placement None: every instance has all adapters.
-    """
+    """Records decisions, each with a higher number."""
 
     def __init__(
         self, instance_registry: InstanceRegistry, routes: Routes, placement: PlacementController | None
@@ -161,7 +155,7 @@ class ClusterStateLog:
             learn(aliases, new)
 
     def count_above(self, state: ClusterState) -> None:
-        """Number the state above a state too late for the recovery."""
+        """Number the state above a late state."""
         self.state = replace(self.state, number=max(self.state.number, state.number) + 1)
 
 

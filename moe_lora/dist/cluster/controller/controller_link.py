@@ -109,7 +109,7 @@ class ControllerLink:
         return self._peer is not None
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """The controller's answer.  Raises its error, ControllerAwayError without a connection."""
+        """The controller's answer.  Raises its error, or ControllerAwayError."""
         if self._peer is None:
             raise ControllerAwayError(
                 "the controller is away, and nothing can be changed without it; requests go on, send this "
@@ -130,7 +130,7 @@ class ControllerLink:
             self._peer.send(Leaving())
 
     async def ready(self) -> None:
-        """Return once this front end knows the served adapters and has an instance, or after READY_S."""
+        """Return once this front end can serve, or after READY_S."""
         waited_s = 0.0
         while waited_s < READY_S and (self.state is None or not self._instance_registry.live):
             await asyncio.sleep(_LOOK_S)
@@ -143,7 +143,7 @@ class ControllerLink:
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
-                # Counts without a listener are dropped: a later time step must not include them.
+                # Counts without a listener are dropped: a later step must not include them.
                 tokens = {} if self._routes.meter is None else self._routes.meter.read()
                 visits = () if self.window is None else self.window.take()
                 now = self._peer, {one.name: one.incarnation for one in self._instance_registry.live}
@@ -203,7 +203,7 @@ class ControllerLink:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectedFleet:
-    """The fleet of one of several front ends, with the link to their controller."""
+    """One of several front ends' fleet, with the controller's link."""
 
     controller: ControllerLink
     fleet: FleetClient
@@ -213,7 +213,7 @@ class DirectedFleet:
 
 @asynccontextmanager
 async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[DirectedFleet]:
-    """Instances that dial this front end, and the link to the controller's process.
+    """Instances that dial this front end, and the controller's link.
 
     Raises ConfigError for errors known at start.
     """

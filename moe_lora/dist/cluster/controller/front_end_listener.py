@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's listener for front ends: calls in, states out."""
+"""The controller's listener for front ends."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 SHOW_S = 1.0
 TAKEN_S = 5.0
-"""Longest wait of a call's answer for front ends without the new state."""
+"""Longest wait for front ends without the new state."""
 LONGEST_RECOVERY_S = 10.0
 """Longest wait for a configured front end."""
 
 
 @dataclass(eq=False)
 class Session:
-    """A connected front end.  taken: number of its routing state.  visits: running requests."""
+    """A connected front end.  taken: number of its state."""
 
     name: str
     peer: Peer
@@ -145,7 +145,7 @@ class FrontEndListener:
             await asyncio.sleep(SHOW_S)
 
     async def _learn_ranks(self) -> None:
-        """Learn ranks from the first instance; later ranks come with loads."""
+        """Learn ranks from the first instance."""
         try:
             if await self._controlled.fleet.is_alive():
                 await self._controlled.fleet.model_info()
@@ -157,7 +157,7 @@ class FrontEndListener:
             self._send_all()
 
     def _seen_by_all(self, name: str, incarnation: str) -> bool:
-        """True if all front ends have this process in routing; False without front ends."""
+        """True if all front ends, at least one, route to this process."""
         return bool(self.sessions) and all(
             session.instances.get(name) == incarnation for session in self.sessions
         )
@@ -194,7 +194,7 @@ class FrontEndListener:
         if before is not None and before.number >= now.number and before != now:
             logger.warning("front end %s: state %d given up: it came too late", session.name, before.number)
             self._state_log.count_above(before)
-            # Front ends with this state under a lower number would count as late.
+            # Front ends with this state would count as late.
             self._send_all()
         else:
             session.peer.send(self._state_log.state)

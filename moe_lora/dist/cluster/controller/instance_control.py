@@ -38,7 +38,7 @@ class InstanceControl:
     async def drain_instance(self, name: str) -> None:
         """Give an instance no requests, and move requests elsewhere if possible.
 
-        Raises ConfigError for an unknown instance, and for the last undrained instance.
+        Raises ConfigError for an unknown or the last undrained instance.
         """
         await self._named(name)
         await self._check_others(name, lambda: self._registry.undrained)
@@ -47,7 +47,7 @@ class InstanceControl:
 
     @verb
     async def undrain_instance(self, name: str) -> None:
-        """Give the instance requests again; under a restart, once back.
+        """Give the instance requests again.
 
         Raises ConfigError for an unknown instance.
         """

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of requests between instances: collect loads, call the policy, send orders to the requests'
-instances.
+"""Moves of requests between instances: collect loads, call the policy, send orders.
 
 Source: dLoRA, section 5.2.
 """
@@ -49,14 +48,14 @@ logger = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.02
 """Seconds per token before a measurement."""
 ORDER_S = 2.0
-"""An order without effect for this time counts as refused."""
+"""An order without effect for this time is refused."""
 
 
 _ATTEMPT = re.compile(r"~\d+( \(\d+\))?$")
 
 
 def request_of(name: str) -> str:
-    """The front end's id of an engine's request, equal at all instances."""
+    """The front end's id of an engine's request."""
     return _ATTEMPT.sub("", name)
 
 
@@ -147,7 +146,7 @@ class MigrationController:
         return 0 if plan is None else await self._pass_on(plan, kinds)
 
     def _moves_under_way(self, reports: list[Report]) -> bool:
-        """True while a request is held for a move, or an ordered move may still start."""
+        """True while a request is held, or an ordered move may start."""
         now_s, ordered = self._clock.now_s(), self._ordered
         is_held = any(load.held for report in reports for load in report.requests)
         self._ordered = ordered & {

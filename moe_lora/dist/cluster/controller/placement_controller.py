@@ -162,7 +162,7 @@ class PlacementController:
             )
 
     async def _memory(self, infos: list[AdapterInfo], instances: list[InstanceStats]) -> DeviceMemory:
-        """Free memory of these instances; pinned adapters are on every device anyway."""
+        """Free memory of these instances; every device has pinned adapters."""
         slots = (await self._client.model_info()).max_loras
         pinned = [info for info in infos if info.pinned]
         taken = sum(info.device_bytes for info in pinned)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link between front ends and a separate controller: verbs and messages."""
+"""Verbs and messages between front ends and a separate controller."""
 
 from __future__ import annotations
 

@@ -45,9 +45,7 @@ class Routes:
         return 0 if self.table is None else self.table.version
 
     def placement(self, client: FleetClient, pool: FleetPool | None = None) -> PlacementController | None:
-        """The controller of the router's table; None without placement: a given table stays.  Raises
-        ConfigError.
-        """
+        """The controller of the router's table; None without placement.  Raises ConfigError."""
         table = self.table
         if table is None or self.meter is None:
             return None
@@ -59,7 +57,7 @@ class Routes:
         )
 
     def take(self, table: Mapping[str, list[tuple[int, float]]], instances: Iterable[Instance]) -> None:
-        """Route by another process's table, if adapters are divided over instances."""
+        """Route by another process's table, if any."""
         if self.table is None:
             return
         if self.table is self.router:
@@ -106,7 +104,7 @@ def make_routes(cluster: ClusterConfig) -> Routes:
 
 
 def _weights(engine: EngineConfig) -> str | None:
-    """The instances' weight format; None: the model isn't on this host."""
+    """The weight format; None: the model isn't on this host."""
     return engine.weights_name() if (Path(engine.model_dir) / "config.json").is_file() else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aliases in a registry, for the next start of a server."""
+"""Aliases in a registry, for the next start."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ class SavedAliases:
         self.adapters: dict[str, str] = {}
 
     def load(self, found: dict[str, bytes]) -> None:
-        """Add aliases; log each alias without its adapter.  Without its second adapter, an alias is
-        settled.
-        """
+        """Add aliases; without its adapter an alias is logged, without its second settled."""
         for name, text in found.items():
             before = set(self.adapters)
             try:
@@ -99,7 +97,7 @@ class SavedAliases:
             self.aliases[name] = replace(alias, loaded=tuple(sorted(self.adapters.keys() - before)))
 
     def _add(self, adapter: str, versions: Sequence[str]) -> str:
-        """The adapter's name at this start.  Raises AdapterError or AdapterNotFoundError."""
+        """The adapter's name now.  Raises AdapterError or AdapterNotFoundError."""
         kept = next((one for one in versions if one.rpartition("@v")[0] == adapter), adapter)
         if not adapter or kept in self._served or kept in self.adapters:
             return kept

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registry beside a running server, and its adapters served from the start."""
+"""A registry beside a running server."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def opened_registry(
 def _with_aliases(
     cluster: ClusterConfig, served: ServedRegistry, limit: int | None
 ) -> tuple[ClusterConfig, ServedRegistry]:
-    """Both with the registry's aliases, and their adapters.  limit: of ranks."""
+    """Both with the registry's aliases, and their adapters."""
     found = served.registry.aliases(served.base_hash)
     if not found:
         return cluster, served
@@ -127,7 +127,7 @@ def _with_aliases(
 
 
 class RegistryVerbs:
-    """A registry for front ends.  devices: of all instances; they limit new adapters' ranks."""
+    """A registry for front ends.  devices: limit new adapters' ranks."""
 
     def __init__(self, served: ServedRegistry, devices: Callable[[], set[str]] = set) -> None:
         self.served = served

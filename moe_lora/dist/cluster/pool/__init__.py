@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter pool: host-memory copies of adapters, divided over instances."""
+"""The adapter pool: host-memory copies, divided over instances."""

@@ -59,7 +59,7 @@ class PoolDirectory:
         self._unname(self._facts.pop(name).content_hash)
 
     def note(self, client: CallableEngine, content_hash: str, source: bytes | None) -> None:
-        """Record that an engine holds or dropped an adapter, if served."""
+        """Record that an engine holds or dropped a served adapter."""
         if content_hash not in self._num_names:
             return
         if source is not None:
@@ -85,7 +85,7 @@ class PoolDirectory:
         }
 
     def sources(self, content_hash: str, client: CallableEngine, turn: int = 0) -> tuple[bytes, ...]:
-        """An adapter's sources for an engine; other turns start with other holders."""
+        """An adapter's sources for an engine, rotated by `turn`."""
         self._told.setdefault(client, len(self._changes))
         holders = self._holders.get(content_hash, {})
         places = [
@@ -95,7 +95,7 @@ class PoolDirectory:
         return (*places[turn:], *places[:turn])
 
     def news(self, client: CallableEngine, turn: int) -> dict[str, tuple[bytes, ...]]:
-        """Sources changed since the last call for this engine, or its start."""
+        """Sources changed since this engine's last call."""
         self._forget_ended()
         changed = set(self._changes[self._told.get(client, 0) :]) & self._holders.keys()
         self._told[client] = len(self._changes)
@@ -115,7 +115,7 @@ class PoolDirectory:
     async def give(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None
     ) -> None:
-        """Load this content on a joining engine, with a copy if there are too few.
+        """Load this content on a joining engine, with a copy if needed.
 
         Raises EngineDeadError, and the load's errors.
         """
@@ -126,7 +126,7 @@ class PoolDirectory:
                 await self._take(client, name, path, version, content_hash)
 
     async def _know(self, client: CallableEngine, name: str, path: str, version: int) -> bool:
-        """Serve an adapter on an engine without a copy; False if too few others hold copies."""
+        """Serve an adapter without a copy; False if too few others hold copies."""
         facts = self.facts_at(name, path, version)
         if facts is None:
             return False
@@ -169,7 +169,7 @@ class PoolDirectory:
     ) -> None:
         """Divide adapters over empty engines: only the holders read an adapter from disk.
 
-        Raises a failed load's error, except for an optional adapter.
+        Raises a failed load's error, unless optional.
         """
         lost = set[str]()
         sizes = {name: _file_bytes(path) for name, path in adapters}
@@ -214,7 +214,7 @@ class PoolDirectory:
             self._holders.pop(content_hash, None)
 
     def _change(self, content_hash: str) -> None:
-        """Note changed holders.  After many changes all engines get all sources: the list stays short."""
+        """Note changed holders; after many changes engines get full lists."""
         self._changes.append(content_hash)
         if len(self._changes) > 1000 + 10 * len(self._holders):
             self._changes = list(self._holders)

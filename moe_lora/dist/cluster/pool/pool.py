@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet's adapter pool: keeps the wanted copies while instances come and go."""
+"""A fleet's adapter pool: keeps the wanted copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Table = Mapping[str, Sequence[tuple[int, float]]]
 
 
 class FleetPool:
-    """Loads adapters into the pool, moves copies by placements, and replaces lost holders."""
+    """Loads adapters into the pool, moves copies, and replaces lost holders."""
 
     def __init__(self, instance_registry: InstanceRegistry, directory: PoolDirectory) -> None:
         self._instance_registry = instance_registry
@@ -79,7 +79,7 @@ class FleetPool:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def want(self, table: Table) -> None:
-        """Hold adapters on their instances in a routing table from the next step on."""
+        """Follow a routing table from the next step on."""
         self._wanted = {
             name: [instance for instance, share in row if share > 0] for name, row in table.items()
         }
@@ -199,7 +199,7 @@ class FleetPool:
             self._directory.note(client, content_hash, source)
 
     async def _drop_copies(self) -> None:
-        """Drop unwanted copies after an update of sources: no instance reads a dropped copy."""
+        """Drop unwanted copies after sources: no instance reads a dropped copy."""
         held, target = self._held(), self._target()
         drops = await asyncio.to_thread(lambda: copies_to_drop(target(), held))
         if not drops:
