@@ -53,7 +53,7 @@ class LoraBackend(ABC):
         """Start one site's deltas; None without deltas.
 
         x: [T, d_in], or [T*K, d_in] with a row per expert; unchanged until `add_to`.
-        ids: [T, K] int32 model numbers of experts, -1 for padding and other ranks; None at a dense site.
+        ids: [T, K] int32 model numbers, -1 for padding and other ranks' experts; None at a dense site.
         """
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:

@@ -200,7 +200,7 @@ def open_slot(slots: SlotTable, slot: int, packed: PackedAdapter) -> None:
 def point_layer(
     slots: SlotTable, slot: int, number: int, layer: PackedLayer, part: LayerPart, offset_bytes: int
 ) -> None:
-    """Point `slot` at a layer's part at this multiple of 64."""
+    """Point `slot` at a layer's part.  offset_bytes: a multiple of 64."""
     assert offset_bytes % MATRIX_ALIGN_BYTES == 0
     itemsize = layer.data.element_size()
     num_bytes = part.num_elements * itemsize if isinstance(part, LayerShard) else layer.nbytes

@@ -138,8 +138,8 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
 class StepModel:
     """Times of decode and prefill steps of one base model, machine and LoRA kernel.
 
-    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and
-    impossible coefficients.
+    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and bad
+    coefficients.
     Source: Toppings, section 5 and equation 2.
     """
 

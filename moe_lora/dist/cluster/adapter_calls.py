@@ -59,7 +59,7 @@ async def ask(
     instances: list[Instance],
     calls: Iterable[Awaitable[Answer]],
 ) -> Answers[Answer]:
-    """Answers of these instances, and errors of refusing instances.  calls: one per instance.
+    """Answers of these instances, and errors of refusing instances, from a call per instance.
 
     Dead instances leave routing and the result; silent instances leave only the result.
     Raises EngineDeadError if no instance is left.
@@ -114,7 +114,7 @@ async def load_alike(
         info = loaded if isinstance(loaded, AdapterInfo) else loaded.info
         try:
             more, errors = await load(rest, info.content_hash or None)
-        except EngineDeadError:  # no instance left: they hear at their return
+        except EngineDeadError:  # no instance left: all hear at their return
             return answers, []
         return answers + more, errors
     raise AssertionError("an adapter is loaded somewhere")
@@ -256,7 +256,7 @@ class FleetAdapters:
                     await self._load_missing(name, served)
 
     async def _load_missing(self, name: str, served: ServedVersion) -> None:
-        """Load an adapter where it is missing."""
+        """Load an adapter on the live instances without it."""
         from .listener import catch_up
 
         pool = self.instance_registry.pool
@@ -287,7 +287,7 @@ class FleetAdapters:
 
     @verb
     async def unload_adapter(self, name: str, only: ServedVersion | None = None) -> None:
-        """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
+        """Refuse new requests for `name` everywhere, and free the adapter at all instances.
 
         only: this version alone, without a wait for its last request.
         Raises AdapterNotFoundError for an unserved name or version.

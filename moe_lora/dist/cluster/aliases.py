@@ -51,7 +51,7 @@ def of_adapter(aliases: Mapping[str, Alias], adapter: str) -> Iterator[str]:
 
 
 def check_load(aliases: Mapping[str, Alias], name: str) -> None:
-    """Raises AdapterError for an alias's name: no request would reach the load."""
+    """Raises AdapterError for an alias without this adapter: no request would reach the load."""
     alias = aliases[name]
     if alias.current and name not in targets(alias):
         raise AdapterError(
@@ -103,7 +103,7 @@ def promoted(name: str, alias: Alias) -> Alias:
 
 
 def rolled_back(name: str, alias: Alias) -> Alias:
-    """The alias before the last rollout, even a promoted one.
+    """The alias before the last rollout, even after its promotion.
 
     Idempotent.  Raises ConfigError without a former adapter.
     """

@@ -135,12 +135,12 @@ class ConnectionMux:
 
     @verb
     def remember_drain(self, order: DrainOrder) -> None:
-        """Keep the order, unless a later order is known."""
+        """Keep the later order."""
         self.drain = max(self.drain, order, key=lambda one: one.number)
 
     @verb
     def remember_aliases(self, aliases: Mapping[str, Alias]) -> None:
-        """Keep each alias, unless a later one is known."""
+        """Keep the later aliases."""
         from .aliases import learn
 
         learn(self.aliases, aliases)

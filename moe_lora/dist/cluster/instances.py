@@ -264,7 +264,7 @@ class InstanceRegistry:
         return [instance for instance in found if instance.name not in self.drained] or found
 
     def having(self, adapter: str | None) -> list[Instance]:
-        """Live instances with an adapter.  Raises EngineDeadError without one."""
+        """Live instances with an adapter.  Raises EngineDeadError if there are none."""
         found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
         if found:
             return found
@@ -391,8 +391,8 @@ class InstanceRegistry:
     ) -> None:
         """Put an instance of another process's controller into routing.
 
-        The controller's holding, else `have`, tells the missing adapters.  Raises EngineDeadError after
-        `close`.
+        The controller's holding, else `have`, tells the missing adapters.
+        Raises EngineDeadError after `close`.
         """
         self._check_open()
         if not self.directed:

@@ -118,8 +118,7 @@ class CatchUp:
     """Brings an engine's adapters up to date before the engine enters routing.
 
     In the recovery, the first seconds, adapters found on engines count as served, and no engine enters
-    routing:
-    adapters loaded over HTTP outlive this process.  recovery_s None: until `end_recovery`.
+    routing; so adapters loaded over HTTP outlive this process.  recovery_s None: until `end_recovery`.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
@@ -236,8 +235,7 @@ _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids", "sa
 class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in; a close ends only the connection.
 
-    Belongs to the connection's event loop.  on_death: called with the adapters at work and the engine's
-    notes.
+    Belongs to the connection's event loop.  on_death: called with the adapters at work and the notes.
     max_unread: per request.
     """
 

@@ -178,7 +178,7 @@ def find_on_hub(name: str, organisation: str, config: SourcesConfig) -> str:
 
 
 def is_below(name: str) -> bool:
-    """True for a path without empty or dotted parts."""
+    """True for a path without empty or hidden parts."""
     return name_problem(name) is None and all(part and part[0] != "." for part in name.split("/"))
 
 
@@ -195,7 +195,7 @@ _LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0
 
 
 class ResolvingClient(FleetClient):
-    """A `FleetClient` that loads unknown adapters; `attach` it first."""
+    """A `FleetClient` that loads unknown adapters; call `attach` first."""
 
     def attach(self, resolver: Resolver, most: int) -> None:
         """most: see `SourcesConfig.max_resolved`."""
@@ -309,7 +309,7 @@ class ResolvingClient(FleetClient):
             idle.sort(key=lambda one: (one.idle_s is None, -(one.idle_s or 0.0)))
             for one in idle[: max(0, len(found) - self._most * 4 // 5)]:
                 if not self._is_used(one.name):
-                    with suppress(AdapterError, AdapterNotFoundError):  # others changed it
+                    with suppress(AdapterError, AdapterNotFoundError):  # changed meanwhile
                         await self.call("unload_adapter", one.name, found[one.name])
         except MoeLoraError as error:
             logger.warning("idle adapters stay: %s", error)

@@ -115,7 +115,7 @@ class Rollouts:
         learn(aliases, {name: replace(alias, loaded=kept[0], pinned=kept[1], number=number)})
 
     def _hand_over(self, adapter: str, before: Alias) -> bool:
-        """Have another alias undo the adapter's pin and load later; False without one."""
+        """Have another alias undo the adapter's pin and load later; False if alone."""
         heir = next(of_adapter(self._registry.aliases, adapter), None)
         if heir is None:
             return False
@@ -169,7 +169,7 @@ class Rollouts:
             )
 
     def _check_served(self, adapter: str) -> None:
-        """Raises AdapterNotFoundError after an unload by others."""
+        """Raises AdapterNotFoundError after an unload."""
         if adapter not in self._registry.adapters:
             raise AdapterNotFoundError(f"adapter {adapter!r} was unloaded meanwhile; load it again")
 

@@ -150,7 +150,7 @@ class FleetClient:
                 await self._end_move(resumable)
 
     def _add(self, request: GenerateRequest) -> ResumableRequest:
-        """Register a request, with a seed, so another instance can continue."""
+        """Register a request; a sampled request gets a seed for its next instance."""
         served = self._instance_registry.served_version(request.adapter)
         if request.adapter is not None and served is None:
             self._instance_registry.candidates(None)  # raises without instances: then no version is known
@@ -281,7 +281,7 @@ class FleetClient:
             attempt.leave()
 
     async def model_info(self) -> ModelInfo:
-        """One instance's: all are alike."""
+        """The first instance's: all are alike."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
             self._routes.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
@@ -292,7 +292,7 @@ class FleetClient:
         return self._instance_registry.served_version(name) is not None
 
     def is_refused(self, name: str) -> bool:
-        """True after deaths with the adapter, until a load replaces it."""
+        """True after deaths with the adapter, until a load replaces the adapter."""
         suspects = self._instance_registry.suspects
         return suspects.active and suspects.problem(name) is not None
 
@@ -308,7 +308,7 @@ class FleetClient:
         for name, problem in self._instance_registry.suspects.refused.items():
             if name in infos:
                 infos[name] = replace(infos[name], residency="unavailable", problem=problem)
-        # A pool's instances received them in different orders.
+        # A pool's instances have different orders.
         return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
 
     async def stats(self) -> EngineStats:
@@ -329,7 +329,7 @@ class FleetClient:
         return bool(self._instance_registry.live)
 
     async def close(self) -> None:
-        """Close all instances, even restarting ones."""
+        """Close all instances, even during a restart."""
         await asyncio.gather(*(client.close() for client in self._instance_registry.close()))
 
 

@@ -99,7 +99,7 @@ class Suspects:
             self._clear(name)
 
     def _tried_at(self, instance: str, adapters: frozenset[str]) -> tuple[str | None, bool]:
-        """The suspect on trial at the dead instance; True if it had tokens."""
+        """The suspect on trial at the dead instance; True if the suspect had tokens."""
         trial = self._trial
         if trial is not None and trial.adapter in adapters and trial.instance == instance:
             self._trial = None

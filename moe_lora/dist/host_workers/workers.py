@@ -172,10 +172,9 @@ def _own_folder() -> OwnFolder:
 
 
 class RowShares:
-    """Divides a site's rows over the workers: pieces of at most c = tokens_per_worker rows, to workers in
-    turn.
+    """Divides a site's rows over the workers, in pieces of at most c = tokens_per_worker rows.
 
-    L rows occupy ⌈L / c⌉ workers.  Source: Toppings section 4.2.
+    Pieces go to workers in turn: L rows occupy ⌈L / c⌉ workers.  Source: Toppings section 4.2.
     """
 
     def __init__(self, num_workers: int, tokens_per_worker: int, num_experts: int) -> None:

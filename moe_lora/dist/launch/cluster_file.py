@@ -178,7 +178,7 @@ def log_devices(cluster: ClusterConfig) -> None:
 def use_devices(shares: tuple[DeviceShare, ...]) -> None:
     """Limit this process to these devices, before CUDA starts: rank r has cuda:r.
 
-    Raises ConfigError for a device beyond CUDA_VISIBLE_DEVICES.
+    Raises ConfigError for an invisible device.
     """
     if shares:
         os.environ[VISIBLE] = narrowed(os.environ.get(VISIBLE), [one.number for one in shares])

@@ -72,8 +72,8 @@ def failure_told(status: int | None) -> Iterator[None]:
 class Role:
     """A process to keep running.
 
-    kind: roles of one kind can replace each other.  words: command after the interpreter, plus `--status-fd`
-    and `--starts`.  fds: inherited.
+    kind: of roles that can replace each other.  words: command after the interpreter, plus `--status-fd` and
+    `--starts`.  fds: inherited.
     """
 
     name: str

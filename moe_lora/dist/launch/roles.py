@@ -47,7 +47,7 @@ LOOK_S, LOOKS = 1.0, 20
 
 @dataclass(frozen=True)
 class JobPlace:
-    """This process in its torchrun job; without torchrun, a job of one.
+    """This process in its torchrun job; without torchrun, a job of 1 process.
 
     local_rank None: equal to dist_rank.
     """
@@ -143,7 +143,7 @@ def set_environment(config: EngineConfig, starts: int | None) -> int:
 
 
 def seed_of(seed: int, name: str, starts: int | None) -> int:
-    """The seed of one start: equal seeds would repeat unseeded answers."""
+    """The seed of a start: equal seeds would repeat unseeded answers."""
     return seed + zlib.crc32(f"{name} {time.time_ns() if starts is None else starts}".encode())
 
 
@@ -232,7 +232,7 @@ def reread_on_hang_up(config: str, place: JobPlace) -> None:
 
 
 def end_for_restart() -> None:
-    """End this process within RESTART_S, even if stuck: no other process would."""
+    """End this process within RESTART_S, even if stuck."""
 
     def end() -> None:
         logger.error("it was told to end, to be started again, and hangs: ended after %g s", RESTART_S)

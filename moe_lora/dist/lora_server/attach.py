@@ -45,8 +45,7 @@ class LeaseClient:
     """Keeps an instance's leases, by adapters' content hash.
 
     The engine's thread states needs and reads grants.  The event loop calls on_change after changes of leases
-    or leader, and on_failure with a failed adapter.  Raises LoraServerError without a leader within
-    timeout_s.
+    or leader, and on_failure with a failed adapter.  Raises LoraServerError without a leader.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class LeaseClient:
         return self._peer is not None
 
     def register(self, adapter_id: str) -> None:
-        """Register an adapter of the host store.  Raises CapacityError if it can never be resident."""
+        """Register an adapter of the host store.  Raises CapacityError for a too large adapter."""
         network().run(self._register(adapter_id))
 
     def unregister(self, adapter_id: str) -> None:
@@ -240,7 +239,7 @@ async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
 class ServerLink:
     """A client rank's session with one server rank, with reconnection.
 
-    `session`: None: deltas are computed locally.
+    `session` None: deltas are computed locally.
     """
 
     def __init__(

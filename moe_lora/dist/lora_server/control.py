@@ -244,7 +244,7 @@ class LoraServerAdmin:
         return found
 
     def resize(self, capacity: int) -> ServerState:
-        """See `ServerCalls.resize`.  Raises LoraServerError without an answer."""
+        """See `ServerCalls.resize`.  Raises CapacityError, or LoraServerError without an answer."""
         try:
             found: ServerState = self._ask("resize", capacity)
             return found

@@ -114,9 +114,8 @@ def _extremes(frame: torch.Tensor, layout: FrameLayout, site: int) -> Iterator[D
 class DataLoop:
     """Serves the sessions of one server rank, instances in turn.
 
-    host: computes rows with a layer still loading; None: they wait.  num_host_rows: rows computed there.  A
-    stage's first rank announces turns, and the stage's ranks prefer the announced instance (section 5.1).
-    lora_time: of an emulated device's layer.
+    host: computes rows with a layer still loading; None: the rows wait.  num_host_rows: rows computed there.
+    A stage's first rank announces turns, and the stage's ranks prefer the announced instance (section 5.1).
     """
 
     def __init__(
@@ -346,7 +345,7 @@ class DataLoop:
                 out[on_host.rows] = on_host.deltas
                 session.num_host_rows = len(on_host.rows)
                 self.num_host_rows += len(on_host.rows)
-            # An adapter evicted meanwhile may be damaged.
+            # An adapter evicted meanwhile may have been read in part.
             return STALE if self._is_stale(request) else DONE
 
     def _announce(self, instance: int) -> None:

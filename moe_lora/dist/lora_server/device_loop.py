@@ -185,7 +185,7 @@ class DeviceSession(DeviceHalf):
             return bool(int(self.state.item()) & self._exchange.LOST)
 
     def end(self) -> None:
-        """End the operations' waits, then the operations."""
+        """End all waits of operations, and wait for the operations."""
         self._ended = True
         with on_stream(self._tables.stream):
             self.state.fill_(self._exchange.ENDED)

@@ -362,7 +362,7 @@ class Leader:
         self.supply(visitor.server_rank, adapter_id)
 
     def supply(self, server_rank: int, adapter_id: str) -> None:
-        """Send content to a rank, once it is here."""
+        """Send content to a rank, at once or on arrival."""
         try:
             if adapter_id not in self._store:
                 self._lost.await_content(server_rank, adapter_id)

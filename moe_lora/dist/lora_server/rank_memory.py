@@ -64,7 +64,7 @@ _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
 """Rounding up to pages costs a layer's shard at most an eighth."""
 _MAX_PAGES = 1 << 18
-"""Most pages of a rank: the leader searches them per layer."""
+"""Most pages of a rank, all searched per layer."""
 _USUAL_SHARE = 8
 """Usual adapters take at most an eighth of a device."""
 

@@ -261,7 +261,7 @@ class ServerRank:
         )
 
     async def _obey(self, peer: Peer) -> None:
-        """Follow a leader from scratch: it may be new."""
+        """Follow a leader from scratch: the leader may be new."""
         memory, first_generation = await called(peer, "memory")
         if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
             logger.error("the new leader of the LoRA Server has other memory; this rank starts over")

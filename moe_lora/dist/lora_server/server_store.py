@@ -166,7 +166,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def grow(self, num_slots: int) -> None:
-        """Grow to at least num_slots slots; earlier requests for them are stale."""
+        """Grow to at least num_slots slots; earlier requests for new slots are stale."""
         with self._changed:
             more = num_slots - len(self.generation)
             if more <= 0:
@@ -174,7 +174,7 @@ class ServerAdapterStore:
             slots = self.slots.grown(num_slots)
             with self.reading:
                 self.slots = slots
-            # The data loop reads a slot once `generation` has it.
+            # The data loop reads a slot once in `generation`.
             self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
             self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
             self.on_tables()

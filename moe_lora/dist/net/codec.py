@@ -123,7 +123,7 @@ class Interface:
     """Methods of one end of a link; annotations give the types.
 
     methods: functions by name, or a class with public methods alone.  A generator's or future's result is its
-    value.  args, results: decoders by method.
+    value.
     """
 
     def __init__(self, methods: type | Mapping[str, Callable[..., Any]]) -> None:

@@ -28,7 +28,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
 
 
 class Hello(Message, frozen=True):
-    """The first message of a session; all versions can read it except the payload."""
+    """The first message of a session, readable for all versions except the payload."""
 
     listener: str
     version: int
@@ -74,10 +74,9 @@ class Dialler:
 
 @dataclass(frozen=True)
 class Handshake:
-    """The handshake of one kind of session.
+    """The handshake of a kind of session.
 
-    version: must be equal at both ends.  payload, welcome: contents of `Hello` and `Welcome`.  dials,
-    listens:
+    version: must be equal at both ends.  payload, welcome: of `Hello` and `Welcome`.  dials, listens:
     messages of the two ends.
     """
 

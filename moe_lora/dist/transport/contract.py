@@ -188,8 +188,8 @@ class RemoteWindow(ABC):
         self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None if
-        unmapped.
+        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None
+        without a mapping.
         """
         check_range(self, offset_bytes, num_bytes)
         return None
@@ -263,9 +263,8 @@ class Transport(ABC):
         `fence`.
 
         src: contiguous, on the CPU, or None for the signal alone; unchanged until `quiet(dst)`.  NIXL
-        progresses puts only while the process puts, waits or quiets, and their bytes may overtake each other
-        without a `fence`.
-        Raises ValueError beyond the window, PeerGoneError.
+        progresses puts only while the process puts, waits or quiets, and bytes may overtake each other
+        without a `fence`.  Raises ValueError beyond the window, PeerGoneError.
         """
 
     @abstractmethod

@@ -84,7 +84,7 @@ class DevicePuts(Protocol):
     def size(self) -> int: ...
 
     def alloc(self, num_bytes: int, num_signals: int) -> SymmetricWindow:
-        """Zeroed symmetric memory; all members make equal calls in one order."""
+        """Zeroed symmetric memory; all members make equal calls in equal order."""
         ...
 
     def meet(self) -> None:

@@ -105,8 +105,7 @@ class GlooTransport(Transport):
         timeout_s: float = 30.0,
         put_timeout_s: float | None = None,
     ) -> None:
-        """host: this host's address for peers.  timeout_s: of a send or connection; then the peer counts as
-        gone.
+        """host: this host's address for peers.  timeout_s: of a send or connection, then the peer is gone.
         put_timeout_s: of each part of a put.
         """
         self.doorbell = lines(1)

@@ -74,7 +74,7 @@ class Link:
         self._group.recv([tensor], self._other, tag).wait(timeout)
 
     def put(self, window: int, offset: int, data: torch.Tensor | None, signal: int, value: int) -> None:
-        """Send bytes and a signal; returns once gloo has them."""
+        """Send bytes and a signal; returns once gloo has both."""
         num_bytes = 0 if data is None else data.nbytes
         with self._turn_to_put():
             self._request(Op.PUT, window, offset, num_bytes, signal, value, timeout=self._put_timeout)

@@ -378,7 +378,7 @@ class NixlTransport(Transport):
             self._remotes.discard(remote)
             remote.reachable = False
             self._transfers.give_up(remote.pending)
-            # A live process stays: over TCP a removed one can't be added again.
+            # Keep a live process: over TCP a removed process can't return.
             if remote.process_lost and all(other.agent != remote.agent for other in self._remotes):
                 try:
                     self.agent.remove_remote_agent(remote.agent)
@@ -386,6 +386,6 @@ class NixlTransport(Transport):
                     _log.info("NIXL had lost %s before it was detached from", remote.agent)
 
     def end(self) -> None:
-        """The agent's last reference keeps NIXL's files and threads."""
+        """NIXL's files and threads go with the agent."""
         with self._lock:
             del self.agent, self._transfers

@@ -71,7 +71,8 @@ def put_rows(
     """The peer's rows[r * row_bytes :] = row r, for its rows r (see `AnswerRows`); then each program's count
     of missing rows, with 1 for the peer's signal.
 
-    A row of an evicted slot may be damaged, and counts as missing.  status: int64 [2] per program.
+    A row of an evicted slot may have been read in part, and counts as missing.  status: int64 [2] per
+    program.
     """
     if (tl.load(state) & over) != 0:
         return

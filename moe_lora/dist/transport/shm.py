@@ -193,7 +193,7 @@ class ShmRemoteWindow(RemoteWindow):
         return segment
 
     def detach(self) -> None:
-        """Release the mapping; views keep it."""
+        """Release the mapping, except for views."""
         self._process = self._segment = None
 
 

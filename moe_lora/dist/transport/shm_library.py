@@ -45,7 +45,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-# CDLL frees the GIL during a call; PyDLL keeps it, for short calls.
+# CDLL frees the GIL during a call; PyDLL keeps the GIL, for short calls.
 free = _declare(ctypes.CDLL(_library_path()))
 held = _declare(ctypes.PyDLL(_library_path()))
 

@@ -120,7 +120,7 @@ class ControlledFleet:
     name: str | None = None
 
     async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
-        """Return once this number of instances, with these start adapters, is in routing.
+        """Return once this number of instances, with the start adapters, is in routing.
 
         Raises AdapterError if an instance lacks an adapter, unless optional.
         """
@@ -166,7 +166,7 @@ def _migration_controller(
 def dialled_fleet(
     cluster: ClusterConfig, registry: ServedRegistry | None
 ) -> AbstractAsyncContextManager[ControlledFleet]:
-    """The fleet of a single front end; instances dial it."""
+    """The fleet of a single front end, dialled by instances."""
     setting = "front_end.engines_address"
     address = parse_address(setting, cluster.engines_address())
     routes = make_routes(cluster)

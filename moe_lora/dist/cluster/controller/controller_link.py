@@ -143,7 +143,7 @@ class ControllerLink:
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
-                # Counts without a listener are dropped: a later step must not include them.
+                # Counts without a listener are dropped: a later step must not include old counts.
                 tokens = {} if self._routes.meter is None else self._routes.meter.read()
                 visits = () if self.window is None else self.window.take()
                 now = self._peer, {one.name: one.incarnation for one in self._instance_registry.live}
@@ -203,7 +203,7 @@ class ControllerLink:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectedFleet:
-    """One of several front ends' fleet, with the controller's link."""
+    """A front end's fleet, with the link to a separate controller."""
 
     controller: ControllerLink
     fleet: FleetClient

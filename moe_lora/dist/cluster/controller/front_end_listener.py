@@ -157,7 +157,7 @@ class FrontEndListener:
             self._send_all()
 
     def _seen_by_all(self, name: str, incarnation: str) -> bool:
-        """True if all front ends, at least one, route to this process."""
+        """True if all front ends route to this process; False without front ends."""
         return bool(self.sessions) and all(
             session.instances.get(name) == incarnation for session in self.sessions
         )
@@ -194,7 +194,7 @@ class FrontEndListener:
         if before is not None and before.number >= now.number and before != now:
             logger.warning("front end %s: state %d given up: it came too late", session.name, before.number)
             self._state_log.count_above(before)
-            # Front ends with this state would count as late.
+            # Front ends with this state under a lower number would count as late.
             self._send_all()
         else:
             session.peer.send(self._state_log.state)

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.02
 """Seconds per token before a measurement."""
 ORDER_S = 2.0
-"""An order without effect for this time is refused."""
+"""An order without effect for this time counts as refused."""
 
 
 _ATTEMPT = re.compile(r"~\d+( \(\d+\))?$")
@@ -121,7 +121,7 @@ class MigrationController:
                     logger.warning("requests can't be moved: %r", error, exc_info=True)
 
     async def step(self) -> int:
-        """One check; returns the number of requested moves."""
+        """Check the instances; returns the number of requested moves."""
         live = self._instance_registry.undrained
         if len(live) < 2:
             return 0

@@ -38,9 +38,8 @@ class PlacementController:
 
     The table decides the adapters on each device: loaded with the first request, ahead with burst_tolerance,
     and at once for an instance that joins between steps.  Every route is correct: every instance knows every
-    adapter.  routes_by_table False: the table only lists preloads.  latest: of the last placement, for the
-    forecast demand.  num_copies: adapters moved since the start.  num_problems: failed placements; the
-    earlier table stays.  demand: tokens/s.
+    adapter.  routes_by_table False: the table only lists preloads.  num_copies: adapters moved since the
+    start.  num_problems: failed placements; the earlier table stays.  demand: tokens/s.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ _decode = Decoder(Alias)
 
 
 def save(served: ServedRegistry, name: str, alias: Alias, paths: Mapping[str, str]) -> bool:
-    """Keep the alias; forget a removed one.  False if a later start lacks some of its adapters.
+    """Keep the alias, or forget a removed alias.  False if a later start lacks some of its adapters.
 
     `loaded` keeps the registry's versions of plainly named adapters: a later start may serve another version.
-    The number is one less: a living instance's alias, with its pins, is later.  Raises RegistryError.
+    The number is less by 1: a living instance's alias, with its pins, is later.  Raises RegistryError.
     """
     registry = served.registry
     versions = {one: _version_of(registry, one, paths.get(one)) for one in targets(alias)}
@@ -64,7 +64,7 @@ def _version_of(registry: Registry, adapter: str, path: str | None) -> str:
 
 
 class SavedAliases:
-    """A base model's aliases in a registry, with adapters for them.
+    """A base model's aliases in a registry, with their adapters.
 
     served: folders of the start's adapters, by name.  path_of: a registry version's folder.  adapters:
     further adapters for the start.

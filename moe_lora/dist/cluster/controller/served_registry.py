@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 class ServedRegistry:
     """A registry and the served base model's hash.
 
-    optional: adapters unnamed in the settings; the server starts without an unfit one.  named: by the
-    settings.
+    optional: adapters unnamed in the settings; unfit ones don't stop the start.  named: by the settings.
     aliases: of an earlier server.
     """
 

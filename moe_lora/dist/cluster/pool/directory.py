@@ -122,7 +122,7 @@ class PoolDirectory:
         if await self._know(client, name, path, version):
             return
         async with self._joining:
-            if not await self._know(client, name, path, version):  # others may hold a copy by now
+            if not await self._know(client, name, path, version):  # an engine may hold a copy by now
                 await self._take(client, name, path, version, content_hash)
 
     async def _know(self, client: CallableEngine, name: str, path: str, version: int) -> bool:

@@ -61,7 +61,7 @@ class FleetPool:
     async def sweep(self) -> None:
         """Free contents without a served name or a request on any instance.
 
-        Instances report such contents: an earlier failure does not matter.
+        Instances report such contents, even after a failure.
         """
         with suppress(EngineDeadError):
             answers, _ = await self._ask(self._instance_registry.live, "pool_orphans")
@@ -120,7 +120,7 @@ class FleetPool:
             sources = [entry.source for _, entry in answers]
             others = [instance for instance in instances if instance not in homes]
             if others:
-                with suppress(EngineDeadError):  # no instance left: they hear at their return
+                with suppress(EngineDeadError):  # no instance left: all hear at their return
                     more, errors = await self._ask(
                         others, "pool_know", facts, path, replace, version, sources
                     )
