@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of activated LoRAs: the adapter starts at the last invocation tokens of the prompt.
 
-Earlier rows and their KV are the base's, and every request shares the KV.  A prompt without invocation tokens
-is the base's.
-Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py, calculate_alora_offsets.
+Earlier rows and KV are the base's, shared by all requests. Source: aLoRA (arXiv 2504.12397); peft,
+tuners/lora/variants.py, calculate_alora_offsets.
 """
 
 from __future__ import annotations

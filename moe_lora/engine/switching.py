@@ -21,9 +21,8 @@ def switch(
 ) -> None:
     """Have the sequences compute prompt and answer so far again, with this version.
 
-    The sequences release pages and hold of the old version: no KV of a version is read by another.  A
-    sequence keeps tokens, holds by pauses and moves, seed, grammar and report.  KV on the way from another
-    instance is dropped.  No step may be under way.
+    The sequences release the old version's pages: versions share no KV.  Tokens, pauses, moves, seed, grammar
+    and report stay.  KV on the way from another instance is dropped.  No step may be under way.
     """
     for sequence in reversed(sequences):  # each one goes before the others
         assert sequence.tokens[-1] >= 0, "a running step draws the last token"

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class BringAdapter:
     """Load an adapter to the device and set `slot`.
 
-    layer_first_pages: first page of each layer, -1 for an empty layer.  pages: on the host; None = from the
-    adapter's file.  first_group: number of first layers loaded last; each layer serves at once
-    (`policies.admission.host_start.load_order`); None: all serve at the end.
+    layer_first_pages: -1 for an empty layer.  pages: None: from the adapter's file.  first_group: number of
+    first layers loaded last; each layer serves at once (`policies.admission.host_start.load_order`); None:
+    all serve at the end.
     """
 
     slot: int
@@ -46,7 +46,7 @@ class BringAdapter:
 
 @dataclass(frozen=True)
 class ClearSlot:
-    """Make `slot` empty: no deltas."""
+    """Empty `slot`."""
 
     slot: int
 
@@ -54,13 +54,13 @@ class ClearSlot:
 RankOrder = Copy | BringAdapter | ClearSlot
 
 Steps: TypeAlias = Iterator[int]
-"""Executes an order piece by piece: yields bytes of a piece, complete at the next step."""
+"""Executes an order piece by piece: yields the bytes of a piece, complete at the next step."""
 
 
 class Arenas:
     """Memory of a rank by pages.
 
-    device, host: [P, page_bytes] uint8, from 1-D tensors; host None: there is no host arena.
+    device, host: [P, page_bytes] uint8, from 1-D tensors.
     """
 
     def __init__(self, device: torch.Tensor, host: torch.Tensor | None, page_bytes: int) -> None:
@@ -72,9 +72,8 @@ class Arenas:
 class RankCopier:
     """Executes orders in one rank's memory.
 
-    kept: [X] bool, entries of adapters on this rank.  find: content hash -> the packed adapter, mapped or in
-    memory.  pool: adapters to fetch; None: all are local.  shard: of sharded matrices; None: matrices are
-    whole.
+    kept: [X] bool, entries on this rank.  find: content hash -> the packed adapter.  pool: None: adapters are
+    local.  shard: None: whole matrices.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, in
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.is_cpu and target.is_cpu:
-        # numpy copies on this thread and releases Python's lock; torch would start threads.
+        # numpy copies on this thread without Python's lock; torch would start threads.
         np.copyto(target.numpy(), source.numpy())
     else:
         target.copy_(source, non_blocking=True)

@@ -26,10 +26,7 @@ PEER_TIMEOUT_S = 10.0
 
 
 def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """Contents of adapters.
-
-    With a LoRA Server the server's store keeps the contents; this instance never removes them.
-    """
+    """Contents of adapters; a LoRA Server's store never loses contents."""
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store
@@ -107,7 +104,7 @@ def make_store(
 
 
 def instance_transport(config: EngineConfig, name: str) -> Transport:
-    """Transport of one-sided copies between instances, of the pool's kind if there is a pool."""
+    """Transport of one-sided copies between instances, of the pool's kind if any."""
     from moe_lora.dist.transport.contract import make_transport
 
     options: dict[str, Any] = {}

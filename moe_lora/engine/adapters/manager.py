@@ -30,10 +30,9 @@ logger = logging.getLogger(__name__)
 class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
-    contents: reads adapters.  leases: of the LoRA Server, which computes some or all sites; an adapter is
-    ready when leased and the local part is loaded. num_pages: limit of adapters on the device, beside one
-    request's KV.  host_loads: decides when prompts begin on host workers; None: whenever possible.
-    versions: by uid, with replaced versions still in use.
+    leases: of the LoRA Server; an adapter is ready when leased and the local part is loaded.  num_pages:
+    limit of adapters on the device, beside one request's KV.  host_loads: decides when prompts begin on host
+    workers; None: whenever possible.  versions: by uid, with replaced versions in use.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class AdapterManager:
         self.leases = leases = store.leases
         self.versions: dict[Namespace, AdapterVersion] = {}
         self.waits_for_others = leases is not None
-        """True if an adapter's readiness may depend on another process."""
+        """True if readiness may depend on another process."""
         self.page_bytes = sizes.page_bytes
         self._cache = cache
         self._sizes = sizes
@@ -67,7 +66,7 @@ class AdapterManager:
         self._pinned: set[AdapterVersion] = set()
         self.to_bring: list[AdapterVersion] = []
         self.on_drop: Callable[[Namespace], None] | None = None
-        """Called with a version's uid after its last trace is gone."""
+        """Called with the uid after a version's last trace is gone."""
         self._refused_pages = sys.maxsize
         self.num_preloaded = 0
         if host_loads is not None:
@@ -78,9 +77,8 @@ class AdapterManager:
     ) -> AdapterVersion:
         """Serve `packed` under the adapter's name from now on; a new version keeps the pin.
 
-        version: number, equal on several engines; None: last number and one. Raises AdapterExistsError for
-        a taken name without `replace`, CapacityError if the adapter can never fit.  A failed adapter may
-        always be replaced.
+        version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`,
+        CapacityError if the adapter can never fit.  A failed adapter may always be replaced.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -105,7 +103,7 @@ class AdapterManager:
         return adapter
 
     def current(self, name: str) -> AdapterVersion:
-        """The version for new requests of `name`.  Raises AdapterNotFoundError."""
+        """The version for new requests.  Raises AdapterNotFoundError."""
         if name not in self._current:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         return self._current[name]
@@ -118,7 +116,7 @@ class AdapterManager:
         return adapter
 
     def remove(self, name: str) -> None:
-        """Refuse new requests for `name`; its memory is freed after the last request."""
+        """Refuse new requests for `name`; the last request frees the memory."""
         adapter = self.current(name)
         del self._current[name]
         self._retire(adapter)
@@ -164,7 +162,7 @@ class AdapterManager:
         )
 
     def enqueue(self, adapter: AdapterVersion) -> None:
-        """Count a waiting request of the adapter, without a hold."""
+        """Count a waiting request, without a hold."""
         adapter.num_waiting += 1
 
     def dequeue(self, adapter: AdapterVersion) -> None:
@@ -180,8 +178,8 @@ class AdapterManager:
     def acquire(self, adapter: AdapterVersion, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: not held for lack of room; a lease that came meanwhile is kept, unused. again: the request
-        held the adapter before.  num_tokens: of the request.
+        NO_ROOM: not held; a lease that came meanwhile stays, unused.  again: the request held the adapter
+        before.
         """
         adapter.asker = self._cache.asker
         if self.leases is not None and not adapter.leaseless:  # lease first: the slower part
@@ -197,7 +195,7 @@ class AdapterManager:
         return readiness
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:
-        """True if other engines wait for a slot kept for this engine without a request."""
+        """True if other engines wait for a slot kept here without a request."""
         return self.leases is not None and self.leases.is_unused(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
@@ -207,9 +205,9 @@ class AdapterManager:
         return readiness
 
     def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
-        """Make requests of failed adapters wait for the device.
+        """Make requests of failed adapters wait for the device; returns the versions.
 
-        failed: errors of host workers by content number.  Returns the versions of these adapters.
+        failed: errors of host workers by content number.
         """
         if not failed:
             return set()
@@ -256,7 +254,7 @@ class AdapterManager:
         return True
 
     def release_merged(self, adapter: AdapterVersion) -> None:
-        """Undo `hold_merged`; an adapter unloaded meanwhile is freed with its last request."""
+        """Undo `hold_merged`; the last request frees an unloaded adapter."""
         adapter.merged = adapter.leaseless = False
         self._cache.let_go(adapter.uid, self._clock.now_s())
         self._settle(adapter)
@@ -296,8 +294,9 @@ class AdapterManager:
         self.bring_pinned()
 
     def pin(self, adapter: AdapterVersion) -> None:
-        """Load the adapter and keep it; with a LoRA Server, only the local part.  Raises CapacityError if
-        no room is left for a request.
+        """Load the adapter (with a LoRA Server, the local part) and keep it.
+
+        Raises CapacityError if no room is left for a request.
         """
         if adapter.pinned:
             return
@@ -309,7 +308,7 @@ class AdapterManager:
         self.bring_pinned()
 
     def bring_pinned(self) -> None:
-        """Load pinned adapters that had no room before; call repeatedly."""
+        """Load pinned adapters without room so far; call repeatedly."""
         for adapter in list(self.to_bring):
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
@@ -326,11 +325,10 @@ class AdapterManager:
             self._cache.unpin(adapter.uid)
 
     def preload(self, names: Iterable[str]) -> int:
-        """Load adapters ahead of requests, the first ones if room is short; returns the number loaded or
-        loading.
+        """Load adapters ahead of requests, in order; returns the number loaded or loading.
 
-        Room is made as for a request's adapter: adapters in use stay, and no preload evicts another
-        preload.  Unknown names and adapters without a local part are skipped. Source: dLoRA, section 5.1.
+        Adapters in use stay, and no preload evicts another.  Unknown names and adapters without a local part
+        are skipped.  Source: dLoRA, section 5.1.
         """
         found = [self._current[name] for name in names if name in self._current]
         found = [adapter for adapter in found if adapter.num_pages]
@@ -411,7 +409,7 @@ class AdapterManager:
         return readiness
 
     def _check_fits(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if an adapter of this size can never be on the device."""
+        """Raises CapacityError if this size can never be on the device."""
         if not adapter.num_pages:
             return
         if len(self._pinned) >= self.num_slots:

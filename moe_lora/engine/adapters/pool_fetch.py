@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Peers:
     """Open windows of pool peers, and counters, of one instance.
 
-    A shared-memory window is detached after use, so that the peer can free the memory; a network peer's
-    last window stays attached with the connection. counts: since the start.  peer_fetches, disk_fetches:
-    adapters by the source of the last layer. failed_sources: failed peers and directories.
+    A shared-memory window is detached after use, so that the peer can free the memory; a network peer's last
+    window stays attached with the connection.  peer_fetches, disk_fetches: adapters by the source of the last
+    layer.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -43,7 +43,7 @@ class Peers:
             self.transport.detach(before)
 
     def count(self, name: str, number: int = 1) -> None:
-        """From any thread."""
+        """Thread-safe."""
         with self._lock:
             self.counts[name] += number
 
@@ -54,9 +54,8 @@ logger = logging.getLogger(__name__)
 class LayerReader:
     """The layers of one adapter, from the first working source.
 
-    sources: descriptors of peers' windows in order of preference, read at the start.  read_again: reads the
-    PEFT directory into this process's memory.  A failed source is replaced by the next, even in the middle:
-    all sources hold equal bytes.  For one thread.
+    sources: descriptors of peers' windows in order of preference.  read_again: reads the PEFT directory.  A
+    failed source is replaced even in the middle: all sources hold equal bytes.  For one thread.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LayerReader:
         return [length for _, length in self._layout.data]
 
     def read_head(self, out: torch.Tensor | None = None) -> PackedAdapter:
-        """The adapter with its tables and scales in `out` (uint8 [head_bytes]), without data.
+        """The adapter with tables and scales in `out` (uint8 [head_bytes]), without data.
 
         Raises AdapterError if no source is left.
         """
@@ -174,8 +173,7 @@ class LayerReader:
 def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> PackedAdapter:
     """Copy each layer's data to a target, uint8 of the layer's size; returns the adapter without data.
 
-    For a GPU through two page-locked buffers, so that a read overlaps a copy; else directly.  Raises
-    AdapterError.
+    For a GPU through two page-locked buffers: a read overlaps a copy.  Raises AdapterError.
     """
     done = False
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between a front end and an engine, and a client of an engine loop in this process."""
+"""The interface between front end and engine, and a client of an engine loop in this process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Reje
 class EngineClient(Protocol):
     """An engine for its front ends: in this process, in another, or several behind a router.
 
-    All methods may be called from one asyncio event loop, concurrently.  Errors: `AdapterNotFoundError` for
-    an unknown adapter, `AdapterExistsError` for a name in use, `AdapterError` for unusable files,
-    `ValueError` for a request that can't run (prompt too long, token id outside the vocabulary),
+    One asyncio event loop may call all methods concurrently.  Errors: `AdapterNotFoundError`,
+    `AdapterExistsError`, `AdapterError` for unusable files, `ValueError` for a request that can't run,
     `EngineDeadError` once the engine is gone.
     """
 
     async def model_info(self) -> ModelInfo: ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        """Yield outputs until one has a finish_reason.  Closing the iterator early aborts the request."""
+        """Yield outputs until a finish_reason.  Closing the iterator early aborts the request."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -62,13 +61,11 @@ class CallableEngine:
         raise NotImplementedError
 
     def leave(self, request_id: str) -> None:
-        """End a request, and its stream with finish_reason "abort" after the received outputs."""
+        """End a request and its stream with finish_reason "abort"."""
         raise NotImplementedError
 
     def fail_request(self, request_id: str, error: EngineDeadError) -> None:
-        """End a request, and its stream with an error after the received outputs; later outputs are
-        dropped.
-        """
+        """End a request and its stream with an error; later outputs are dropped."""
         raise NotImplementedError
 
     async def model_info(self) -> ModelInfo:
@@ -89,9 +86,7 @@ Sink = Callable[[TokenOutput | Exception], None]
 
 
 class LoopClient(CallableEngine):
-    """Sends commands and distributes events, in any thread.  See `EngineClient` for the contract.  send:
-    passes a command to the loop.
-    """
+    """Sends commands and distributes events, in any thread."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
@@ -141,7 +136,7 @@ class LoopClient(CallableEngine):
             future.set_exception(error)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request; `sink` gets its outputs, or the error of a refusal."""
+        """Queue a request; `sink` gets its outputs, or a refusal's error."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -188,7 +183,7 @@ class LoopClient(CallableEngine):
                 self.abort_now(request.request_id)
 
     def abort_now(self, request_id: str) -> None:
-        """As `abort`, from any thread; further outputs of the request are dropped."""
+        """As `abort`, from any thread; drops further outputs of the request."""
         self._sinks.pop(request_id, None)
         self._send_abort(request_id)
 

@@ -49,9 +49,7 @@ class KvWindow:
 
 @dataclass(frozen=True)
 class KvSent:
-    """KV in the target's window, of num_tokens of prompt and answer; pages from first_page on were put
-    last.
-    """
+    """KV in the target's window, of num_tokens; the last put started at first_page."""
 
     num_tokens: int
     first_page: int
@@ -61,9 +59,8 @@ class KvSent:
 class HeldRequest:
     """A request that gains no tokens for now.
 
-    tokens: of the answer, from the requested position on.  adapter_version: in use.  timing: as if ended
-    now.  unshared: the KV is not for the prefix cache, since weights carried another adapter.  sent: all KV
-    in the target's window.
+    tokens: of the answer, from the requested position on.  timing: as if ended now.  unshared: the KV is not
+    for the prefix cache, since weights carried another adapter.  sent: all KV in the target's window.
     """
 
     tokens: tuple[int, ...]
@@ -77,9 +74,8 @@ class HeldRequest:
 class RequestLoad:
     """A request of an engine.
 
-    name: the engine's.  num_left: tokens that the answer may still gain.  num_bytes: of the KV of
-    num_tokens.  waited_s: since arrival, without a first step; None: computing.  held: under a move, from
-    or to this engine.
+    num_left: tokens that the answer may still gain.  num_bytes: of the KV of num_tokens.  waited_s: since
+    arrival; None: computing.  held: under a move, from or to this engine.
     """
 
     name: str
@@ -94,7 +90,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """Order to move a request.  name: the engine's for the request; target: an instance's name."""
+    """Order to move a request.  name: the engine's for the request; target: an instance."""
 
     name: str
     target: str
@@ -102,7 +98,7 @@ class MoveOrder:
 
 
 class Move(Message, frozen=True):
-    """An order passed on to the request's front end, with the front end's id."""
+    """An order for the request's front end, with the front end's id."""
 
     request_id: str
     target: str
@@ -114,11 +110,11 @@ REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_
 
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Fate of running requests: they end, go on to their ends, or gain no tokens until the resume."""
+"""Running requests end, go on to their ends, or gain no tokens until the resume."""
 
 
 SleepPart = Literal["weights", "kv_cache", "scheduling"]
-"""Parts of an engine that sleep and wake up; "scheduling" wakes up with the last part."""
+""""scheduling" wakes up with the last part."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class PauseScope:
     """Requests that a pause covers.
 
     owner: a later pause of the owner replaces the pause.  tenant: None: all requests.  adapters: names or
-    shell patterns of the tenant's adapters.  ids: beginnings of the requests' ids; (): any id.
+    shell patterns of the tenant's adapters.  ids: beginnings of request ids; (): any id.
     """
 
     owner: str = ""
@@ -165,7 +161,7 @@ class PauseOrder:
 
 @dataclass(frozen=True)
 class SleepOrder:
-    """A sleep; awake without parts.  drops_weights: the weights are given back too.  mode: the latest."""
+    """A sleep; awake without parts.  mode: the latest."""
 
     parts: frozenset[SleepPart] = frozenset()
     drops_weights: bool = False
@@ -183,7 +179,7 @@ class SleepOrder:
 
 @dataclass(frozen=True)
 class AbortOrder:
-    """An end of all covered requests, also of requests outside of instances.  number: unique."""
+    """An end of all covered requests, also outside of instances.  number: unique."""
 
     scope: PauseScope
     number: int
@@ -193,7 +189,7 @@ class AbortOrder:
 class DrainOrder:
     """An operator's last order for an instance: drained or not.
 
-    number: counts up over all instances' orders: the higher is later; 0: no order.
+    number: counts up over all instances' orders; 0: no order.
     """
 
     drained: bool = False
@@ -238,7 +234,7 @@ class KnownAliases(dict[str, Alias]):
 
 @dataclass(frozen=True)
 class AliasChange:
-    """An operator's step.  A rollout has `to`, an adapter or a version as v8, and a share."""
+    """An operator's step.  A rollout has a share and `to`, an adapter or a version as v8."""
 
     step: AliasStep
     to: str = ""
@@ -249,7 +245,7 @@ class AliasChange:
 class InstanceFacts:
     """Facts of an engine's process for its front ends.
 
-    notes: place (see `step_notes`). drain, aliases: the process's last orders, for a restarted controller.
+    notes: place (see `step_notes`).  drain, aliases: the last orders, for a restarted controller.
     """
 
     info: ModelInfo
@@ -308,9 +304,8 @@ class Dead(Message, frozen=True):
 class Beat(Message, frozen=True):
     """A periodic sign of life from an engine.
 
-    stuck_s: seconds that the loop has spent on one step or command; 0: idle. The others count requests of
-    other connections than the receiver's: decoding, without a token yet, and tokens still needed.
-    held_back: a request waits for an adapter's slot.
+    stuck_s: spent by the loop on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens:
+    of other connections than the receiver's.  held_back: a request waits for an adapter's slot.
     """
 
     stuck_s: float = 0.0
@@ -351,8 +346,8 @@ Entry = Command | Callable[[], None]
 class Inbox(queue.SimpleQueue[tuple[Entry, float]]):
     """A queue of commands and calls for the loop's thread.
 
-    clock: of the engine.  `get` returns an entry and its arrival in seconds, read in the thread of `put`.
-    answers: True for a call about a move that is answered beside a step, in any thread.
+    `get` returns an entry and its arrival in seconds, read in the thread of `put`.  answers: True for a call
+    about a move that is answered beside a step, in any thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -381,9 +376,7 @@ class Heartbeat:
 
 
 class Pulse:
-    """Time that a thread spends on one piece of work; set by the thread, read by others.  held_back: see
-    `Beat`.
-    """
+    """Time that a thread spends on one piece of work; read by other threads."""
 
     held_back = False
 
@@ -392,11 +385,11 @@ class Pulse:
         self._since_s: float | None = None
 
     def work(self) -> None:
-        """The thread starts a short piece of work."""
+        """Start a short piece of work."""
         self._since_s = self._clock.now_s()
 
     def rest(self) -> None:
-        """The thread waits for work."""
+        """Wait for work."""
         self._since_s = None
 
     def stuck_s(self) -> float:
@@ -420,9 +413,9 @@ class Hearing:
         self._heard_s = self._beat_s = self._clock.now_s()
 
     def unheard_s(self) -> float:
-        """Seconds since the last beat: several intervals if the engine's process is stopped or cut off."""
+        """Seconds since the last beat: several intervals if the process is stopped or cut off."""
         return self._clock.now_s() - self._beat_s
 
     def silent_s(self) -> float:
-        """Seconds since the engine's last progress."""
+        """Seconds since the last progress."""
         return self._clock.now_s() - self._heard_s

@@ -24,9 +24,7 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """An adapter as all ranks know it.  slot: on the device, -1 if the LoRA Server computes the whole
-    adapter.
-    """
+    """An adapter as all ranks know it.  slot: -1 if the LoRA Server computes the whole adapter."""
 
     uid: int
     slot: int
@@ -35,10 +33,9 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """Merge or unmerge these pieces of the adapter.  last: afterwards the adapter is fully merged or
-    unmerged.
+    """Merge or unmerge these pieces; without pieces: restore all original weights, also after an error.
 
-    Without pieces: restore all original weights, also after an error.
+    last: afterwards the adapter is fully merged or unmerged.
     """
 
     adapter: MergedAdapter
@@ -50,9 +47,9 @@ class MergeOrder:
 class MergedWeights:
     """One rank's weights and their merge state.
 
-    leased: sites of the LoRA Server; the merged adapter's A and B for these sites are beside the arena.
-    kept: [X] bool, entries of these sites on this rank.  find: content hash -> the packed adapter.  verify:
-    compare the weights' checksum with the first after each unmerge.
+    leased: sites of the LoRA Server, with the merged adapter's A and B beside the arena.  kept: [X] bool,
+    entries of these sites on this rank.  find: content hash -> the packed adapter.  verify: compare the
+    weights' checksum with the first after each unmerge.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class MergedWeights:
         return sorted(piece for held, sites in places for piece in self.weights.pieces(held, sites))
 
     def rounding(self, adapter: MergedAdapter, piece: Piece) -> Iterator[tuple[int, float, float]]:
-        """See `WeightMerge.rounding`; for an adapter on the device, merged or not."""
+        """See `WeightMerge.rounding`; for an adapter on the device."""
         return self.weights.rounding(piece, self._place_of(piece, self._places(adapter)))
 
     def carry_out(self, order: MergeOrder) -> None:
@@ -169,7 +166,7 @@ class MergedWeights:
     def _beside_arena(self, adapter: MergedAdapter) -> HeldAdapter | None:
         """A and B of the LoRA Server's sites, copied to this device; None without a server.
 
-        Keeps two adapters: the merged one and a candidate.
+        Keeps the merged adapter and a candidate.
         """
         if not self._leased:
             return None
@@ -200,7 +197,7 @@ class MergedWeights:
 
 
 ROUNDED_PIECES = 2
-"""Pieces measured between two steps: a few rows of each, at little cost."""
+"""Pieces measured between two steps."""
 
 
 class RoundingErrors:

@@ -3,18 +3,18 @@
 
 Legend: T token rows, K experts per token, N output width, P ranks.
 
-Ranks send expert outputs to each other, so that every rank has all rows. Rows are moved, never added up:
-each rank sums the same bits in the same order as a rank with all experts.
+Expert rows are moved, never added up: each rank sums the same bits in the same order as a rank with all
+experts.
 
 - `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
 routing, one message per pair.  All ranks know all ids: counts need no message.
 
 - `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
-bytes.  Sizes don't depend on the ids: no rank waits for a device, and a CUDA graph can hold the exchange.
+bytes.  Sizes don't depend on the ids, so a CUDA graph can hold the exchange.
 
-- `RankSums` (tensor parallelism): ranks exchange summands of all rows and add in rank order: the sum
-depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes a summand, each rank sends
-(P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring all-reduce.
+- `RankSums` (tensor parallelism) adds in rank order: unlike an all-reduce, the sum depends on no order of
+arrival or topology.  Of S bytes a summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES`
+on 2 (P-1)/P S in two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
 Backend: TypeAlias = Any
-"""`ProcessGroupGloo` or `ProcessGroupNCCL`; torch's type stubs lack their methods."""
+"""`ProcessGroupGloo` or `ProcessGroupNCCL`; torch's stubs lack their methods."""
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
@@ -49,10 +49,10 @@ class RowExchange:
         self.num_messages = self.sent_bytes = 0
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        """Write every row computed by another rank.  Called by all ranks, in the same order.
+        """Write every row of another rank.  Called by all ranks, in the same order.
 
-        y: [T*K, N]; this rank's rows are set, other rows are zero.  ids: [T, K] int32, expert of each row,
-        -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
+        y: [T*K, N]; this rank's rows are set, the rest is zero.  ids: [T, K] int32, expert of each row, -1
+        for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
         """
         holder = ids.reshape(-1).div(self._experts_per_rank, rounding_mode="floor")
         rows = [(holder == peer).nonzero(as_tuple=True)[0] for peer in range(self._size)]
@@ -109,10 +109,7 @@ TWO_ROUNDS_BYTES = 1 << 18
 
 
 class RankSums:
-    """Sums of all ranks' summands in rank order, and logits gathered by columns.
-
-    num_messages, sent_bytes: since the start, of this rank.
-    """
+    """Sums of all ranks' summands in rank order, and logits gathered by columns."""
 
     def __init__(self, group: Backend) -> None:
         self.group = group
@@ -140,8 +137,7 @@ class RankSums:
         """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; other ranks' memory is
         unchanged.
 
-        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.  out: the
-        result's memory; None: allocated.
+        logits: [rows, columns of this rank], ceil(vocab_size / P) at the first ranks.
         """
         num_rows, share = len(logits), -(-vocab_size // self._size)
         if out is None:
@@ -180,9 +176,7 @@ class RankSums:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """A rank's exchanges: expert outputs of other ranks, and sums.  None: the rank has all experts, or
-    whole sums.
-    """
+    """None: the rank has all experts, or whole sums."""
 
     experts: ExpertExchange | None = None
     sums: Sums | None = None
@@ -225,7 +219,7 @@ def open_group(
 ) -> Backend:
     """A group of an instance's ranks on one host, apart from the process's default group.
 
-    rendezvous: a file path unique to the instance.  Raises EngineDeadError if a rank does not come.
+    rendezvous: a path unique to the instance.  Raises EngineDeadError if a rank does not come.
     """
     try:
         return _opened(

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow(connection: Connection) -> None:
-    """Follow rank 0; the process ends at once when rank 0 ends or hangs up."""
+    """Follow rank 0; the process ends at once with rank 0."""
     with suppress(EOFError, ConnectionError):
         setup: SetUp = _receive(connection)
         end_at_hang_up(connection.fileno(), partial(shutil.rmtree, setup.directory, ignore_errors=True))
@@ -69,7 +69,7 @@ def follow(connection: Connection) -> None:
 
 
 def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, HostWorkers | None]:
-    """Load, allocate, join; reports to rank 0 after each, so rank 0 never waits for a failed rank."""
+    """Load, allocate, join; reports after each, so rank 0 never waits for a failed rank."""
     rank = Rank(setup.config, setup.dist_rank)
     _send(connection, Done())
     size: Allocate = _receive(connection)
@@ -157,7 +157,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class FollowerCopies:
-    """Copies of this rank beside its steps.  send: called with the end of each, also from other threads."""
+    """Copies of this rank beside its steps.  send: called from any thread."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 
 
 def follow_rank_0() -> None:
-    """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until the end."""
+    """Compute the schedule of this torchrun job's rank 0, until the end."""
     store, dist_rank, _ = _rendezvous()
     connection = Client(os.path.join(store.get(_DIRECTORY_KEY).decode(), _SOCKET), "AF_UNIX")
     connection.send(dist_rank)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's view of the other ranks: processes of this host, a connection each.
 
-Rank 0 schedules.  Messages to followers (`engine.ranks.follower`) arrive in order: set-up, then steps and
-slots to fill.  A hang-up ends followers; each side detects the other's end at once.
+Messages to followers (`engine.ranks.follower`) arrive in order.  A hang-up ends followers; each side detects
+the other's end at once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
 """Of ranks that only connect: none computes."""
 STOPPED_S = 20.0
-"""Longest stop (SIGSTOP) of a follower. The follower is killed then, and the wait of the ranks ends.
+"""Longest stop (SIGSTOP) of a follower; then the follower is killed.
 
-Below `heartbeat_dead_s`: a stopped follower would outlive a killed rank 0."""
+Below `heartbeat_dead_s`: a stopped follower would outlive a killed rank 0.
+"""
 _LOOK_S = 0.5
 HOST_STORE = "adapters"
 """Packed adapters, in an instance's directory."""
@@ -50,7 +51,7 @@ HOST_STORE = "adapters"
 
 @dataclass(frozen=True)
 class SetUp:
-    """A follower's first message.  directory: of this instance, on this host, deleted with the instance."""
+    """A follower's first message.  directory: of this instance, deleted with the instance."""
 
     config: EngineConfig
     dist_rank: int
@@ -75,7 +76,7 @@ class BeginOrder:
 
 @dataclass(frozen=True)
 class OrderEnded:
-    """A follower's message: an order ended there.  error: of a failure."""
+    """An order ended at a follower."""
 
     number: int
     error: Exception | None = None
@@ -103,7 +104,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Done:
-    """A follower's answer.  error: of a failure."""
+    """A follower's answer."""
 
     error: Exception | None = None
 
@@ -114,7 +115,7 @@ OrderResult: TypeAlias = tuple[int, Exception | None]
 
 @dataclass
 class _Ended:
-    """An order, since its end on a first rank.  errors: by rank with an end."""
+    """An order, since its first end.  errors: by rank."""
 
     since_s: float
     errors: dict[int, Exception | None] = field(default_factory=dict)
@@ -127,9 +128,8 @@ class _Ended:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: in rank order; empty for a single rank.  folder: see `SetUp.directory`; file permissions
-    replace passwords between the ranks; None for a single rank.  children: followers of this keeper.
-    timeout_s: see `EngineConfig.rank_timeout_s`.
+    connections: in rank order.  folder: see `SetUp.directory`; file permissions replace passwords; None for a
+    single rank.  children: followers of this keeper.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Followers:
         self._ended: dict[int, _Ended] = {}
         """Orders with an end on some ranks."""
         self.lagging = False
-        """True while there are such orders."""
+        """True with orders in `_ended`."""
         self.layers: LoadedLayers | None = None
         """With host workers, for the layers under load."""
 
@@ -164,7 +164,7 @@ class Followers:
             self._send(dist_rank, packed_message(SetUp(config, dist_rank, self.directory)))
 
     def tell(self, message: Any) -> None:
-        """Send to all.  Raises EngineDeadError if one is gone."""
+        """Send to all.  Raises EngineDeadError if a follower is gone."""
         data = packed_message(message) if self._connections else b""
         for dist_rank in range(1, len(self._connections) + 1):
             self._send(dist_rank, data)
@@ -176,10 +176,9 @@ class Followers:
             raise self._lost(dist_rank) from error
 
     def settle(self, within_s: float | None = None) -> None:
-        """Wait until all have answered.
+        """Wait until all have answered; raises a follower's error.
 
-        Raises a follower's error. Raises EngineDeadError if one is gone or exceeds the time (None:
-        unlimited).
+        Raises EngineDeadError if a follower is gone or exceeds the time (None: unlimited).
         """
         for error in filter(None, self.answers(within_s)):
             raise error
@@ -212,10 +211,9 @@ class Followers:
         return [errors[dist_rank] for dist_rank in sorted(errors)]
 
     def meet(self, join: Callable[[], T]) -> T:
-        """Connect rank 0 with the followers, told to join and to answer; returns the result of `join`.
+        """Connect rank 0 with the followers, told to join; returns the result of `join`.
 
-        Raises the error of `join`, without a wait for the followers.  Raises EngineDeadError if a follower
-        ends meanwhile or does not answer.
+        Raises the error of `join` without a wait, and EngineDeadError if a follower ends or does not answer.
         """
         failed, joining = Pipe(duplex=False)
         has_failed = threading.Event()
@@ -224,7 +222,7 @@ class Followers:
             has_failed.set()  # before the other thread sees the hang-up
             joining.close()
 
-        pool = ThreadPool(1)  # a daemon's: this thread notices the end of a follower
+        pool = ThreadPool(1)  # this thread notices the end of a follower
         joined = pool.apply_async(join, error_callback=hang_up)
         pool.close()
         with failed:
@@ -236,7 +234,7 @@ class Followers:
         return result
 
     def _receive(self, dist_rank: int) -> Done | OrderEnded | None:
-        """A follower's next message; None: no message is there.  Raises EngineDeadError."""
+        """A follower's next message, if any.  Raises EngineDeadError."""
         connection = self._connections[dist_rank - 1]
         try:
             message = pickle.loads(connection.recv_bytes()) if connection.poll() else None
@@ -293,7 +291,7 @@ class Followers:
         """Kill a child that is stopped for STOPPED_S, from another thread until `close`.
 
         Counts looks in place of seconds: a pause of the whole host harms no follower.  CPU time since the
-        last look starts the count anew: a limiter of CPU use (cpulimit) stops and continues a process.
+        last look restarts the count, since a limiter of CPU use (cpulimit) stops and continues a process.
         """
 
         def look() -> None:
@@ -331,7 +329,7 @@ class Followers:
             runner.regroup = Regroup(rank, self)
 
     def loaded_layers(self, own: np.ndarray, num_layers: int) -> LoadedLayers:
-        """Of all ranks.  own: `SlotTable.present` of rank 0.  num_layers: without the sites outside."""
+        """Of all ranks.  own: `SlotTable.present` of rank 0.  num_layers: without the outer sites."""
         ranks = range(1, len(self._connections) + 1)
         of_ranks = [own, *(shared_layers(self.directory, rank, own.shape) for rank in ranks)]
         own, *others = (one[:, :num_layers] for one in of_ranks)
@@ -361,7 +359,7 @@ class Followers:
 
 
 def start_followers(config: EngineConfig) -> Followers:
-    """Start ranks 1 .. num_ranks - 1 as processes that end with this one."""
+    """Start ranks 1 .. num_ranks - 1 as processes that end with this process."""
     connections: list[Connection] = []
     children: list[Child] = []
     followers = Followers(connections, OwnFolder(), children, config.rank_timeout_s)
@@ -382,7 +380,7 @@ def start_followers(config: EngineConfig) -> Followers:
 class LoadedLayers:
     """Layers of each slot, loaded on all ranks of an instance.
 
-    own: [slots, layers] bool, of rank 0.  others: of the followers, in memory shared with them.
+    own: [slots, layers] bool, of rank 0.  others: of the followers, in shared memory.
     """
 
     def __init__(self, own: np.ndarray, others: Sequence[np.ndarray]) -> None:

@@ -56,8 +56,7 @@ class Rank:
     """One of the `num_ranks` processes of an engine, with a loaded part of the model.
 
     Call `allocate` next, then `join` with several ranks, then `make_runner` (`rank_runner`).  shape: of the
-    whole model.  shard: this rank's part.  host_arena: page-locked if the device copies from it.
-    local_sites: sites with deltas computed by this engine.
+    whole model.  shard: this rank's part.  local_sites: sites with deltas computed by this engine.
     """
 
     arena: torch.Tensor
@@ -124,7 +123,7 @@ class Rank:
         self.arena, self.host_arena, self.slots = allocated(self.config, self.shape, self.device, *sizes)
 
     def free_arenas(self) -> None:
-        """Give their memory back; addresses stay, so steps and captured graphs need no change.  CPU only."""
+        """Free the arenas' memory; addresses stay, so captured graphs need no change.  CPU only."""
         give_memory_back(self.arena)
         if self.host_arena is not None:
             give_memory_back(self.host_arena)
@@ -158,7 +157,7 @@ class Rank:
             exchange.group = None
 
     def meet(self, rendezvous: Path) -> None:
-        """Connect the ranks again; returns once all have come.  rendezvous: of no earlier group."""
+        """Connect the ranks again.  rendezvous: of no earlier group."""
         group = self._open_group(rendezvous)
         for exchange in self._exchanges:
             exchange.group = group
@@ -174,7 +173,7 @@ class Rank:
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The device of each rank, in the numbering of the process keeper."""
+        """Each rank's device, in the numbering of the process keeper."""
         config = self.config
         if self.device.type != "cuda":
             return (self.device.type,) * config.num_ranks
@@ -183,7 +182,7 @@ class Rank:
 
     @property
     def divides_adapters(self) -> ModelShard | None:
-        """The shard of adapter matrices; None: matrices are whole."""
+        """The shard of adapter matrices; None: whole matrices."""
         return self.shard if self.shard.tensor_parallel > 1 else None
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
@@ -213,7 +212,7 @@ class Rank:
 
     @cached_property
     def host(self) -> HostSettings:
-        """The settings of this rank's host workers.  Raises ConfigError."""
+        """This rank's host workers.  Raises ConfigError."""
         from .host_settings import host_settings
 
         return host_settings(
@@ -227,7 +226,7 @@ class Rank:
 
     @property
     def present(self) -> np.ndarray:
-        """[slots, layers] bool: loaded layers, without the sites outside the layers."""
+        """[slots, layers] bool: loaded layers, without the outer sites."""
         return self.slots.present[:, : self.shape.num_layers]
 
     @cached_property
@@ -259,7 +258,7 @@ class Rank:
 
 
 def check_layers(config: EngineConfig, shape: ModelShape, device: str) -> None:
-    """Raises ConfigError for a device or a part that computes not all kinds of the model's layers."""
+    """Raises ConfigError for a device or part that can't compute a kind of the model's layers."""
     for kind in shape.special_layers if device != "cpu" else ():
         raise ConfigError(f"device={device!r} has no kernel of {kind} yet; choose device='cpu'")
     if config.host_workers and shape.delta is not None:
@@ -277,9 +276,9 @@ def check_layers(config: EngineConfig, shape: ModelShape, device: str) -> None:
 def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
     """The settings with dtype, device and decode_buckets resolved for this model and machine.
 
-    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if present. decode_buckets
-    None: powers of two on CUDA; on CPU None stays, and one graph serves any size. Raises ConfigError if
-    CUDA is requested but absent.
+    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if present.  decode_buckets
+    None: powers of two on CUDA; on CPU one graph serves any size.  Raises ConfigError if CUDA is requested
+    but absent.
     """
     device, dtype, buckets = config.device, config.dtype, config.decode_buckets
     if device == "cuda" and not torch.cuda.is_available():
@@ -305,10 +304,7 @@ def _stored_dtype(hf_config: dict) -> str:
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
-    """Rank r has the r-th device visible to this instance's processes (`dist.launch.cluster_file`).
-
-    Raises ConfigError for too few.
-    """
+    """Rank r has the r-th visible device (`dist.launch.cluster_file`).  Raises ConfigError for too few."""
     if device.type == "cpu" or num_ranks == 1:
         return device
     if torch.cuda.device_count() < num_ranks:

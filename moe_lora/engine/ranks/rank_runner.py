@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of a rank: its backends of deltas, its merged weights, its graphs of steps."""
+"""The runner of a rank: backends of deltas, merged weights, graphs of steps."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def make_runner(
 ) -> ModelRunner:
     """The runner of the rank's part of steps.
 
-    followers: given at rank 0 with other ranks.  host: computes for loading adapters.  find: see
-    `Rank.copier`.
+    followers: at rank 0 with other ranks.  host: computes for loading adapters.
     """
     backends: dict[int, LoraBackend] = {}
     capture = _capture(rank)
@@ -132,8 +131,9 @@ def _capture(rank: Rank) -> StepCapture | None:
 def _graphs(
     rank: Rank, capture: StepCapture, backends: Mapping[int, LoraBackend], sources: Sequence[Source]
 ) -> StepGraphs:
-    """Graphs of decode steps, and of steps with prompts in an instance of one rank.  sources: of each
-    site.  A runner numbers groups of sites by source; host workers compute prompts only.
+    """Graphs of decode steps, and of steps with prompts in an instance of one rank.
+
+    sources: of each site.  A runner numbers groups of sites by source; host workers compute prompts only.
     """
     from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
     from moe_lora.engine.step.step_pieces import HostCalled

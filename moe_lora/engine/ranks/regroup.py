@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After an error of one rank in a step on CPU: all ranks of the instance leave the step, and meet anew.
+"""After an error of one rank in a CPU step: all ranks leave the step, and meet anew.
 
-The rank closes its group.  The other ranks, in wait for its rows, then raise too.  Rank 0 has all ranks
-leave, learns the first error, and opens a new group with them.
+The rank closes its group, so the ranks in wait for its rows raise too.  Rank 0 has all ranks leave, learns
+the first error, and opens a new group.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .rank import Rank
 logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT_S = 60.0
-"""A rank raises once another rank has closed the group; until then it may compute a part of a layer."""
+"""Until another rank's closed group is noticed, a rank may compute a part of a layer."""
 
 
 @dataclass(frozen=True)
 class LeaveGroup:
-    """Leave the group and the failed step; answer with the error of this rank, if any."""
+    """Leave the group and the failed step; answer with this rank's error, if any."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class JoinGroup:
 
 
 class Regroup:
-    """Rank 0's part.  followers: the other ranks."""
+    """Rank 0's part."""
 
     def __init__(self, rank: Rank, followers: Followers) -> None:
         self._rank = rank
@@ -62,7 +62,7 @@ class Regroup:
 
 
 class FollowedSteps:
-    """A follower's part: its steps, and the error of a failed step.  directory: of the instance."""
+    """A follower's steps, and the error of a failed step."""
 
     def __init__(self, rank: Rank, runner: ModelRunner, directory: Path) -> None:
         self._rank = rank

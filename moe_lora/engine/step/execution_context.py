@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State behind an engine's channels: the arena, the current step, and the LoRA backend."""
+"""State behind an engine's channels: the arena, the current step, the LoRA backend."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 class ExecutionContext:
     """Implements the channel operations of one model instance (see `kernels.ops`).
 
-    Layer l passes `channels[l]` to each operation.  exchanges: of this rank with other ranks of the
-    instance.  num_layers: of a model whose layers of KV have other numbers; the library's step calls number
-    both alike.  None: as `layout`.
+    Layer l passes `channels[l]` to each operation.  num_layers: of a model whose layers of KV have other
+    numbers, since the library's step calls number both alike.  None: as `layout`.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class ExecutionContext:
         self._layout = layout
         self.backend = backend
         self.with_columns: Callable[[], LoraBackend] | None = None
-        """The backend of steps with scaled or shifted columns; called from the first such step on."""
+        """The backend of steps with scaled or shifted columns; called at the first such step."""
         self._without_columns: LoraBackend | None = None
-        """During and after such a step: the backend of others."""
+        """The usual backend, during and after such a step."""
         self.exchanges = exchanges
         self._step: StepTables | None = None
         self.zeros = Zeros()
@@ -77,7 +76,7 @@ class ExecutionContext:
             self._calls.begin_step(rows, self._attention)
 
     def abandon_step(self) -> None:
-        """Drop a step that raised; the next step starts anew."""
+        """Drop a step that raised."""
         self._begun.clear()
         self.backend.abandon_step()
 
@@ -111,8 +110,7 @@ class ExecutionContext:
     ) -> torch.Tensor:
         """Base layer and deltas of a site: one call of the CPU library for local deltas.
 
-        ids: numbered in the whole model.  first_expert: number of the weight's first expert.  Scales and
-        bias stay with the weight.
+        ids: numbered in the whole model.  first_expert: of the weight.
         """
         rows, known = self.backend.rows_here(layer, site), self._linears.get((layer, site))
         data = weight.data if isinstance(weight, QuantisedOperand) else weight

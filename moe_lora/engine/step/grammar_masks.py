@@ -25,12 +25,12 @@ from .sampler import Take
 NUM_COMPILED = 64
 """Compiled grammars that are kept."""
 MAX_COMPILED_CHARS = 1 << 20
-"""Of their texts: a large grammar takes tens of megabytes."""
+"""A large grammar takes tens of megabytes."""
 NUM_THREADS = 2
 SLOW_S = 0.005
 """The step does not wait for a mask that takes more of a processor."""
 SOON_S = 0.0005
-"""A step's wait for a mask with perhaps a single token, which then needs no step."""
+"""A step's wait for a mask with perhaps a single token."""
 ALL_SOON_S = 0.002
 """The limit for a step's tokens without an alternative."""
 BITS = 32
@@ -82,14 +82,14 @@ class Follower:
 
 
 class GrammarSequence(EditedSequence):
-    """A sequence within a grammar.  While a slow mask is computed the sequence is held."""
+    """A sequence within a grammar; held while a slow mask is computed."""
 
     _is_held = _is_slow = False
 
     def follow(self, follower: Follower, threads: Threads, wake: Callable[[], None]) -> None:
-        """Start to compute the first mask.  wake: called after a slow mask, from a thread."""
+        """Start the first mask.  wake: called after a slow mask, from a thread."""
         self._follower, self._threads, self._wake = follower, threads, wake
-        self._is_slow = True  # as the first mask may be
+        self._is_slow = True
         self._submit(self.request.generated, None)
 
     @property
@@ -115,7 +115,7 @@ class GrammarSequence(EditedSequence):
         return reason
 
     def only_token(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> int | None:
-        """The next token if its mask, once there in a moment, allows a single one."""
+        """The next token if its mask soon allows a single token."""
         try:
             self._next.result(max(0.0, self._asked_s + SOON_S - time.monotonic()))
         except Exception:  # late, or failed: the step's draw handles both
@@ -179,7 +179,7 @@ class Grammars:
     def compile(self, grammar: str, compiled: Future[LLMatcher] | None = None) -> Future[LLMatcher]:
         """The grammar's matcher at its start, perhaps later; copy before use.
 
-        compiled: of an earlier call, perhaps forgotten since.
+        compiled: of an earlier call.
         """
         found = self._compiled.get(grammar, compiled) or self._compiler.submit(self._compile, grammar)
         self._compiled[grammar] = found
@@ -203,9 +203,9 @@ class Grammars:
         return made
 
     def only_tokens(self, running: Iterable[Sequence], take: Take) -> list[TokenOutput]:
-        """Take tokens without an alternative, before the step that computes them together with the next.
+        """Take tokens without an alternative; a later step computes them together with the next.
 
-        Requests with reports of tokens' steps are left out.
+        Leaves requests with reports of tokens' steps out.
         """
         gains: list[TokenOutput] = []
         end_s = time.monotonic() + ALL_SOON_S

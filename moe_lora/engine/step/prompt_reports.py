@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of prompts: log probabilities of prompt tokens, and the last token's hidden state.
 
-A step keeps the hidden states of all rows.  The vocabulary head runs over few of these rows at a time.
+The vocabulary head runs over few rows at a time.
 
 Legend: T token rows, N scored rows, V vocabulary, H hidden size.
 """
@@ -32,9 +32,9 @@ LOGITS_BYTES = 64 << 20
 
 
 class PromptRecord:
-    """A request's report, collected over steps.  A later compute of a token replaces the earlier one.
+    """A request's report, collected over steps.  A later compute of a token replaces the earlier result.
 
-    num_scored: tokens with log probabilities: all but the first, or none.  first_scored: of their positions.
+    num_scored: tokens with log probabilities, without the first.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -96,7 +96,7 @@ class PromptRecord:
 
 
 class _Chunk:
-    """Scores of some rows, read once.  listed: of listed tokens, None without such rows."""
+    """Scores of some rows, read once.  listed: of listed tokens."""
 
     def __init__(self, report: LogprobReport, listed: LogprobReport | None) -> None:
         self._report = report
@@ -115,17 +115,17 @@ class _Chunk:
 
 
 class _Scored(NamedTuple):
-    """A scored row: of the record's token at this position."""
+    """The row of a record's token."""
 
     record: PromptRecord
     position: int
 
 
 class PromptRows:
-    """Rows of one step.  Other ranks get `rows` alone: each rank computes its columns of their logits.
+    """Rows of one step.  Other ranks get `rows` alone, and compute their columns of the logits.
 
-    rows: [N] int64 on the host.  scored: of each of the rows.  hidden: records by row.  logits_bytes: at
-    once, on all ranks.
+    rows: [N] int64 on the host.  scored: by row.  hidden: records by row.  logits_bytes: at once, on all
+    ranks.
     """
 
     may_compile = True
@@ -167,7 +167,7 @@ class PromptRows:
             rows_N = rows.to(x_TH.device)
             if outer is not None:
                 outer.begin_step(batch.tables, batch.routing, rows_N)
-            # The layers are done: the model adds its head to their result.
+            # The layers are done: the model adds its head.
             self._score(model(*inputs, rows_N, channels, lambda *_: x_TH, outer), first)
             first += len(rows)
         for row, record in self._hidden:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen experts of a request's tokens, for router replay.
 
-A step with such a request runs without compiled code and graphs, and notes the experts at each gate.
-
-Legend: T token rows, N noted rows, L layers with experts, K chosen experts of a token.
+Such a step runs without compiled code and graphs, and notes the experts at each gate. Legend: T token rows, N
+noted rows, L layers with experts, K chosen experts of a token.
 """
 
 from __future__ import annotations
@@ -58,9 +57,10 @@ class _Part(NamedTuple):
 
 
 class ExpertRecord(PromptRecord):
-    """A request's report, with the experts of all tokens.  A later compute of a token replaces the earlier.
+    """A request's report, with the experts of all tokens.  A later compute of a token replaces the earlier
+    result.
 
-    Each output has the experts of computed tokens without an earlier report.
+    Each output has the experts of computed tokens not reported so far.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -79,7 +79,7 @@ class ExpertRecord(PromptRecord):
         self._parts.append(_Part(start, start + num_tokens, copy, first_row))
 
     def report(self, sequence: Sequence) -> PromptReport:
-        """The report of an answer's last token, which has no experts yet; waits for the device."""
+        """The report of an answer's last token, whose experts are unknown; waits for the device."""
         end, start, found = len(sequence.tokens) - 1, self._num_reported, PromptReport()
         if start is None:  # of an answer from another instance, the earlier tokens are reported
             is_first = sequence.num_generated == 1
@@ -149,7 +149,7 @@ def _unchanged(prompt: PromptRows | None) -> PromptRows | None:
 
 @contextmanager
 def _noting(model: CausalLM) -> Iterator[list[torch.Tensor]]:
-    """The experts at each gate of the model, [T, K] int32, in the order of layers."""
+    """The experts at each gate, [T, K] int32, in the order of layers."""
     noted: list[torch.Tensor] = []
     gates: list[Any] = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMlp)]
     for gate in gates:

@@ -54,12 +54,11 @@ _COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
 class ModelRunner:
     """Runs steps of one model.
 
-    decode_buckets: padded batch sizes of decode steps; empty = no padding.  announce: called with each
-    batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
-    layers; LOCAL becomes HOST for loading adapters.  present: loaded layers of all ranks, which compute
-    each layer at the source chosen here; None: there is one rank, or no host worker.  pushed: serves leased
-    rows of some steps.  graphs: compute possible steps whole.  outer: makes the deltas of the embedding and
-    the head, called from the first step with such rows on.
+    decode_buckets: padded batch sizes of decode steps; empty: no padding.  announce: called with each batch
+    before the compute, for other ranks.  site_sources: of the deltas of each site, in all layers; LOCAL
+    becomes HOST for loading adapters.  present: loaded layers of all ranks, for a common choice of sources;
+    None: one rank, or no host worker.  pushed: serves leased rows of some steps.  outer: called at the first
+    deltas of the embedding or the head.
     """
 
     def __init__(
@@ -81,9 +80,9 @@ class ModelRunner:
     ) -> None:
         self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | ExpertRows | None] | None = None
         self.regroup: Callable[[Exception], Exception] | None = None
-        """With other ranks on CPU: see `ranks.regroup.Regroup`."""
+        """See `ranks.regroup.Regroup`."""
         self.settle_others: Callable[[], None] | None = None
-        """With other ranks: see `ranks.followers.Followers.settle`."""
+        """See `ranks.followers.Followers.settle`."""
         self._outer = outer
         self._pushed = pushed
         self.merged = merged
@@ -107,24 +106,23 @@ class ModelRunner:
         self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
-            # The compiler's own import takes as long as torch's.
+            # The compiler's import takes as long as torch's.
             from moe_lora.models.compiled_layers import CompiledLayers
 
             self._compiled = CompiledLayers(len(self._buckets))
 
     def lora_rows(self) -> dict[str, int]:
-        """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
+        """Fields of `EngineStats`: rows x layers by the source of deltas."""
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
     def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
-        """Compile all code and capture graphs before the first request; on CUDA also compile kernels of
-        prompts of up to max_tokens.
+        """Compile code and capture graphs before the first request; on CUDA also kernels of prompts of up to
+        max_tokens.
 
-        Compiled later at first use: ranks above 64, sites without an adapter so far, deltas from other
-        sources, sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode
-        buckets prompts are not compiled: norms, rotations and sums are separate launches.  site_ranks:
-        the largest rank at each site of adapters to come.
+        Compiled at first use: ranks above 64, sites without an adapter so far, deltas from other sources,
+        sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode buckets
+        prompts are not compiled.  site_ranks: the largest rank at each site of adapters to come.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -141,9 +139,9 @@ class ModelRunner:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
 
     def _run_prompts(self, site_ranks: Seq[int], max_tokens: int) -> None:
-        """Prompts of padding, for each power of two of rows: kernels have tiles for each factor of two."""
+        """Prompts of padding, for each power of two of rows: kernels have tiles for each."""
         sizes = [*(2**n for n in range(1, max_tokens.bit_length()) if 2**n < max_tokens), max_tokens]
-        if self._graphs is not None and set(self._sources) == {Source.LOCAL}:  # graphs have compiled theirs
+        if self._graphs is not None and set(self._sources) == {Source.LOCAL}:
             sizes = [size for size in sizes if size > max(self._graphs.prompt_rows, default=0)]
         # Launches for ranks above RANK_STEP use other code.
         small = tuple(min(one, RANK_STEP) for one in site_ranks)
@@ -196,7 +194,7 @@ class ModelRunner:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def can_repeat(self, error: Exception) -> bool:
-        """True if a step may run again after this error: on a CPU, while all ranks live."""
+        """True if a step may run again after this error: on CPU, while all ranks live."""
         return self._device.type == "cpu" and (
             not isinstance(error, EngineDeadError) or isinstance(error, RankLostError)
         )
@@ -300,8 +298,8 @@ class ModelRunner:
             if item.samples:
                 logit_rows.append(row - 1)
         routing = self._routing(plan, counts)
-        # Without buckets a graph runs any step, with buckets a decode step of a bucket. Such a step waits
-        # for no host: rows may include the last prompt token of a loading adapter.
+        # Without buckets a graph runs any step, else a decode step of a bucket, which waits for no host: rows
+        # may include the last prompt token of a loading adapter.
         in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -399,7 +397,7 @@ class ModelRunner:
         return self.merged.corrected(routing, sources, merged, sum(counts[: len(plan)]))
 
     def _beside_sites(self, routes: Mapping[AdapterVersion, int]) -> tuple[dict[str, int], np.ndarray]:
-        """Groups after those of the sites, by `RowRouting`'s names, and terms with theirs alone."""
+        """Groups after those of the sites, by `RowRouting`'s names, and their terms."""
         routed = {
             "outer": [len(one.packed.layers) > len(self._groups) for one in routes],
             "columns": [one.packed.has_columns for one in routes],

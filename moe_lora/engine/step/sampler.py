@@ -49,9 +49,9 @@ class HostCopy:
 
 
 class Drawn:
-    """Result of `sample`.  tokens: [S] int64, on the logits' device.  sampling: by sequence.
+    """Result of `sample`.  tokens: [S] int64, on the logits' device.
 
-    processed: log probabilities [S] of the tokens after edits, temperature and truncation.
+    processed: log probabilities [S] after edits, temperature and truncation.
     """
 
     def __init__(
@@ -114,11 +114,9 @@ def schedules_ahead(
 class Sampler:
     """Draws the tokens of one engine.
 
-    seed: source of seeds for requests without a seed.  jumps: tokens without an alternative are taken
-    without a draw.  ahead: the engine launches a step before reading the
-    tokens of the step before.  edit: changes logits before a draw.  on_change: called from another thread
-    when a waiting request may start.  only_tokens: see `Grammars`; None without a grammar, and on CUDA,
-    where steps of one token a row are captured as graphs.
+    seed: source of seeds for requests without a seed.  ahead: the engine launches a step before reading the
+    last tokens.  on_change: called from another thread when a waiting request may start.  only_tokens: see
+    `Grammars`; None without a grammar, and on CUDA, where steps of one token a row are captured as graphs.
     """
 
     def __init__(self, info: ModelInfo, seed: int, *, ahead: bool, jumps: bool = False) -> None:
@@ -159,7 +157,7 @@ class Sampler:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Made for the first request with a grammar."""
+        """Created for the first request with a grammar."""
         from .grammar_masks import Grammars
 
         made = Grammars(self._info, self.on_change)
@@ -196,10 +194,9 @@ def sample(
 ) -> Drawn:
     """The next token of each sequence, and log probabilities on request.
 
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax.  Further rows take the highest
-    probability / noise (the exponential race) after temperature, top-k, top-p and min-p; the noise is of
-    seed and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits
-    for no device.
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax, further rows the highest probability /
+    noise (the exponential race) after temperature, top-k, top-p and min-p.  The noise depends on seed and
+    position, so a seed gives equal tokens in any batch and process.  Waits for no device.
     """
     reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
     logprobs = None
@@ -225,7 +222,7 @@ def _on_device(logits_SV: torch.Tensor) -> bool:
 
 
 def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    """A token of each row; the logits are overwritten."""
+    """A token of each row; overwrites the logits."""
     if _on_device(logits_SV):
         from moe_lora.kernels.triton.sampling import draw
     else:

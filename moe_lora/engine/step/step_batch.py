@@ -33,9 +33,7 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class CaptureSteps:
-    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site of adapters to
-    come.
-    """
+    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site."""
 
     ranks: tuple[int, ...]
 
@@ -43,8 +41,8 @@ class CaptureSteps:
 class StepBuffer:
     """Device memory for a step's input, filled from page-locked memory.
 
-    `memory` stays the same tensor while large enough.  A step's copy follows the earlier step's kernels on
-    the device's stream: each reads the right input.
+    `memory` stays the same tensor while large enough.  A copy follows the earlier step's kernels on the
+    device's stream: each reads the right input.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,9 +73,8 @@ class StepBatch:
     """Tensors on the host until `through`.
 
     tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows with logits.
-    routing: sources of the rows' deltas.  compiled: compiled code runs the layers.  any_rows: compile for
-    any number of rows.  drawn: tokens of the step before, on the device: token -1 - i is number i of them.
-    prompt: rows of reported prompts and experts.
+    any_rows: compile for any number of rows.  drawn: tokens of the step before, on the device: token -1 - i
+    is number i.  prompt: rows of reported prompts and experts.
     """
 
     tokens: torch.Tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps as CUDA graphs: captured once per shape, replayed as one launch, or in pieces.
 
-Legend: T token rows, S sequences, B blocks of the longest sequence.
+Legend: T token rows, S sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
     """Rows of captured steps with prompts: four sizes for each factor of two, and max_tokens if small.
 
-    All are multiples of 16.  Padding is at most a fifth of 128 rows and more.
+    All but the last are multiples of 16.  Padding is at most a fifth from 128 rows on.
     """
     most = min(max_tokens, MOST_PROMPT_ROWS)
     sizes = [(4 + n % 4) << n // 4 for n in range(4 * most.bit_length())]
@@ -45,8 +45,9 @@ def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
 
 class GraphShape(NamedTuple):
     """Key of a graph.  rows: T.  prompt_sequences: S with prompts; 0 in decode steps, where S = T, a bucket.
-    context: bound of a sequence's tokens.  tokens: bound of all sequences' tokens.  places: sources of the
-    rows' deltas; empty without deltas.
+
+    context: bound of a sequence's tokens.  tokens: bound of all sequences' tokens.  places: sources of
+    deltas.
     """
 
     rows: int
@@ -74,16 +75,14 @@ class StepGraphs:
     `hosts`.
 
     rows: decode buckets.  prompt_rows: sizes of steps with prompts, of at most max_sequences.  places: of all
-    deltas that an adapter may have.  site_ranks: largest rank of these slots at each site. kv_tokens:
-    capacity of the arena. hosts: by source, the backends that cut a captured step (`HostCalled`).
+    deltas that an adapter may have.  site_ranks: largest rank of these slots at each site.  kv_tokens:
+    capacity of the arena.  hosts: by source, the backends that cut a captured step (`HostCalled`).
 
-    A step is padded to its shape and copied to the graph's input; launches are bounded by the context and by
-    the ranks of adapters seen so far.  A larger rank makes graphs with deltas invalid.  Arena and slot tables
-    never move. Sequences with shared pages may exceed the bound; such steps have separate graphs, captured at
-    first use. All ranks of an instance capture the same shapes at the same steps, with matching exchanges.
-    Steps with rows at hosts are replayed in pieces, others as one graph.  Rows of host workers stay there for
-    the step, even if the adapter arrives. The first step of an uncaptured shape is computed twice, with the
-    step's requests.
+    A step is padded to its shape and copied to the graph's input.  A rank above those seen so far makes
+    graphs with deltas invalid.  Arena and slot tables never move.  Sequences with shared pages may exceed the
+    bound; such steps have separate graphs, captured at first use.  All ranks capture the same shapes at the
+    same steps.  Rows of host workers stay there for the step, even if the adapter arrives.  The first step of
+    an uncaptured shape is computed twice, with the step's requests.
     """
 
     def __init__(
@@ -198,8 +197,8 @@ class StepGraphs:
     ) -> None:
         """Capture shapes: of decode steps all, of steps with prompts those of the smallest context.
 
-        empty: returns a batch of so many padding rows, of a decode step or of one with prompts.  ranks: of
-        adapters to come, the largest at each site.
+        empty: a batch of padding rows, of a decode step or a step with prompts.  ranks: the largest at each
+        site of adapters to come.
         """
         self._admit(ranks)
         kinds: list[tuple[Place, ...]] = [(), self._places] if any(self._ranks) else [()]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's launches in pieces: graphs, and calls of the host between.
 
-A graph holds launches only.  At a host's call the captured graph ends, the call is recorded, and the next
-graph starts; a replay runs graph, call, graph, … in order.  A step without calls is one graph.  Not run on
-a GPU: tests replace `CudaRecorder` by a stand-in.
+A graph holds launches only, so a host's call ends a graph, and the next graph starts after the call.  Not run
+on a GPU: tests replace `CudaRecorder` by a stand-in.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Recorder(Protocol):
 
 
 _LITTLE_MEMORY = 4 << 30
-"""Bytes of free device memory, below which cached memory is given back before a capture."""
+"""Bytes of free device memory, below which a capture first frees cached memory."""
 
 
 @contextmanager
@@ -95,10 +94,7 @@ class CudaRecorder:
 
 
 class StepCapture:
-    """Records a step's launches, and the host's calls between.
-
-    running: True during a record.
-    """
+    """Records a step's launches, and the host's calls between."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -119,7 +115,7 @@ class StepCapture:
         return pieces, out
 
     def cut(self, call: Piece) -> None:
-        """Run the host's call at each replay, after earlier launches and before later ones."""
+        """Run the host's call at each replay, between earlier and later launches."""
         assert self.running, "only a step under capture is cut"
         self._pieces += [self._recorder.end(), call]
         self._recorder.begin()
@@ -146,8 +142,8 @@ class HostCalled(OuterBackend):
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
     At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
-    result to y.  x and ids have fixed memory per site; deltas of one shape share memory.  y gets the same
-    bits as from the backend's own `add_to`, if the backend adds to each element once.
+    result to y.  Deltas of one shape share memory.  y gets the same bits as from the backend's own `add_to`,
+    if the backend adds to each element once.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
@@ -189,7 +185,7 @@ class HostCalled(OuterBackend):
 def between_graphs(exchanges: Exchanges, capture: StepCapture) -> Exchanges:
     """The exchanges between ranks, each a cut of a captured step: a host starts them.
 
-    A graph leaves the data in fixed memory, and the next graph reads the result there, with the same bits.
+    A graph leaves the data in fixed memory; the next graph reads the result there, with the same bits.
     """
     experts, sums = exchanges.experts, exchanges.sums
     return Exchanges(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a model with unequal layers: recurrent states, or KV heads of two sizes.
 
-The first columns of a block table are pages of states (`StateTable.columns`).  With heads of two sizes a
-page holds the layers with a window, then the full layers.
+The first columns of a block table are pages of states (`StateTable.columns`).  With heads of two sizes a page
+holds the layers with a window, then the full layers.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SNAPSHOT = -(1 << 62)
 class StateTable(BlockTable):
     """`BlockTable` with pages of a state beside the KV.
 
-    state: of this sequence.  snapshot: read by the first step, pinned until then.  kept: by number of tokens,
-    pages of snapshots that the next step writes.  end: of the part of the prompt that others may share.
-    branch: blocks found without a state end there; 0: none.  num_done: computed tokens.
+    snapshot: read by the first step, pinned until then.  kept: by number of tokens, pages of snapshots that
+    the next step writes.  end: of the part of the prompt that others may share.  branch: blocks found without
+    a state end there; 0: none.
     """
 
     state: list[int] = field(default_factory=list)
@@ -67,8 +67,8 @@ class StateTable(BlockTable):
 class StateCache(UnifiedCache):
     """`UnifiedCache` with the pages of a sequence's state, and snapshots of states for shared prefixes.
 
-    A snapshot is a node of the tree below the blocks that it follows: KV of a prefix serves with the state
-    after the prefix only.  Prompts leave snapshots at their last block, where they part from known blocks,
+    A snapshot is a node of the tree below the blocks that it follows: KV of a prefix serves only with the
+    state after the prefix.  Prompts leave snapshots at their last block, where they part from known blocks,
     and at multiples of the tokens whose KV takes as much memory.
     """
 
@@ -191,7 +191,7 @@ class StateCache(UnifiedCache):
         table.num_done = num_computed
 
     def _keep(self, table: StateTable, at: int, pages: list[int], now_s: float) -> bool:
-        """Put a snapshot into the tree; False, without, if these blocks are not there or have one."""
+        """Put a snapshot into the tree; False if the blocks are absent or have a snapshot."""
         node = table.tail
         while node is not None and not node.is_adapter and node.first_token >= at:
             node = node.parent
@@ -231,8 +231,7 @@ class StateCache(UnifiedCache):
 class RecurrentContext(ExecutionContext):
     """`ExecutionContext` with states of sequences and KV of the layers of attention.
 
-    A state changes once per step: new states are stored by `store_states` after the last layer, so a step
-    that raised may run again.
+    `store_states` stores new states after the last layer, so a step that raised may run again.
     """
 
     def __init__(

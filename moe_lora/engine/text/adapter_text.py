@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files beside an adapter, compared with the base model's: tokenizer, end token, chat template.
 
-Trainers save such files with an adapter.  An adapter changes no embedding: a tokenizer with other tokens
-is never used.
+An adapter changes no embedding, so a tokenizer with other tokens is never used.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ OPTION = "--adapter-chat-template"
 class AdapterText:
     """The differences between an adapter's text files and the base model's.
 
-    templates: chat templates unlike the base's, by name.  special_tokens: the adapter's.  eos_tokens: the
-    adapter's end token and the base's, if different.  vocabulary: a difference between the tokens, or None.
+    eos_tokens: the adapter's end token and the base's, if different.  vocabulary: a difference between the
+    tokens, or None.
     """
 
     templates: Mapping[str, str]
@@ -54,7 +53,7 @@ class AdapterText:
     vocabulary: str | None
 
     def remark(self, *, used: bool) -> str | None:
-        """The differences and the effect in a line; None without a difference.  used: with the option."""
+        """The differences and the effect in a line, if any.  used: with the option."""
         found = ["a chat template"] if self.templates else []
         if self.eos_tokens is not None:
             own, base = self.eos_tokens
@@ -72,7 +71,7 @@ class AdapterText:
 
 
 def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> AdapterText | None:
-    """The differences; None for a folder without text files.  root: the files must lie there, links followed.
+    """The differences; None without text files.  root: the files must lie there, links followed.
 
     Raises ConfigError for an unreadable file.
     """
@@ -94,7 +93,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
 
 
 def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None) -> str | None:
-    """`AdapterText.remark` of a folder, or the reason why the text files can't be read."""
+    """`AdapterText.remark` of a folder, or the reason why the files can't be read."""
     try:
         text = read_adapter_text(folder, base, root)
     except (ConfigError, OSError) as error:
@@ -103,14 +102,14 @@ def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None
 
 
 def log_adapter_text(name: str, folder: str, base: str, *, used: bool, root: str | None = None) -> None:
-    """Writes the remark, if there is a difference."""
+    """Log the remark, if any."""
     if remark := text_remark(Path(folder), Path(base), used=used, root=root):
         logger.warning("adapter %s: %s", name, remark)
 
 
 @lru_cache(maxsize=256)
 def with_adapter_text(tokenizer: Tokenizer, folder: str, version: int, root: str | None) -> Tokenizer:
-    """The tokenizer with the adapter's chat template and end token; the same tokenizer without usable files.
+    """The tokenizer with the adapter's chat template and end token; unchanged without usable files.
 
     version: of the adapter; a new version is read anew.  Raises ConfigError for an unreadable file.
     """

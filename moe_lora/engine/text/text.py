@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back.
 
-A folder with tokenizer.json needs the `tokenizers` library only.  Older formats need transformers'
-AutoTokenizer, which imports torch.
+tokenizer.json needs the `tokenizers` library only; older formats need transformers' AutoTokenizer, with
+torch.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ LONG_WINDOW_TOKENS = 32
 
 
 class Tokenizer:
-    """Text to token ids and back, with the model's special tokens and chat templates.
+    """Text to token ids and back, with special tokens and chat templates.
 
-    decode: the text of some tokens, by default without special tokens; unknown ids give no text.  backend:
-    a `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
-    name -> Jinja.  eos_token_ids: the end token.  folder: of its files.  chat: beside them.
+    decode: by default without special tokens; unknown ids give no text.  special_tokens: name -> text
+    ("eos_token": "</s>").  chat_template: Jinja, or name -> Jinja.  folder: of its files.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def __reduce__(self) -> Any:
-        """Another process reads the files again, once, if there are files."""
+        """Another process reads the files again, once, if any."""
         if self.folder is not None:
             return _kept_tokenizer, (self.folder, self.chat)
         made = partial(
@@ -100,7 +99,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) < LONG_TEXT_CHARS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` keeps Python's lock for the whole text and stops every other thread.
+        # `encode` keeps Python's lock for the whole text.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -141,7 +140,7 @@ class Tokenizer:
 def load_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
     """The tokenizer of a model directory; None without tokenizer files (prompts are then token ids).
 
-    Raises ConfigError for unreadable tokenizer files.
+    Raises ConfigError for unreadable files.
     """
     folder = Path(model_dir)
     config = read_json(folder / CONFIG)
@@ -179,10 +178,9 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
 
 
 def served_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """As `load_tokenizer`, with a line in the log if the tokenizer's size is not the model's vocabulary.
+    """As `load_tokenizer`; logs a size other than the model's vocabulary.
 
-    Raises ConfigError, with the kind of the file, also for a file beside the tokenizer that is a pointer of
-    Git LFS, a web page or empty.
+    Raises ConfigError also for a file beside the tokenizer that is a pointer of Git LFS, a web page or empty.
     """
     folder = Path(config.model_dir)
     check_text_files(folder, ("generation_config.json", "merges.txt"))
@@ -212,9 +210,9 @@ def _log_vocabulary(num_tokens: int, vocab_size: object) -> None:
 class IncrementalDetokenizer:
     """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
 
-    A token's text can depend on the left neighbour (a leading space, a character across tokens), so a
-    window of the last tokens is decoded and the new part returned.  prompt_token_ids: keep the first
-    token's leading space, which decoders strip at a text's start.
+    A token's text can depend on the left neighbour (a leading space, a character across tokens), so a window
+    of the last tokens is decoded.  prompt_token_ids: keep the first token's leading space, which decoders
+    strip at a text's start.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -242,7 +240,7 @@ class IncrementalDetokenizer:
         return self._advance(text, len(self._window)) if len(text) > len(self._given) else ""
 
     def _advance(self, text: str, end: int) -> str:
-        """Return `text`, the first `end` tokens of the window, without earlier returned text."""
+        """Return the new part of `text`, the first `end` tokens of the window."""
         new = text[len(self._given) :]
         self._window = self._window[self._num_given :]
         self._num_given = end - self._num_given
@@ -252,7 +250,7 @@ class IncrementalDetokenizer:
     def _shorten(self, text: str) -> str:
         """Return the part of an endless run of invalid bytes that later tokens cannot change.
 
-        If the texts of two halves add up to the text of the whole, no character spans the cut.
+        If the texts of two halves add up to the whole, no character spans the cut.
         """
         for end in range(len(self._window) - 1, self._num_given, -1):
             head = self._decode(self._window[:end])
@@ -300,8 +298,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """text: released.  num_tokens: pushed tokens up to the end of a stop string (else all).  stop: the
-    stop string; abort the request in the engine.
+    """num_tokens: pushed tokens up to the end of a stop string (else all).  stop: abort the request in the
+    engine.
     """
 
     text: str
@@ -310,7 +308,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class TextStream:
-    """Text of one request: tokens in, text out, ended by stop strings.
+    """Text of one request, ended by stop strings.
 
     min_tokens: first position of stop strings, as in the engine for stop ids.
     """

@@ -62,11 +62,11 @@ NO_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Fields without an effect on sampled tokens.  `read_eos_token_ids` reads the end tokens."""
+"""Fields without an effect on sampled tokens."""
 
 
 def check_text_files(folder: Path, more: Sequence[str] = ()) -> None:
-    """Raises ConfigError, with the kind, for a file that is a pointer of Git LFS, a web page or empty.
+    """Raises ConfigError for a file that is a pointer of Git LFS, a web page or empty.
 
     more: names beside `TEXT_FILES`.
     """
@@ -77,7 +77,7 @@ def check_text_files(folder: Path, more: Sequence[str] = ()) -> None:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
         if path.suffix == ".jinja" and not head.strip():
-            continue  # an empty template
+            continue
         found = content_of(head, is_text=path.name not in _BINARY)
         if found is not None:
             raise ConfigError(f"{path} is {found}")
@@ -99,8 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text.  config: of tokenizer_config.json.
 
-    Further names end in _token, or are the keys of extra_special_tokens, else of
-    model_specific_special_tokens.
+    Further names end in _token, or are keys of extra_special_tokens, else of model_specific_special_tokens.
     """
     entries = _special_entries(folder, config)
     more = [entries.get(key) for key in ("extra_special_tokens", "model_specific_special_tokens")]
@@ -122,8 +121,8 @@ def default_special_tokens(
 ) -> dict[str, str]:
     """Name -> text of special tokens in templates, absent from the files.  Adds the tokens to the backend.
 
-    A class of transformers may have defaults, such as <s> of LlamaTokenizer.  The classes import torch.
-    A default counts only if the backend encodes the text to the id of the class.
+    A class of transformers may have defaults, such as <s> of LlamaTokenizer.  A default counts only if the
+    backend encodes the text to the id of the class.
     """
     entries = _special_entries(folder, config)
     unnamed = [name for name in SPECIAL_TOKENS if name not in entries]
@@ -181,8 +180,8 @@ def _used_names(names: Sequence[str], sources: Iterable[str]) -> list[str]:
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> Jinja source; {} without a template.
 
-    Order: the Jinja files, tokenizer_config.json, chat_template.json.  transformers' tokenizers don't read
-    the last file: processors do.  Raises ConfigError for an unreadable file.
+    Order: the Jinja files, tokenizer_config.json, chat_template.json (read by transformers' processors only).
+    Raises ConfigError for an unreadable file.
     """
     files = {path.name.removesuffix(".jinja"): path for path in folder.glob(f"{MORE_TEMPLATES}/*.jinja")}
     if (folder / TEMPLATE).is_file():
@@ -202,7 +201,7 @@ class ChatSettings(NamedTuple):
     template_kwargs: str | None = None
 
     def templates(self, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-        """As `read_chat_templates`, with this template if there is one.  Raises ConfigError."""
+        """As `read_chat_templates`, with this template if any.  Raises ConfigError."""
         given = self.template
         if given is None:
             return read_chat_templates(folder, config)
@@ -213,7 +212,7 @@ class ChatSettings(NamedTuple):
         return {"default": _text(Path(given))}
 
     def variables(self) -> dict[str, Any]:
-        """Name -> value.  Raises ConfigError for another text than a JSON object of free names."""
+        """Name -> value.  Raises ConfigError for a text other than a JSON object of free names."""
         if self.template_kwargs is None:
             return {}
         from .chat_template import RESERVED
@@ -249,7 +248,7 @@ def _named(source: Any, path: Path) -> dict[str, str]:
 
 
 def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = True) -> tuple[int, ...]:
-    """Ids that end a text by generation_config.json and config.json, or its part text_config; () without.
+    """Ids that end a text by generation_config.json and config.json, or its part text_config.
 
     Raises ConfigError for other values than ids.
     """
@@ -280,7 +279,7 @@ def _token_text(entry: Any) -> str | None:
 
 
 def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
-    """The `DEFAULTED` fields of the checkpoint's generation_config.json, as `SamplingParams` takes them.
+    """The `DEFAULTED` fields of generation_config.json, as in `SamplingParams`.
 
     Raises ConfigError for a value out of range.
     """
@@ -295,7 +294,7 @@ def unused_fields(model_dir: str | Path) -> dict[str, Any]:
 
 
 def log_generation_config(model_dir: str | Path) -> None:
-    """Log the defaults of requests, and the fields without an effect."""
+    """Log the defaults of requests, and fields without an effect."""
     if defaults := read_sampling_defaults(model_dir):
         logger.info("generation_config.json: where a request is silent, %s", _listed(defaults))
     if unused := unused_fields(model_dir):
