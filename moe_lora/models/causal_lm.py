@@ -100,7 +100,7 @@ def qkv_linear(spec: ModelSpec, shard: ModelShard) -> LoraLinear:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV behind the channel.  spec: sizes of the shard."""
+    """Grouped-query attention over the paged KV behind the channel."""
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class GatedQueries(Attention):
 
 
 def attention_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
-    """Attention of a layer, also over latents, or Gated DeltaNet in its place.  spec: sizes of the shard."""
+    """Attention of a layer, or Gated DeltaNet in its place."""
     shape = spec.shape
     if shape.global_heads is not None:
         from .attention_forms import SizedAttention
@@ -217,7 +217,7 @@ class ScaledNormedAdd(NormedAdd):
 class DecoderLayer(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), scale 1 in most families.
 
-    spec: sizes of the shard.  With output norms, see `NormedAdd`.
+    With output norms, see `NormedAdd`.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
@@ -252,7 +252,7 @@ LayerForward = Callable[..., torch.Tensor]
 class CausalLM(nn.Module):
     """Token ids in, logits of chosen rows out; attention state lies behind the channels.
 
-    spec: of the whole model; `self.spec` has the shard's sizes.  shard: None: the whole model.
+    spec: of the whole model; `self.spec` has the shard's sizes.
     """
 
     inverse_frequencies: torch.Tensor
@@ -300,8 +300,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere undefined.
 
-        tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need
-        logits. layer_forward: runs a layer (compiled or eager).  outer: deltas of the embedding and the head.
+        tokens, positions: [T] int64.  live: [T] bool, False for padding.  layer_forward: runs a layer
+        (compiled or eager).  outer: deltas of the embedding and the head.
         """
         cos, sin = self.rope(positions)
         x = F.embedding(tokens, self.embedding)

@@ -41,9 +41,7 @@ _GAP_BYTES = 1 << 20
 class Checkpoint:
     """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index.
 
-    config: its config.json, which names the quantisation scheme.
-
-    Raises ConfigError for a missing or damaged file.
+    config: names the quantisation scheme.  Raises ConfigError for a missing or damaged file.
     """
 
     def __init__(self, model_dir: Path, config: Mapping[str, Any] | None = None) -> None:
@@ -128,10 +126,7 @@ class Checkpoint:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
-        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns.
-
-        See `MappedFile.read_into`.
-        """
+        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns."""
         file = self._mapped(self.file_of[piece.key])
         if piece.transform is not None or not file.fits(piece.key, out):
             return False
@@ -139,12 +134,12 @@ class Checkpoint:
         return True
 
     def will_read(self, pieces: Iterable[Piece]) -> None:
-        """Let the kernel read the pieces' tensors ahead."""
+        """Let the kernel read the tensors ahead."""
         for path, keys in self._by_file(pieces).items():
             self._mapped(path).will_read(keys)
 
     def release(self, pieces: Iterable[Piece]) -> None:
-        """Wait for all reads, and give back the mapped pages of the pieces' tensors."""
+        """Wait for all reads, and free the mapped pages of the pieces' tensors."""
         while self._reads:
             self._reads.pop().result()
         for path, keys in self._by_file(pieces).items():
@@ -178,7 +173,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class MappedFile:
-    """A safetensors file, whose mapped pages can be given back.
+    """A safetensors file with mapped pages.
 
     Raises AdapterError for a damaged header, and OSError.
     """
@@ -218,7 +213,7 @@ class MappedFile:
         self._advise(keys, mmap.MADV_WILLNEED)
 
     def release(self, keys: Iterable[str]) -> None:
-        """Give back the pages of these tensors; a later access maps them again."""
+        """Free the pages of these tensors; a later access maps the pages again."""
         self._advise(keys, mmap.MADV_DONTNEED)
 
     def _advise(self, keys: Iterable[str], advice: int) -> None:

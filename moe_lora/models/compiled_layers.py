@@ -34,8 +34,8 @@ def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
 class _Call(NamedTuple):
     """A layer's compiled code and its operands.
 
-    held: operands; the layer's weights are in place.  given: place among the operands -> number of a step's
-    tensor.  num_rows: places of the number of rows.
+    held: the layer's weights, in place.  given: place among the operands -> number of a step's tensor.
+    num_rows: places of the number of rows.
     """
 
     code: _Code
@@ -47,12 +47,11 @@ class _Call(NamedTuple):
 class CompiledLayers:
     """`DecoderLayer.forward` compiled; same arguments, same result.
 
-    The compiler's checks before each call (layer, weights, rows) take a quarter of the time outside kernels
-    in a CPU decode step. In an engine's steps only the number of rows changes: dtype, device and weights
-    stay. So the compiler runs once per layer and number of rows (once for all numbers above 1 if the code
-    is dynamic); later calls go to the compiled code.
+    The compiler's checks before each call take a quarter of the time outside kernels in a CPU decode step.
+    In an engine's steps only the number of rows changes, so the compiler runs once per layer and number of
+    rows (once for all numbers above 1 if the code is dynamic).
 
-    Weights may change in place only. The code keeps its number of threads.
+    Weights may change in place only.  The code keeps its number of threads.
     """
 
     def __init__(self, num_buckets: int) -> None:

@@ -21,7 +21,7 @@ def site_index(shape: ModelShape, name: str) -> int:
 
 
 def parameter(*size: int) -> nn.Parameter:
-    """An uninitialised weight that the loader fills."""
+    """An uninitialised weight for the loader."""
     return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
@@ -50,7 +50,7 @@ def site_linear(
 
 
 class LoraLinear(nn.Module):
-    """y = x @ weight.T + bias + deltas, for all modules of one dense site at once."""
+    """y = x @ weight.T + bias + deltas, for all modules of one dense site."""
 
     weight: nn.Parameter | QuantisedWeight
 
@@ -86,7 +86,7 @@ class Fp32Linear(LoraLinear):
 
 
 class Fp32Vector(nn.Module):
-    """A weight of one dimension in fp32 whatever the model's dtype."""
+    """A vector in fp32 whatever the model's dtype."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Fp32Vector(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """As `LoraLinear`, once per expert: row t*K + k of y is computed by expert ids[t, k].
+    """As `LoraLinear`, once per expert: expert ids[t, k] computes row t*K + k of y.
 
     experts: local experts, in the order of the weight's first dim.
     """
@@ -136,7 +136,7 @@ class ExpertLinear(nn.Module):
         activation: str,
         limit: float,
     ) -> torch.Tensor:
-        """`glu` of `forward`; a single operation if an order is given."""
+        """`glu` of `forward`; a single operation with an order."""
         if order is None or isinstance(self.weight, QuantisedWeight):
             return glu(self(x, ids_TK, channel, order), activation, limit)
         ops.lora_begin(channel, x, ids_TK, self.site)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint directory (config.json, safetensors) to a model with its weights.
-
-A rank reads the parts of tensors that lie in its own parameters.
-"""
+"""From a checkpoint directory (config.json, safetensors) to a model with its weights."""
 
 from __future__ import annotations
 
@@ -148,9 +145,8 @@ def load_model(
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    shard: None: the whole model; other weights are neither allocated nor read. quantisation: applied while
-    reading, a few rows at a time; None: keep the checkpoint's formats.  show: called after each parameter,
-    with bytes.
+    shard: None: the whole model.  quantisation: applied while reading, a few rows at a time; None: keep the
+    checkpoint's formats.  show: called after each parameter, with bytes.
     """
     spec, checkpoint, weights = _opened(model_dir)
     return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
@@ -224,7 +220,7 @@ def _loaded(
 
 def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
     spec = model.spec
-    # `to_empty` imports sympy, over half a second: torch computes a meta tensor's strides in Python.
+    # `to_empty` imports sympy, over half a second.
     if device.type == "cpu":
         model._apply(_side_by_side([*model.parameters(), *model.buffers()]))
     else:
@@ -237,9 +233,9 @@ def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
 
 
 def _side_by_side(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a tensor like each of these, from one block of memory on huge pages; a tied one once.
+    """Returns a tensor like each of these, from one block of memory on huge pages; a tied tensor once.
 
-    A matrix of a few MB alone has few whole huge pages: a step of 443 M weights took 1.2 times as long.
+    A matrix of a few MB alone has few huge pages: a step of 443 M weights took 1.2 times as long.
     """
 
     def room(one: torch.Tensor) -> int:
@@ -366,8 +362,8 @@ def _as_stored(
 def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Stored, show: Show) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Each value is copied once, from the file into place; absent experts are not read.  stored: is
-    emptied.  Raises ConfigError naming a tensor that is missing, misshapen or unexpected.
+    Each value is copied once, from the file into place.  stored: is emptied.  Raises ConfigError for a
+    missing, misshapen or unexpected tensor.
     """
     targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
     targets |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}
@@ -395,7 +391,7 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
 
 
 def _held_pieces(pieces: list[Piece], ranges: HeldRanges) -> list[tuple[int, Piece, list[Cut]]]:
-    """Number, piece and cuts of the pieces that the rank holds, in part."""
+    """Number, piece and cuts of the rank's pieces."""
     return [(i, one, cuts) for i, one in enumerate(pieces) if (cuts := ranges.cuts(one.index))]
 
 

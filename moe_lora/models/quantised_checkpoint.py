@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantise a checkpoint's linear layers in the format of compressed-tensors.
-
-Legend: N output width, K input width.
-"""
+"""Quantise a checkpoint's linear layers in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ _WEIGHTS = (
 class _Part:
     """A tensor of the new checkpoint: a matrix in a format, or (form None) an unchanged tensor.
 
-    source: its pieces; whole: shape of the source; index: part of the source.  is_fp32: fp32 in any model.
+    source: its piece.  whole: shape of the source.  index: part of the source.  is_fp32: fp32 in any model.
     """
 
     key: str
@@ -69,9 +66,9 @@ def quantise_checkpoint(
 ) -> None:
     """Write a quantised checkpoint to `out`, a new folder, with the other files beside the weights.
 
-    Values and scales equal those of loading in `dtype` with this quantisation. Blocks of fp8 rows begin
-    with each matrix of the file.  Experts become separate layers.  Needs memory for two files of
-    SHARD_BYTES; `out` appears once complete.
+    Values and scales equal those of loading in `dtype` with this quantisation.  Blocks of fp8 rows begin with
+    each matrix of the file.  Experts become separate layers.  Needs memory for two files of SHARD_BYTES;
+    `out` appears once complete.
 
     Raises ConfigError for a quantised checkpoint, an existing or partial folder, a weight unfit for the
     format, or a full disk.
@@ -246,7 +243,7 @@ def _changes(
     }
     kept = [part.key.removesuffix(".weight") for part in parts if part.form is None and len(part.shape) == 2]
     if not quantisation.head and "lm_head" not in kept:
-        kept.append("lm_head")  # tied: readers see a layer, though the files have no tensor for the head
+        kept.append("lm_head")  # tied: readers see a layer without a tensor
     section = {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -261,7 +258,7 @@ def _changes(
 
 
 def _packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Fields as stored: int8 [R, K] as int32 [R, K * bits / 32], its last word padded."""
+    """int8 [R, K] as int32 [R, K * bits / 32], the last word padded."""
     codes = values.view(torch.uint8) + (1 << bits - 1)
     codes = torch.nn.functional.pad(codes, (0, -values.shape[1] % (32 // bits)))
     if bits == 4:

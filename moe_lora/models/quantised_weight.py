@@ -30,11 +30,9 @@ def rows_at_once(width: int, row_group: int) -> int:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A format for linear layers of attention, MLP and experts; router, norms and embeddings are
-    unchanged.
+    """A format for linear layers of attention, MLP and experts, not of router, norms and embeddings.
 
-    form: None: the model's dtype, whatever the checkpoint's format.  head: includes the vocabulary head; a
-    tied embedding stays unquantised.
+    form: None: the model's dtype.  head: includes the vocabulary head; a tied embedding stays unquantised.
     """
 
     form: Format | None
@@ -55,11 +53,7 @@ def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quanti
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Layout of a weight.
-
-    wide: fp32 scales, for scales beyond the precision of the model's dtype.  zeros: the format has zero
-    points.
-    """
+    """wide: fp32 scales, for scales beyond the precision of the model's dtype.  zeros: with zero points."""
 
     form: Format
     wide: bool = False
@@ -71,7 +65,7 @@ def common_layout(
 ) -> WeightLayout | None:
     """The layout of all parts of a weight unchanged; None for several formats.
 
-    first_rows: first row of each part in its matrix: no block of rows may cross parts.
+    first_rows: of each part in its matrix: no block of rows may cross parts.
     """
     forms = {replace(one.form, row_group=1) for one in stored}
     if len(forms) != 1:
@@ -129,8 +123,8 @@ class QuantisedWeight(nn.Module):
     def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight) -> None:
         """Write `weight` into the part of the matrices at index (expert, rows).
 
-        Values in the same format are copied, others quantised; a few rows at a time to save memory.  Raises
-        ValueError for weights without finite scale.
+        Copies values in the same format, else quantises, a few rows at a time.  Raises ValueError for weights
+        without finite scale.
         """
         if len(self.shape) == 2:
             self._fill_rows((), index[0] if index else slice(None), weight)

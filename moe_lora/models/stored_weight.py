@@ -30,7 +30,7 @@ READ = (
 class StoredWeight:
     """A matrix [N, K] in a file, as values and scales; copied on access only.
 
-    values: of some rows, as `quantised.put` takes them.  scale: [N / row_group, G].  zero: int8 [N, G].
+    values: of some rows, as in `quantised.put`.  scale: [N / row_group, G].  zero: int8 [N, G].
     """
 
     form: Format
@@ -58,7 +58,7 @@ class StoredWeight:
         return dequantise(QuantisedOperand(form, data, held, zero), q.shape[0], q.shape[1], dtype)
 
     def part(self, rows: slice, columns: slice) -> StoredWeight:
-        """Some rows and some of their inputs.  Raises ValueError for a cut inside a group of inputs."""
+        """Some rows and inputs.  Raises ValueError for a cut inside a group of inputs."""
         num_out, width = self.shape
         if (rows, columns) == (slice(0, num_out), slice(0, width)):
             return self
@@ -111,8 +111,7 @@ Reader = tuple[tuple[str, ...], Callable[..., StoredWeight]]
 class Scheme:
     """A quantisation scheme of checkpoints.
 
-    name: as in config.json.  suffix: of a weight's first tensor; read: a weight's name -> tensors and their
-    meaning.
+    read: a weight's name -> tensors and their meaning.
     """
 
     name: str
@@ -123,8 +122,8 @@ class Scheme:
 def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str]]) -> Scheme | None:
     """The scheme in config.json's quantization_config.
 
-    None: unquantised, or in the family's own format (see `weights`). metadata: of the checkpoint's files,
-    written by torchao.  Raises ConfigError for unsupported schemes.
+    None: unquantised, or in the family's own format (see `weights`).  metadata: of torchao's files.  Raises
+    ConfigError for unsupported schemes.
     """
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges one adapter into the base weights in place, and restores the weights.
 
-Legend: E local experts, N output width of a site, H input width, R LoRA rank.
-
-Merged weights W_a = round(W + scale * B A) take W's place in memory, in the rows of each targeted module of
-the fused weights.  An unmerge copies the original bytes back from the host: weights stay bit-identical over
-any number of merges (dLoRA subtracts, and drifts).  The router is never merged: a rounded correction could
-choose other experts for rows of another adapter.
-
-The unit is one site of one layer, so that a step merges or unmerges a bounded number of bytes.
+Legend: E local experts, N output width of a site, H input width, R LoRA rank. Merged weights W_a = round(W +
+scale * B A) take W's place in memory.  An unmerge copies the original bytes back from the host: weights stay
+bit-identical over any number of merges (dLoRA subtracts, and drifts).  The router is never merged: a rounded
+correction could choose other experts for rows of another adapter.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ _SCRATCH = 1 << 21
 class HeldAdapter:
     """Places of an adapter's A and B on this device: slot `slot` of a table into arena.
 
-    Reads its part of the table once, after a wait for the device; invalid after a change of the slot.
+    Reads the table once, after a wait for the device; invalid after a change of the slot.
     """
 
     arena: torch.Tensor
@@ -82,7 +78,7 @@ def can_be_merged(model: CausalLM) -> bool:
 class WeightMerge:
     """The weights of one rank's model, and their merge state.
 
-    merged: [L, sites] bool.  One adapter at a time: unmerge all of an adapter before the next.
+    merged: [L, sites] bool.  Unmerge all of an adapter before the next.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -103,7 +99,7 @@ class WeightMerge:
         self._scratch: torch.Tensor | None = None
 
     def pieces(self, held: HeldAdapter, sites: frozenset[int]) -> list[tuple[int, int]]:
-        """All (layer, site) pieces that the adapter changes at these sites, in a step's order."""
+        """The (layer, site) pieces that the adapter changes at these sites, in a step's order."""
         ranks = held.lora_ranks
         return [
             (layer, number)
@@ -116,7 +112,7 @@ class WeightMerge:
         return self._weights[piece].nbytes
 
     def bytes_of(self, modules: Collection[str]) -> int:
-        """Bytes of all weights of this rank that an adapter with these target modules changes."""
+        """Bytes of this rank's weights that an adapter with these target modules changes."""
         changed = 0
         for (_, number), weight in self._weights.items():
             site = self.shape.sites[number]
@@ -125,7 +121,7 @@ class WeightMerge:
         return changed
 
     def kept_bytes(self) -> int:
-        """Host memory of original weights; each counts once."""
+        """Host memory of original weights."""
         return sum(original.nbytes for original in self._originals.values())
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .random_weights import RandomCheckpoint
 
-RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the same values
+RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the values
 NUM_NAMED = 5  # unexpected tensors in an error message
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 class Piece:
     """One checkpoint tensor and its part of a model parameter.
 
-    `index` addresses the parameter (slices and expert numbers); `transform` maps the checkpoint's tensor
-    (and those of `extra_keys`) to that part's shape, if possible as a view.  is_stacked: has a matrix for
-    each expert.
+    `index` addresses the parameter (slices and expert numbers); `transform` maps the tensors of `keys` to
+    that part's shape, if possible as a view.  is_stacked: has a matrix for each expert.
     """
 
     key: str
@@ -56,7 +55,7 @@ class Piece:
 class HeadRows:
     """kv_b_proj [heads * (K + V), latent] as [heads, latent, K] or [heads, V, latent].
 
-    read: makes the matrix of a quantised checkpoint's tensors, None = a plain tensor.
+    read: makes the matrix of a quantised checkpoint's tensors; None: a plain tensor.
     """
 
     sizes: MlaShape
@@ -109,7 +108,7 @@ SITES = {
 
 
 def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
-    """Pieces of every parameter.  checkpoint: names of its tensors, which tell the form of the MLP."""
+    """Pieces of every parameter.  checkpoint: names of its tensors, for the form of the MLP."""
 
     def form(family: Family, prefix: str) -> tuple[Place, ...]:
         for places in family.mlp:
@@ -212,7 +211,7 @@ def _bias_of(key: str) -> str:
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
     """The map with quantised tensors read by the scheme, and a separate matrix per expert.
 
-    tensors: names in the checkpoint.  Raises ConfigError for a transposed or interleaved weight.
+    Raises ConfigError for a transposed or interleaved weight.
     """
     return {
         name: [made for piece in pieces for made in _stored(piece, scheme, tensors, num_experts)]
@@ -323,7 +322,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint, weights: WeightMap) -> None:
     """Raise ConfigError for checkpoint tensors that no part of the model uses.
 
-    A tied head may be there too, equal to the embedding: transformers uses another one.
+    A tied head may be there, equal to the embedding: transformers would use another.
     """
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
     left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]
