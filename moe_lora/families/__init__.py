@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: a file each, data alone; here the table of their names in config.json.
+"""Model families: a file each, data alone; here the table of names in config.json.
 
 docs/guides/families.md tells how to add a family.
 """
@@ -61,10 +61,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json: by model_type, or without a model_type by architectures.
-
-    Raises ConfigError for an unknown family.
-    """
+    """The family of a config.json: by model_type, else by architectures.  Raises ConfigError."""
     return family_named(_name_in(config))
 
 
@@ -83,7 +80,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config.json of the same model with its first layers only.  Raises ConfigError if it has fewer."""
+    """The config.json of the model's first layers only.  Raises ConfigError for too few layers."""
     return family_of(config).cut(config, num_layers)
 
 

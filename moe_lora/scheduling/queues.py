@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of a scheduler beyond one lane: of several tenants or priorities, and of background requests.
-
-Background requests compute in steps without other requests.
-"""
+"""Queues of a scheduler beyond one lane: of several tenants or priorities, and of background requests."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ LEAST_CREDIT = 2048.0
 
 
 class TenantQueue(RequestQueue[Sequence]):
-    """Starts requests by tokens per tenant, within a tenant by priority, then in the order of `waiting`.
+    """Starts requests by tokens per tenant, then by priority, then in the order of `waiting`.
 
-    counter: tokens per tenant.  waiting: the queue until now.  in_vain: no other tenant could use the
-    returned slots.
+    in_vain: no other tenant could use the returned slots.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class TenantQueue(RequestQueue[Sequence]):
         self.counter.dequeue(sequence.tenant)
 
     def to_preempt(self, running: list[Sequence], loading: list[Sequence]) -> list[Sequence]:
-        """Running requests to preempt in a full batch: the tenants exceed their shares of the slots, and
+        """Running requests to preempt in a full batch: their tenants exceed their shares of the slots, and
         another tenant is next.
         """
         if self.in_vain or len(running) + len(loading) < self._max_num_seqs:
@@ -68,7 +64,7 @@ class TenantQueue(RequestQueue[Sequence]):
     def note_preempted(self, preempted: list[Sequence]) -> None:
         """Return fewer slots from now on if some of these requests took the slots again.
 
-        The other tenant then lacks pages or an adapter's slot.  If all were taken again, no slot is
+        The other tenant then lacks pages or an adapter's slot.  If all slots were taken again, none is
         returned until a request ends.
         """
         num_used = sum(sequence.gave_way for sequence in preempted)
@@ -80,9 +76,8 @@ class TenantQueue(RequestQueue[Sequence]):
 class Background(Generic[Sequence]):
     """Gives the scheduler background requests while no other request is there.
 
-    The queue of other requests, with its tenants, never has a background request.  When another request
-    arrives, the next plan first puts all background requests back.  Their filled blocks stay in the prefix
-    cache.  Requests here count as waiting for their adapters, whose versions stay.
+    An arrival of another request puts all background requests back at the next plan.  Filled blocks stay in
+    the prefix cache.  Requests here count as waiting, so versions of their adapters stay.
     """
 
     def __init__(self, scheduler: Scheduler[Sequence], adapters: Adapters[Any]) -> None:
@@ -108,7 +103,7 @@ class Background(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove an ended or aborted sequence outside of the scheduler's queues."""
+        """Remove a sequence outside of the scheduler's queues."""
         for group in (self._parked, self._arrived):
             if sequence in group:
                 group.remove(sequence)

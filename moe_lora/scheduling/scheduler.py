@@ -28,10 +28,10 @@ LOOK_AHEAD = 16
 class StepLimits:
     """Limits of a step, and the wait in seconds before a request overtakes.
 
-    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests. Host
+    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests.  Host
     workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
-    `policies.admission.host_start.fair_shares`.  After the prompt the request waits for the adapter: no
-    decode step waits for the host. Source: Toppings section 4.1.
+    `policies.admission.host_start.fair_shares`; no decode step waits for the host.  Source: Toppings section
+    4.1.
     """
 
     max_num_seqs: int
@@ -43,15 +43,14 @@ class StepLimits:
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
-    loading: sequences with an adapter or history on the way to the device.  waiting: sequences without
-    holds. queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the
-    second tenant or priority on.  background: from the first background request on.
+    loading: sequences with an adapter or history on the way to the device.  waiting: sequences without holds.
+    tenants: `waiting`, from the second tenant or priority on.  background: from the first background request
+    on.
 
-    Progress: the first running request (else the first loaded request) keeps all holds to the end.  Without
-    a free page, all younger requests release pages and no request is admitted in that schedule. Then only
-    this request, pins and running copies hold pages; copies end, and copied pages can be evicted.  Leases
-    of a LoRA Server are kept too, so the request waits for no other instance.  A request still without
-    pages is impossible (`oldest`).
+    Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page, all
+    younger requests release pages and no request is admitted in that schedule.  Then only this request, pins
+    and running copies hold pages; copies end, and copied pages can be evicted.  Leases are kept too, so the
+    request waits for no other instance.  A request still without pages is impossible (`oldest`).
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_deferred(self) -> int:
-        """Of `num_waiting`, sequences that wait for bytes or for a slot of their adapter."""
+        """Of `num_waiting`, sequences that wait for bytes or an adapter's slot."""
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
 
     @property
@@ -135,8 +134,8 @@ class Scheduler(Generic[Sequence]):
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
         """The next step's work, with reserved pages.  Empty if no sequence can run.
 
-        only: adapters (None among them: the base model) with computing sequences, at most max_num_seqs;
-        other sequences keep holds.  All adapters compute for None, or if no sequence of `only` can.
+        only: adapters (None: the base model) with computing sequences; the rest keeps holds.  All adapters
+        compute for None, or if no sequence of `only` can.
         """
         if self.background is not None:
             self.background.turn()
@@ -225,7 +224,7 @@ class Scheduler(Generic[Sequence]):
             self._preempt(self.running[-1])
 
     def restart(self, sequence: Sequence) -> None:
-        """Put back a running or loading sequence.  The adapter of a waiting sequence may change then."""
+        """Put back a running or loading sequence, for a change of adapter."""
         self._told = []
         if sequence in self.running:
             self._preempt(sequence)
@@ -415,8 +414,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences after a failed load, prompts without a host, and loading sequences with a
-        lost history; record ended loads.
+        """Put back sequences after a failed load, prompts without a host, and loading sequences with a lost
+        history.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of attention beside the plain one, as data: latents, Gated DeltaNet, and full layers' own heads."""
+"""Forms of attention as data: latents, Gated DeltaNet, and full layers' own heads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LATENT_BESIDE = (*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp(
 NO_SPARSE_ATTENTION: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
     ("index_topk", "index_n_heads", "index_head_dim"), ()
 )
-"""Keys of DeepSeek Sparse Attention, which is not supported."""
+"""Keys of DeepSeek Sparse Attention, unsupported."""
 _LARGEST = 65_536
 
 
@@ -65,7 +65,7 @@ def latent_shape(config: ConfigJson, q_rank: int, nope_dim: int = 128, v_dim: in
 
 
 def latent_scale(config: ConfigJson, nope_dim: int = 128) -> Mapping[str, Any]:
-    """Fields of `ModelSpec`: the factor on q @ k, which a scaled rotation with mscale_all_dim enlarges."""
+    """Fields of `ModelSpec`: the factor on q @ k, enlarged by a scaled rotation with mscale_all_dim."""
     size = config.size("qk_nope_head_dim", default=nope_dim) + config.size("qk_rope_head_dim", default=64)
     section = config.section("rope_parameters", "rope_scaling")
     scale = 1.0
@@ -83,7 +83,7 @@ DELTA_TENSORS: Mapping[str, str] = {
     "attention.time_bias.weight": "linear_attn.dt_bias",
     "attention.gated_norm": "linear_attn.norm.weight",
 }
-"""Parameters of a DeltaNet layer without a LoRA site, and their tensors below the layer."""
+"""Parameters of a DeltaNet layer without a LoRA site, and their tensors."""
 _OUT = Place(path="linear_attn.out_proj", site="delta_out")
 INTERLEAVED_DELTA = (
     Place(path="linear_attn.in_proj_qkvz", site="delta_qkvz"),
@@ -143,8 +143,7 @@ _ROPE: Mapping[str, Mapping[str, Any]] = {
 def windows_before_full(config: ConfigJson, num_layers: int, step: int, window: int) -> tuple[int, ...]:
     """sliding_window for the sliding layers.  Raises ConfigError for a last layer with a window.
 
-    step: each step-th layer and the last are full in a config without layer_types.  window: of a config
-    without sliding_window.
+    step: each step-th layer and the last are full without layer_types.  window: without sliding_window.
     """
     last = num_layers - 1
     kinds = [_WINDOWS[not (layer + 1) % step or layer == last] for layer in range(num_layers)]
@@ -158,7 +157,7 @@ def windows_before_full(config: ConfigJson, num_layers: int, step: int, window: 
 def global_heads(config: ConfigJson, windows: tuple[int, ...], head_dim: int) -> GlobalHeads:
     """Heads of the full layers, by global_head_dim and num_global_key_value_heads, or by per_layer_config.
 
-    head_dim: of a config without both keys.  Raises ConfigError for other sizes in some layers.
+    head_dim: of a config without both keys.  Raises ConfigError for unequal sizes.
     """
     layers = tuple(layer for layer, window in enumerate(windows) if not window)
     k_is_v = config.flag("attention_k_eq_v")
@@ -200,7 +199,7 @@ def _overridden(config: ConfigJson, given: Any, windows: tuple[int, ...]) -> dic
 
 
 def rope_of_heads(config: ConfigJson, head_dim: int) -> RopeSpec:
-    """Frequencies of the sliding layers, then those of the full layers.  head_dim: of the full layers."""
+    """Frequencies of the sliding layers, then of the full layers.  head_dim: of the full layers."""
     sizes = (config.size("head_dim"), head_dim)
     return rope_by_kind(
         config, {kind: (size, _ROPE[kind]) for kind, size in zip(_WINDOWS, sizes, strict=True)}

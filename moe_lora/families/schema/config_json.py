@@ -16,8 +16,8 @@ LARGEST = 1e30
 class ConfigJson:
     """A config.json.  A dot in a key reads a section, and null counts as absent.
 
-    Several keys are spellings of one option: the first that is present counts.  Each method raises
-    ConfigError, with the key, for a missing value without a default, and for another type.
+    Several keys are spellings of one option: the first present key counts.  Methods raise ConfigError, with
+    the key, for a missing value without a default, and for another type.
     """
 
     def __init__(self, content: Mapping[str, Any], section: str = "") -> None:
@@ -78,7 +78,7 @@ class ConfigJson:
         return value
 
     def section(self, *keys: str) -> ConfigJson:
-        """A section as a config of its own; without the section, an empty one."""
+        """A section as a config of its own; empty if absent."""
         value = self.get(*keys, default={})
         if not isinstance(value, Mapping):
             raise self.refusal(keys[0], value, "must be an object")

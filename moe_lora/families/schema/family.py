@@ -27,26 +27,25 @@ class ModelSpec:
     """One model's architecture; sizes are in `shape`.
 
     qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
-    attention_bias: biases of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped
-    to +- this value, None = not.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.
-    window: attention window per layer in tokens, 0 = full.  unrotated: layers without rotary embedding.
-    output_norms: norms of the outputs of attention and MLP, before the residual add.
+    attention_bias: of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped to +-
+    this value; None: not. rotates_neighbours: rotation turns pairs of neighbours, not of halves.  window: per
+    layer in tokens; 0: full. unrotated: layers without rotary embedding.  output_norms: norms of the outputs
+    of attention and MLP, before the residual add.
 
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
-    weights, None = not normalised.  gate_correction: the choice is by score + a stored fp32 bias, the weights
-    are of the scores.  gate_in_fp32: weight and logits are fp32.  gate_groups: equal groups of experts; the
-    choice is among the top_groups with the largest sums of group_scores scores.  routed_scale: factor of the
-    weights.
+    weights; None: not normalised.  gate_correction: a stored fp32 bias changes the choice, not the weights.
+    gate_in_fp32: weight and logits are fp32.  gate_groups: equal groups of experts; the choice is among the
+    top_groups with the largest sums of group_scores scores.  routed_scale: factor of the weights.
 
-    dense_beside: shared and routed experts have norms of their own before and after, and the gate has one of
-    its own; each expert and each layer has a scale.
+    dense_beside: shared and routed experts, and the gate, have their own norms; each expert and each layer
+    has a scale.
 
     activation: "silu" is silu(gate) * up, "gelu_tanh" gelu(gate) * up, "swigluoai" a clamped form.  unused:
-    starts of names of tensors of a checkpoint that belong to no layer.  attention_multiplier: factor on
-    q @ k, None = head_dim ** -0.5.  residual_multiplier: factor on the outputs of attention and MLP.
-    rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c of
-    c * tanh(logits / c), None = none.  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
+    starts of names of a checkpoint's tensors without a layer.  attention_multiplier: factor on q @ k; None:
+    head_dim ** -0.5. residual_multiplier: factor on the outputs of attention and MLP.  rounds_multiplier:
+    embedding_multiplier is rounded to the model's dtype.  logits_cap: c of c * tanh(logits / c).
+    norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
     """
 
     shape: ModelShape
@@ -95,14 +94,14 @@ class Place:
     """A weight of a layer in a checkpoint, or a LoRA pair in an adapter.
 
     path: the module below the layer; {} stands for an expert's number.  parameter: name below the module.
-    modules: numbers of the site's modules.  expert: None if dense or all at once.
-    form: "matrix", one linear layer [out, in].  "fused", a 3-D parameter of all experts [E, out, in].
-    "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused parameter.
-    "stacked", LoRA tensors [E or 1, ...] of linear layers of all experts.  "heads", kv_b_proj of latent
-    attention: one linear layer, two sites with a copy for each head.
-    interleaved: gate and up alternate in the outputs.  transposed: a fused parameter [E, in, out].
-    optional_linear: a linear layer in older transformers only.  is_split: True in an adapter's second
-    form alone (Unsloth's linear experts, older names), False in the first alone; None in both.
+    modules: numbers of the site's modules.  expert: None: dense, or all at once. form: "matrix", one linear
+    layer [out, in].  "fused", a 3-D parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F,
+    H], down transposed.  "mxfp4", blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1,
+    ...] of linear layers of all experts.  "heads", kv_b_proj of latent attention: one linear layer, two sites
+    with a copy for each head. interleaved: gate and up alternate in the outputs.  transposed: a fused
+    parameter [E, in, out].  optional_linear: a linear layer in older transformers only.  is_split: True in an
+    adapter's second form alone (Unsloth's linear experts, older names), False in the first alone; None in
+    both.
     """
 
     path: str
@@ -131,7 +130,7 @@ class Place:
 
 
 def of_all_experts(places: Iterable[Place], num_experts: int) -> Iterator[Place]:
-    """The places with a number for each {}: all places of an expert, then those of the next."""
+    """The places with a number for each {}: all places of an expert, then of the next."""
     places = tuple(places)
     yield from (place for place in places if "{}" not in place.path)
     numbered = [place for place in places if "{}" in place.path]
@@ -157,7 +156,7 @@ TENSORS: Mapping[str, str] = {
     "attention_norm.weight": "input_layernorm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
 }
-"""Our parameters without a LoRA site and their tensors below a layer, by most families' names."""
+"""Parameters without a LoRA site and their tensors below a layer, by most families' names."""
 QK_NORMS: Mapping[str, str] = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
@@ -171,7 +170,7 @@ ATTENTION = (
     Place(path="self_attn.o_proj", site="o"),
 )
 OUTPUT_GATE = Place(path="self_attn.gate_proj", site="output_gate")
-"""A projection of the attention's input whose sigmoid scales the heads' outputs."""
+"""The sigmoid of this projection of the attention's input scales the heads' outputs."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -231,7 +230,7 @@ def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:
 
 
 def multipliers(config: ConfigJson) -> Mapping[str, float]:
-    """Granite's multipliers as fields of `ModelSpec`; each is 1 in a config without its key."""
+    """Granite's multipliers as fields of `ModelSpec`; 1 without the key."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
     return {
         **{name: config.number(name, default=1.0) for name in names},
@@ -277,24 +276,20 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 class Family:
     """One model family.
 
-    title: name in docs.  sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
-    supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
-    attention window of each layer.  beside_experts: fields of `ModelShape` for shared experts and dense
-    layers.  theta, theta_keys, rope: of a config without rope_parameters, if `layers` gives no rope.
-    rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a function
-    (config, head_dim); None: the family rotates all.  norm_eps: of a config without rms_norm_eps.
-
-    stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
-    older_tensors: their names in older files.  recurrent_tensors: those of recurrent layers.
-    attention: places of both checkpoints and adapters.  beside: those of shared experts and dense layers.
-    mlp: the checkpoints' forms of other sites; the last form counts if a checkpoint has no tensor of any.
-    adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.
-    older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
-    checkpoints with `mlp`'s tensors.
-    experts_stay: quantisers of linear layers leave the experts.
-    wrapper: segment of names in checkpoints of a multimodal model around this model; the part text_config of
-    config.json then has the sizes.
-    tool_format: of calls in answers (`serve.openai.parsers`), for chat templates that show no format.
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  supported: allowed values of
+    options. layers: fields of `ModelSpec` unlike the defaults.  windows: attention window of each layer.
+    beside_experts: fields of `ModelShape` for shared experts and dense layers.  theta, theta_keys, rope: of a
+    config without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of a
+    config without partial_rotary_factor, or a function (config, head_dim); None: the family rotates all.
+    norm_eps: of a config without rms_norm_eps. stack: prefix of the layers.  tensors: parameters without a
+    site; older_tensors: names in older files.  attention: places of both checkpoints and adapters.  beside:
+    places of shared experts and dense layers.  mlp: the checkpoints' forms of other sites; the last form
+    counts if a checkpoint has no tensor of any.  adapted: other places of LoRA pairs; places of one path are
+    in the order of PEFT's nesting.  older_path: start of the adapted paths, and the start in older files.
+    own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers
+    leave the experts. wrapper: segment of names in checkpoints of a multimodal model; text_config of
+    config.json then has the sizes. tool_format: of calls in answers (`serve.openai.parsers`), for chat
+    templates that show no format.
     """
 
     title: str
@@ -392,7 +387,7 @@ class Family:
         return ModelSpec(shape=shape, rope=rope, **fields)
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-        """The config.json with the first layers only.  Raises ConfigError if the model has fewer."""
+        """The config.json with the first layers only.  Raises ConfigError for too few layers."""
         keys, config = self.sizes["num_layers"], self.text(config)
         known = ConfigJson(config).size(*keys)
         if num_layers > known:

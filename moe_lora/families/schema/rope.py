@@ -22,7 +22,7 @@ LONGROPE = ("longrope", "su")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding: inverse frequencies [rotated dims / 2] and the factor on cos and sin (YaRN)."""
+    """Inverse frequencies [rotated dims / 2], and the factor on cos and sin (YaRN)."""
 
     inverse_frequencies: tuple[float, ...]
     attention_factor: float = 1.0
@@ -39,8 +39,8 @@ def rope_spec(
     """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
 
     theta_keys: keys of the base outside the section.  theta, default, rotary_factor: base, section and
-    partial_rotary_factor of a config without; None: all of head_dim is rotated.
-    Raises ConfigError for an unsupported scaling type or option, or a missing or impossible parameter.
+    partial_rotary_factor of a config without; None: all of head_dim is rotated.  Raises ConfigError for an
+    unsupported scaling type or option, or a missing or impossible parameter.
     """
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
@@ -131,10 +131,7 @@ def _proportional(section: ConfigJson, head_dim: int) -> tuple[float, ...]:
 
 
 def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]) -> int:
-    """Positions with one set of frequencies.  LongRoPE has a second set beyond its original context.
-
-    Arguments as of `rope_spec`.
-    """
+    """Positions with one set of frequencies.  LongRoPE has a second set beyond its original context."""
     section = _section(config, default)
     if section.get(*TYPE_KEYS, default="default") not in LONGROPE:
         return max_position
@@ -212,7 +209,7 @@ def _yarn_ramp(section: ConfigJson, original: float, num_dims: int, theta: float
     """
 
     def index_of(rotations: float) -> float:
-        """The i whose frequency makes this many rotations over the original context."""
+        """The i of the frequency with this many rotations over the original context."""
         return num_dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = index_of(section.number("beta_fast", default=32.0))
