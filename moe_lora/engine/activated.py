@@ -35,7 +35,7 @@ def activated(make: Callable[..., Sequence]) -> Callable[..., Sequence]:
 
 
 def invocation_start(prompt: Seq[int], invocation: Seq[int]) -> int | None:
-    """Index of the last `invocation` in the prompt; None without an occurrence."""
+    """Index of the last `invocation` in the prompt, if any."""
     text, wanted = (array("q", tokens).tobytes() for tokens in (prompt, invocation))
     place = text.rfind(wanted)
     while place % TOKEN_BYTES and place >= 0:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25
-"""Share of free memory for KV and for adapters each, in an automatic size."""
+"""Share of free memory for KV and for adapters each, if automatic."""
 MB, GB = 1e6, 1e9
 
 
@@ -37,8 +37,7 @@ MB, GB = 1e6, 1e9
 class ArenaSize:
     """Pages of the arenas, shared by KV and adapters.
 
-    request_pages: KV and state of one request of max_model_len.  adapter_pages: the largest adapter known at
-    the start.
+    request_pages: KV and state of one longest request.  adapter_pages: the largest adapter at the start.
     """
 
     num_pages: int
@@ -49,7 +48,7 @@ class ArenaSize:
 
 
 def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
-    """Free memory on the device; for a shared device, the rest of this rank's share."""
+    """Free memory on the device, or of this rank's share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return share_left(free, total, torch.cuda.memory_reserved(device), num_sharers)
@@ -76,7 +75,7 @@ def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
 
 
 def share_left(free: int, total: int, own: int, num_sharers: int) -> int:
-    """min(free, total / num_sharers - own), at least 0: bytes for a rank with `own` bytes in use.
+    """min(free, total / num_sharers - own), at least 0.
 
     The sharers' order of start does not matter.
     """
@@ -106,9 +105,9 @@ def arena_size(
 ) -> ArenaSize:
     """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
-    adapter_pages: per rank, of adapters known at the start.  local_sites: sites computed here; without any,
-    adapters take no room.  kept_bytes: host memory for original weights.  Raises ConfigError, with the
-    smallest size that works, if one request of max_model_len with the largest adapter does not fit.
+    adapter_pages: per rank, at the start.  local_sites: computed here; without any, adapters take no room.
+    kept_bytes: host memory for original weights.  Raises ConfigError, with the smallest size that works, if
+    one longest request with the largest adapter does not fit.
     """
     if device.type == "cpu":
         free = max(0, free // config.num_instances - kept_bytes)
@@ -159,7 +158,7 @@ def allocated(
 ) -> tuple[torch.Tensor, torch.Tensor | None, SlotTable]:
     """Arenas of device and host (page-locked for CUDA), and the slot table.
 
-    Raises ConfigError without enough memory.
+    Raises ConfigError without memory.
     """
     try:
         arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -195,8 +194,8 @@ def allocated(
 def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:
     """Host memory of each process for original weights under merging.
 
-    known_bytes: of weights changed by adapters known at the start; None: no known adapter.  usual_bytes: by
-    adapters on the usual modules.  Raises ConfigError if known_bytes exceeds free.
+    known_bytes: of weights changed by adapters at the start, if any.  usual_bytes: by usual adapters.  Raises
+    ConfigError if known_bytes exceeds free.
     """
     wanted = usual_bytes if known_bytes is None else known_bytes
     if known_bytes is not None and known_bytes > free:
@@ -224,7 +223,7 @@ def _check_share(config: EngineConfig, free: int) -> None:
 
 
 def most_sharers(config: EngineConfig) -> int:
-    """Ranks on the most shared device, for equal arenas on all ranks."""
+    """Ranks on the most shared device: all arenas are equal."""
     return max((one.num_sharers for one in config.device_shares), default=1)
 
 
@@ -258,7 +257,7 @@ def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: in
 def _resolve(
     setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, most: float
 ) -> int:
-    """Pages of a setting; without a setting the wanted pages, in at most `most` bytes."""
+    """Pages of a setting, else the wanted pages in `most` bytes."""
     if given_gb is None:
         return max(least_pages, min(wanted_pages, int(most) // page_bytes))
     huge = int(given_gb * GB) // page_bytes
@@ -270,7 +269,7 @@ def _rounded_up(size: float) -> str:
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
-    """The caching policy of the settings; each part of a static partition gets room for a request."""
+    """The caching policy of the settings; each static part has room for a request."""
     costs = CacheCosts(page_bytes=page_bytes)
     if config.emulation.load_gb_per_s is not None:
         rate = config.emulation.load_gb_per_s * 1e9
@@ -283,13 +282,13 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
         if config.kv_cache_gb is not None:
             num_pages = size.num_pages - size.max_kv_pages
         num_pages = min(max(num_pages, size.adapter_pages), size.num_pages - size.request_pages)
-        share = (num_pages + 0.5) / size.num_pages  # half a page more: whole pages are counted
+        share = (num_pages + 0.5) / size.num_pages
         return replace(policy, traits=replace(policy.traits, adapter_share=share))
     return policy
 
 
 def make_events(config: EngineConfig, undo: ExitStack) -> KvEvents | None:
-    """Events of cached prefixes; None if not configured."""
+    """Events of cached prefixes, if configured."""
     settings = config.kv_event_settings()
     if settings is None:
         return None

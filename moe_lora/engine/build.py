@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
     """Load the model and the adapters, allocate the arena, compile the decode step.
 
-    followers: None: started by the settings.  Followers end with the engine, or with a failed build.  Raises
-    ConfigError or AdapterError for errors known at start.
+    followers: None: by the settings; they end with the engine, or a failed build.  Raises ConfigError or
+    AdapterError.
     """
     mine = followers or Followers()
     try:
@@ -75,8 +75,8 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
     """Run `work` in a separate thread; returns the result or raises the error.
 
-    OpenMP keeps workers for each thread that ever used some.  Steps run in another thread: a living loading
-    thread means two workers per core, and decode steps up to twice as long.
+    OpenMP keeps workers for each thread.  Steps run in another thread: with two workers per core, decode
+    steps took up to twice as long.
     """
     result: Future[EngineCore] = Future()
     left = Event()
@@ -103,7 +103,7 @@ def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
 
 
 class _Build:
-    """The parts of an engine, in the order of creation."""
+    """The parts of an engine, in order."""
 
     def __init__(self, config: EngineConfig, followers: Followers) -> None:
         logger.info("loading %s", config.model_dir)
@@ -129,7 +129,7 @@ class _Build:
         followers.settle()
 
     def core(self) -> EngineCore:
-        """The core, warm, with the adapters of the start."""
+        """The core, warm, with the first adapters."""
         config, rank, followers, size = self._config, self._rank, self._followers, self._size
         with ExitStack() as undo:
             store = make_store(config, rank, size, followers, self._contents, undo)
@@ -238,7 +238,7 @@ def _moves(config: EngineConfig, rank: Rank, *parts: Any) -> RequestMoves:
 
 
 def model_info(config: EngineConfig, rank: Rank, num_kv_blocks: int) -> ModelInfo:
-    """Facts for front ends, without end tokens outside the vocabulary."""
+    """Facts for front ends; end tokens within the vocabulary."""
     shape = rank.shape
     model_dir, reads = Path(config.model_dir), config.generation_config == "auto"
     ends = read_eos_token_ids(model_dir, with_generation_config=reads)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StepUnderWay(NamedTuple):
-    """A launched step, with a token for each sequence."""
+    """A launched step; a token for each sequence."""
 
     sequences: list[Sequence]
     drawn: Drawn
@@ -62,7 +62,7 @@ COUNTED = (
 
 
 class EngineCore:
-    """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
+    """Scheduler, runner and sampler of one instance; not thread-safe.
 
     stalled: the last step found nothing to run.
     """
@@ -92,7 +92,7 @@ class EngineCore:
         self.at_close: list[Callable[[], None]] = []
         """Called at the engine's end."""
         self.rank: Rank
-        """This process's, for a sleep."""
+        """For a sleep."""
         self.stalled = self.suspended = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
@@ -129,19 +129,19 @@ class EngineCore:
         return bool(self._sequences) and not self.suspended
 
     def suspend(self) -> None:
-        """Release the pages of all requests, and compute no step while `suspended`."""
+        """Release all pages; no step runs while `suspended`."""
         self._scheduler.preempt_all()
         self.suspended = True
 
     @property
     def held_back(self) -> bool:
-        """True if a request waited for an adapter's slot at the last plan."""
+        """True if a request waited for a slot at the last plan."""
         return self._scheduler.held_back and bool(self._scheduler.waiting)
 
     def watch(self, on_loss: Callable[[EngineDeadError], None], on_change: Callable[[], None]) -> None:
         """Set callbacks for other threads.
 
-        on_loss: another process of this engine ended unexpectedly.  on_change: a waiting request may start.
+        on_loss: another process ended unexpectedly.  on_change: a waiting request may start.
         """
         self.transfers.on_change = self.sampler.on_change = on_change
         self.adapters.store.on_change = on_change
@@ -152,18 +152,18 @@ class EngineCore:
         self._merging = merging
 
     def attach_moves(self, make_moves: Callable[..., RequestMoves]) -> None:
-        """Let requests move between instances; calls make_moves for the first move."""
+        """Let requests move between instances."""
         self._make_moves = make_moves
 
     def attach_notes(self, notes: StepNotes) -> None:
-        """Note adapters before loads and steps, for diagnosis after this process's death."""
+        """Note adapters before loads and steps, for diagnosis after a death."""
         self._notes = notes
         self.transfers.on_bring = lambda adapter: notes.start_load(adapter.name)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End connections and other processes; `at_once`: without a wait for their work."""
+        """End connections and processes; `at_once`: without a wait."""
         notes, self._notes = self._notes, None
-        if notes is not None and not at_once:  # else the notes keep the cause of the engine's end
+        if notes is not None and not at_once:  # else the notes keep the cause
             notes.close()
         self.transfers.close()
         if self._moves is not None:
@@ -222,7 +222,7 @@ class EngineCore:
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
                 sequence.counted = True
-                if sequence.request.held:  # looked up at the former instance
+                if sequence.request.held:
                     continue
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
@@ -377,8 +377,8 @@ class EngineCore:
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request.  arrival_s: by the engine's clock; None: now.
 
-        Raises ValueError, AdapterNotFoundError, AdapterFailedError for an unavailable adapter, or
-        AdapterVersionError if the served version or content differs from the request's.
+        Raises ValueError, AdapterNotFoundError, AdapterFailedError, or AdapterVersionError if the served
+        version or content differs from the request's.
         """
         check_request(request, self.info)
         if request.request_id in self._sequences:
@@ -409,7 +409,7 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request; returns the last output, None for an unknown id."""
+        """Drop a request; returns the last output, if any."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -420,7 +420,7 @@ class EngineCore:
         return last
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
-        """Read an adapter's files (see `AdapterContents.read`); safe in any thread."""
+        """Read an adapter's files, in any thread."""
         with nullcontext() if self._notes is None else self._notes.load(name):
             return self.adapters.store.prepare(self.adapters.contents.read(name, path, content_hash))
 
@@ -431,7 +431,7 @@ class EngineCore:
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
-        """Serve an adapter from now on (see `AdapterManager.add`), also in requests that switch."""
+        """Serve an adapter from now on, also in requests that switch."""
         self._hear_failures()
         adapter = self.adapters.add(packed, path, replace=replace, version=version)
         switching = [
@@ -454,14 +454,14 @@ class EngineCore:
         return self.adapters.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
-        """Refuse new requests for an adapter; returns uids of the name's versions in use."""
+        """Refuse new requests for an adapter; returns uids of versions in use."""
         self.adapters.remove(name)
         self.transfers.send()
         logger.info("adapter %s removed", name)
         return frozenset(a.uid for a in self.adapters.versions.values() if a.name == name)
 
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
-        """True while a request of one of these versions runs."""
+        """True while a request of these versions runs."""
         return not uids.isdisjoint(self.adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:

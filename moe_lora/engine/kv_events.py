@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's events of cached prefixes over ZeroMQ, for routers that send prompts to their prefixes.
 
-Messages of vLLM 0.33's `distributed.kv_events`: a PUB socket with [topic, number, batch], and a ROUTER socket
-that repeats late batches.  Readers: llm-d, AIBrix, Dynamo.
+Messages of vLLM 0.33's `distributed.kv_events`: PUB [topic, number, batch], and a ROUTER that repeats late
+batches. Readers: llm-d, AIBrix, Dynamo.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ VOCABULARY_BITS = 32
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1
 DEVICE = "GPU"
-"""The only medium: a block for prompts to find, on device or host."""
+"""The only medium, on device or host."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks of block_size token ids for prompts to find."""
+    """Blocks of token ids for prompts to find."""
 
     block_hashes: Sequence[int]
     parent_block_hash: int | None
@@ -57,7 +57,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """Events in order.  ts: UNIX seconds.  data_parallel_rank: number of the instance."""
+    """ts: UNIX seconds.  data_parallel_rank: number of the instance."""
 
     ts: float
     events: Sequence[BlockStored | BlockRemoved]
@@ -65,7 +65,7 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class BlockReport(Protocol):
-    """Reader of a tree's reports.  A hash stands for a block and all blocks before, in one namespace."""
+    """Reader of a tree's reports.  A hash stands for a block and all blocks before."""
 
     def stored(
         self, namespace: Namespace, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
@@ -126,9 +126,9 @@ def _bytes(value: int) -> bytes:
 
 
 class KvEvents:
-    """Publishes the reports of one instance's cache from a thread.
+    """Publishes one cache's reports from a thread.
 
-    names: uid of an adapter's version -> the version; set before the first report.
+    names: uid -> the version; set before the first report.
     """
 
     def __init__(self, settings: KvEventSettings, block_size: int, instance: str) -> None:

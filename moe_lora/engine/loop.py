@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns an engine: takes commands, steps, sends events (see `messages`)."""
+"""The thread that owns an engine: takes commands, steps, sends events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _look_again() -> None:
 
 
 class EngineLoop(threading.Thread):
-    """Runs `core` until a stop.  Calls `emit` from this thread and from threads of slow verbs."""
+    """Runs `core` until a stop.  Threads of slow verbs call `emit` too."""
 
     def __init__(self, core: EngineCore, emit: Callable[[Event], None], inbox: Inbox | None = None) -> None:
         super().__init__(name="engine-loop", daemon=True)
@@ -62,7 +62,7 @@ class EngineLoop(threading.Thread):
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
         """Verbs in wait for a condition."""
         self._compiling: dict[str, tuple[Generate, float]] = {}
-        """Requests in wait for a grammar, by id, with arrivals."""
+        """Requests in wait for a grammar, with arrivals."""
 
     def run(self) -> None:
         try:
@@ -160,7 +160,7 @@ class EngineLoop(threading.Thread):
         return Sleep(self._core, self.inbox.put, abort)
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
-        """False if the request's grammar is compiled; else the request enters later."""
+        """False with a compiled grammar; else the request enters later."""
         request = command.request
         grammar, grammars = request.sampling.grammar, self._core.sampler.grammars
         assert grammar is not None
@@ -210,7 +210,7 @@ class EngineLoop(threading.Thread):
         return compute is not None
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
-        """Run a verb up to the next wait, or reply.  done: of the last wait."""
+        """Run a verb up to the next wait, or reply."""
         try:
             wait = steps.send(done)
         except StopIteration as last:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's part in a move of a request: hold at the source, pages and KV at the target.
+"""An engine's part in a move of a request.
 
-The target allocates arena pages and a window of host memory.  The source puts full blocks while decoding, and
-the rest under the hold; the target copies received KV into the pages between steps.
+The target allocates pages and a window of host memory.  The source puts full blocks while decoding, and the
+rest under the hold; the target copies KV into the pages between steps.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLACK_TOKENS = 256
-"""Room of a window for tokens generated during the copies."""
+"""Room of a window for tokens generated meanwhile."""
 STEP_BYTES = 16 << 20
-"""Bytes that a target copies between two steps."""
+"""Bytes that a target copies between steps."""
 _PUBLISHED = "a new version of the adapter was published during the move"
 NUM_THREADS = 4
-"""Threads that put KV: a stopped target blocks a thread until the transport's timeout."""
+"""Threads that put KV: a stopped target blocks a thread until the timeout."""
 
 
 @dataclass(eq=False)
 class Incoming:
-    """KV that arrives in `window`; the table's first num_taken pages have it."""
+    """KV in `window`; the table's first num_taken pages have it."""
 
     sequence: Sequence
     table: BlockTable
@@ -58,7 +58,7 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV of num_tokens put into a peer's window; the last put started at first_page.
+    """KV of num_tokens in a peer's window; the last put started at first_page.
 
     adapter: uid of the version that computed the KV.
     """
@@ -76,8 +76,8 @@ class KvTransfer:
     """Both ends, for one engine.
 
     arena: uint8, of this rank.  open_transport: called in the thread of the first use; None: no KV moves.
-    `send` and the release of a peer's window may block, and run in `threads`.  The rest belongs to the
-    engine's thread.  `sent` compares `send`'s reads with the sequence's pages.
+    `send` and the release of a peer's window may block, and run in `threads`; the rest in the engine's
+    thread.  `sent` compares `send`'s reads with the sequence's pages.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class KvTransfer:
             return self._made
 
     def expect(self, sequence: Sequence) -> None:
-        """Create a window for a sequence with pages, if memory and file descriptors allow."""
+        """Create a window, if memory and file descriptors allow."""
         room = min(sequence.limit_tokens, len(sequence.tokens) + SLACK_TOKENS)
         num_bytes = -(-room // self.block_size) * self._layout.page_bytes
         try:
@@ -122,12 +122,12 @@ class KvTransfer:
         self._incoming[sequence.request.request_id] = Incoming(sequence, sequence.table, window)
 
     def window(self, request_id: str) -> KvWindow | None:
-        """The window for the source; None: the target expects no KV."""
+        """The window for the source, if any."""
         incoming = self._incoming.get(request_id)
         return None if incoming is None else KvWindow(incoming.window.descriptor(), repr(self._layout))
 
     def take_in(self) -> None:
-        """Copy some received KV; drop windows of requests that ended or lost their pages."""
+        """Copy some received KV; drop windows of requests without pages."""
         for request_id, incoming in list(self._incoming.items()):
             sequence = incoming.sequence
             if not (sequence.awaits_kv and sequence.table is incoming.table and incoming.table.pages):
@@ -161,9 +161,9 @@ class KvTransfer:
         incoming.num_taken = max(incoming.num_taken, num_pages)
 
     def send(self, sequence: Sequence, target: KvWindow) -> Outgoing:
-        """Put new KV into the window: full blocks, and for a held sequence the last block too.
+        """Put new KV into the window: full blocks, and for a held sequence the last block.
 
-        Runs in `threads`.  Raises MoveError if the target's pages differ in layout, PeerGoneError,
+        Runs in `threads`.  Raises MoveError if the pages differ in layout, PeerGoneError,
         PeerUnreachableError.
         """
         if not self.enabled:
@@ -200,7 +200,7 @@ class KvTransfer:
         if table is outgoing.table:
             same = (before == now for before, now in zip(outgoing.pages, pages, strict=False))
             first = sum(itertools.takewhile(bool, same))
-            # The last block may have more tokens by now.
+            # The last block may have more tokens now.
             first = min(first, outgoing.num_tokens // size)
         for number in range(first, len(pages)):
             data = self._arena[pages[number]].cpu()
@@ -210,7 +210,7 @@ class KvTransfer:
         outgoing.num_tokens = min(num_tokens, len(pages) * size)
 
     def sent(self, outgoing: Outgoing, sequence: Sequence) -> KvSent:
-        """KV put by `send` and still the sequence's; empty if the pages were freed meanwhile."""
+        """KV put by `send`; empty if the pages were freed meanwhile."""
         request_id, pages = sequence.request.request_id, outgoing.pages
         self.drop(request_id)
         self._outgoing[request_id] = outgoing
@@ -241,9 +241,9 @@ class KvTransfer:
 class RequestMoves:
     """Held requests: pages and adapter stay, and no tokens are gained.
 
-    A leaving request is held between two steps until a resume or abort; `prefill_only`: after its first
-    token. An arriving request is announced with all tokens but the last computed or, for KV, with allocated
-    pages. Any thread calls `answer_beside`, the engine's own thread the rest.
+    A leaving request is held between two steps; `prefill_only`: after its first token.  An arriving request
+    is announced with all tokens but the last computed or, for KV, with allocated pages.  Any thread calls
+    `answer_beside`, the engine's own thread the rest.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class RequestMoves:
         return self._kv.window(request_id)
 
     def kv_send(self, request_id: str, window: KvWindow) -> KvSent:
-        """Put a request's KV into its target's window (see `KvTransfer.send`)."""
+        """Put a request's KV into its target's window."""
         sequence = self._find(request_id)
         outgoing = self._kv.send(sequence, window)
         if not self._is_live(sequence):
@@ -407,7 +407,7 @@ def make_moves(
     scheduler: Scheduler[Sequence],
     clock: Clock,
 ) -> RequestMoves:
-    """Moves of an engine with this first rank."""
+    """Moves of an engine."""
     return RequestMoves(sequences, scheduler, clock, KvTransfer(rank.arena, rank.layout, open_transport))
 
 

@@ -36,8 +36,8 @@ class Pauses:
     A delayed request enters at the end of its pauses or of a sleep, with the adapter version of that time.  A
     held request keeps pages and version.  A scope with a term of a weighted sum covers the sum.
 
-    drop: removes a request without an output.  handle: executes a command with its time of arrival.  put:
-    queues an entry for the engine's thread.  sleep_orders: empty while awake.
+    drop: removes a request without an output.  put: queues an entry for the engine's thread.  sleep_orders:
+    empty while awake.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Pauses:
     def start(self, scope: PauseScope, mode: PauseMode, timeout_s: float) -> Callable[[], bool]:
         """Pause the scope for at most timeout_s; replaces the owner's earlier pause.
 
-        abort: covered requests end.  keep: they gain no tokens.  wait: they go on to their ends.  The
-        returned condition is the last running request's end; immediate except for wait.
+        keep: covered requests gain no tokens.  wait: they go on to their ends.  The returned condition is the
+        last running request's end; immediate except for wait.
         """
         if scope.owner in self._pauses:
             self._pauses.pop(scope.owner).timer.cancel()
@@ -106,7 +106,7 @@ class Pauses:
         self.apply()
 
     def abort(self, scope: PauseScope) -> None:
-        """End all covered requests with the reason "abort"."""
+        """End all covered requests."""
         for request_id, sequence in list(self._sequences.items()):
             if self._is_in(scope, sequence.request):
                 self._handle(Abort(request_id), sequence.arrival_s)
@@ -131,17 +131,17 @@ class Pauses:
         self._delayed[command.request.request_id] = command, arrival_s
 
     def forget(self, request_id: str) -> bool:
-        """Drop a delayed request; False for an unknown id."""
+        """Drop a delayed request, if known."""
         return self._delayed.pop(request_id, None) is not None
 
     def leave(self, request_id: str) -> None:
-        """A move holds the request from now on."""
+        """A move holds the request now."""
         self._held.discard(self._sequences[request_id])
 
     def apply(self) -> None:
         """Hold, resume and admit requests by the current pauses.
 
-        A sleeping engine admits no delayed request: apply again after the sleep.
+        A sleeping engine admits none: apply again after the sleep.
         """
         for sequence in list(self._sequences.values()):
             covered = self._covers(sequence.request, "keep")

@@ -28,11 +28,10 @@ class Sequence:
     """Prompt and generated tokens, the computed part, and pages.
 
     tokens[:num_computed] have KV in `table`.  A last token below 0 is unknown: the running step draws it.
-    counted: the prompt is in the engine's counters.  cold_tokens: to compute before the adapter's arrival; 0:
-    resident.  base_tokens: first tokens with the base's KV, before an activated adapter.  unshared: computed
-    on weights with another adapter, so later KV is not for the prefix cache.  seed: None: greedy.  problem:
-    ends the request.  kept: held with the first token and all KV.  record: of the prompt's report until the
-    first token, or of all tokens' experts.  Further flags: see `scheduling.views.Schedulable`.
+    base_tokens: first tokens with the base's KV, before an activated adapter.  unshared: computed on weights
+    with another adapter, so later KV is not for the prefix cache.  seed: None: greedy.  problem: ends the
+    request.  kept: held with the first token and all KV.  record: of the prompt's report until the first
+    token, or of all tokens' experts.  Further flags: see `Schedulable`.
     """
 
     request: GenerateRequest
@@ -87,7 +86,7 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to compute: all but an answer's last, known or not."""
+        """Tokens to compute: all but an answer's last."""
         ends = self.tokens[-1] < 0 and self.num_left <= 0
         return len(self.tokens) - self.num_computed - ends
 
@@ -96,11 +95,11 @@ class Sequence:
         self.tokens.append(-1 - number)
 
     def extend(self, tokens: Seq[int]) -> None:
-        """Add another instance's tokens of the answer."""
+        """Add another instance's tokens."""
         self.tokens += tokens
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Add the sampled token; returns the finish reason, if any."""
+        """Add the sampled token; returns the finish reason."""
         if self.tokens[-1] < 0:
             self.tokens[-1] = token
         else:
@@ -132,7 +131,7 @@ class Sequence:
 
 
 def check_request(request: GenerateRequest, info: ModelInfo) -> None:
-    """Raises ValueError for a request that no engine can run."""
+    """Raises ValueError for an impossible request."""
     prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
     limit = info.max_model_len
     most = limit if sampling.hidden_state else limit - 1  # the token after a hidden state is not read

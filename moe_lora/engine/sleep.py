@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Sleep:
     """For the engine's thread.
 
-    put: queues an entry for this thread.  abort: ends all requests.
+    put: queues an entry for this thread.
     """
 
     def __init__(self, core: EngineCore, put: Callable[[Entry], None], abort: Callable[[], None]) -> None:
@@ -45,10 +45,9 @@ class Sleep:
         *,
         drops_weights: bool,
     ) -> Steps[None]:
-        """Free the arenas (kv_cache) and the weights (drops_weights), once no request runs.
+        """Free the arenas (kv_cache) and the weights, once no request runs.
 
-        keep: requests compute their KV again after the sleep.  Raises TimeoutError after timeout_s, and stays
-        awake.
+        keep: requests compute their KV again afterwards.  Raises TimeoutError, and stays awake.
         """
         self._check_mode()
         with self._alone():

@@ -30,10 +30,10 @@ class Found:
 def run_apart(
     plan: Iterable[Item], error: Exception, runner: ModelRunner, complete: Callable[[Sequence[Item]], None]
 ) -> Found:
-    """Run the items of each adapter alone, and each request of the base model.
+    """Run each adapter's items, and each request of the base model, alone.
 
-    complete: computes items, and keeps their tokens.  Raises `error` if no part succeeds and a row of padding
-    fails too: the engine is broken, not an adapter.
+    complete: computes items, keeps tokens.  Raises `error` if no part succeeds and a row of padding fails
+    too.
     """
     parts: dict[object, list[Item]] = {}
     for item in plan:

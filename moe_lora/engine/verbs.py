@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verbs of an engine by name: methods, and their types for links.
-
-Imports no torch: front ends read the annotations.
-"""
+"""Verbs of an engine by name.  Imports no torch: front ends read the annotations."""
 
 from __future__ import annotations
 
@@ -39,15 +36,15 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
-"""A verb that waits: for another thread's future, or for a condition between two steps."""
+"""Waits for another thread's future, or for a condition between steps."""
 Sources = Sequence[bytes]
-"""Descriptors of windows with an adapter, in order of preference."""
+"""Descriptors of windows, in order of preference."""
 
 
 def of_adapter(method: Method) -> Method:
     """Mark a verb: the controller runs the verb on all instances that have the adapter.
 
-    The first argument is the adapter's name, and the result an AdapterInfo.
+    Takes the adapter's name first, and returns an AdapterInfo.
     """
     method.is_of_adapter = True  # type: ignore[attr-defined]
     return verb(method)
@@ -56,7 +53,7 @@ def of_adapter(method: Method) -> Method:
 def of_instances(method: Method) -> Method:
     """Mark a verb: the controller runs the verb on all instances.
 
-    The result is None, or a list; the controller joins lists.
+    Returns None, or a list; the controller joins lists.
     """
     method.is_of_instances = True  # type: ignore[attr-defined]
     return verb(method)
@@ -65,7 +62,7 @@ def of_instances(method: Method) -> Method:
 class EngineVerbs:
     """The verbs of one engine, called by the thread that owns `core`.
 
-    files: the thread that reads adapters.  pauses, asleep: None before the first use.
+    files: reads adapters.  pauses, asleep: None before the first use.
     """
 
     def __init__(
@@ -163,7 +160,7 @@ class EngineVerbs:
 
     @of_instances
     def sleep_orders(self) -> list[SleepOrder]:
-        """The current sleep; empty while awake."""
+        """Empty while awake."""
         return [] if self.asleep is None or not self.asleep.order.parts else [self.asleep.order]
 
     @of_instances
@@ -172,7 +169,7 @@ class EngineVerbs:
         self._core.adapters.clear_history(lambda name: True)
 
     def delay_asleep(self, command: Generate, arrival_s: float) -> bool:
-        """Delay a request from before a sleep to its end; False while awake."""
+        """Delay a request from before a sleep; False while awake."""
         if not self.sleep_orders():
             return False
         self.pauses = self.pauses or self._make_pauses()
@@ -191,14 +188,14 @@ class EngineVerbs:
         """Read a PEFT directory and serve the adapter; with `replace`, as a new version of the name.
 
         Running requests finish on the old version.  version: None: the last number and one.  content_hash:
-        None: the directory's current content.
+        None: the current content.
         """
         packed = (yield self._files.submit(self._core.read_adapter, name, path, content_hash)).result()
         return self._core.add_adapter(packed, path, replace=replace, version=version)
 
     @verb
     def unload_adapter(self, name: str, waits: bool = True) -> Steps[None]:
-        """Refuse new requests for the adapter, wait for its last request, and free its memory.
+        """Refuse new requests for the adapter, wait for the last, and free its memory.
 
         waits: False: return at once.
         """
@@ -209,7 +206,7 @@ class EngineVerbs:
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         """Pin an adapter to the device, or undo the pin; a new version keeps the pin.
 
-        Raises AdapterNotFoundError, or CapacityError if no room is left for one request.
+        Raises AdapterNotFoundError, or CapacityError without room for a request.
         """
         adapters = self._core.adapters
         adapter = adapters.current(name)
@@ -230,7 +227,7 @@ class EngineVerbs:
     def hold_request(
         self, request_id: str, since: int, window: KvWindow | None = None
     ) -> Future[HeldRequest]:
-        """As `RequestMoves.hold` and `RequestMoves.send_rest`."""
+        """As `RequestMoves.hold` and `send_rest`."""
         held = self._core.moves.hold(request_id, since)
         if self.pauses is not None:
             self.pauses.leave(request_id)
@@ -262,13 +259,13 @@ class EngineVerbs:
 
     @verb
     def kv_send(self, request_id: str, window: KvWindow) -> Future[KvSent]:
-        """As `RequestMoves.kv_send`, in another thread."""
+        """As `RequestMoves.kv_send`."""
         moves = self._core.moves
         return moves.threads.submit(moves.kv_send, request_id, window)
 
 
 class PoolVerbs:
-    """Further verbs of an engine with a pool."""
+    """Verbs of an engine with a pool."""
 
     def __init__(self, engine: EngineVerbs, core: EngineCore, pool: PoolAdapters, files: Executor) -> None:
         self._engine = engine
@@ -285,7 +282,7 @@ class PoolVerbs:
         version: int,
         content_hash: str | None = None,
     ) -> Steps[PoolEntry]:
-        """As `EngineVerbs.load_adapter`, and hold the bytes for other instances."""
+        """As `load_adapter`, and hold the bytes for other instances."""
         yield from self._engine.load_adapter(name, path, replace, version, content_hash)
         return self._pool.entry(*self._core.known_adapter(name))
 
@@ -300,7 +297,7 @@ class PoolVerbs:
 
     @verb
     def pool_hold(self, content_hash: str, sources: Sources) -> Steps[bytes | None]:
-        """Hold a known adapter; returns the descriptor for peers.  The reply is the confirmation."""
+        """Hold a known adapter; returns the descriptor for peers."""
         if not self._pool.knows(content_hash):
             raise AdapterNotFoundError(f"no adapter of content {content_hash} is loaded")
         held = (yield self._files.submit(self._pool.fetch_held, content_hash, sources)).result()

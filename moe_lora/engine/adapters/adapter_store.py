@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters outside the arenas: versions, packed bytes, sizes on a rank, failures."""
+"""Adapters outside the arenas: versions, bytes, sizes, failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADS = 3
-"""Failed loads in a row before the adapter's requests end."""
+"""Failed loads in a row before requests end."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PASSING = (OSError, StorageError, AdapterError, PeerGoneError, PeerUnreachableError, SignalTimeoutError)
 """Maybe temporary causes."""
@@ -49,10 +49,10 @@ PASSING = (OSError, StorageError, AdapterError, PeerGoneError, PeerUnreachableEr
 class AdapterVersion:
     """One version of an adapter.
 
-    uid: namespace in the cache.  num_running: requests that hold the version, also during a load.
-    num_waiting: requests before their hold.  num_pages: on this device.  slot: while ready there.  lease: of
-    the LoRA Server. merged: partly in the weights, or soon.  leaseless: the weights carry the LoRA Server's
-    whole part.  asker: tenant of the last holding request.
+    uid: namespace in the cache.  num_running: requests that hold the version.  num_waiting: requests before
+    their hold. num_pages: on this device.  slot: while ready there.  lease: of the LoRA Server.  merged:
+    partly in the weights, or soon.  leaseless: the weights carry the LoRA Server's whole part.  asker: tenant
+    of the last holding request.
     """
 
     uid: int
@@ -85,16 +85,15 @@ class AdapterVersion:
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: files without a name, private to this process.  before_removal: called before a file's removal,
-    returns once no process will open the file; None: files stay.  host: workers that read the store; closed
-    with this object.
+    in_files: files private to this process.  before_removal: called before a file's removal, returns once no
+    process will open the file; None: files stay.  host: workers that read the store; closed with this object.
     """
 
     on_change: Callable[[], None] | None = None
-    """Called from another thread when a request that waits for an adapter may start."""
+    """Called from another thread when a request may start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called from another thread with the content hash and another process's error; the next `keep` serves
-    the adapter again.
+    """Called from another thread with content hash and another process's error; the next `keep` serves the
+    adapter again.
     """
 
     def __init__(
@@ -118,16 +117,16 @@ class AdapterStore:
 
     @property
     def leases(self) -> LeasedAdapters | None:
-        """This store, as a LoRA Server's client."""
+        """As a LoRA Server's client."""
         return None
 
     @property
     def pool(self) -> PoolAdapters | None:
-        """This store, as a part of the pool."""
+        """As a part of the pool."""
         return None
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """The slow part of a later `keep`, for another thread.  Raises CapacityError without room."""
+        """The slow part of a later `keep`, for another thread.  Raises CapacityError."""
         if self._store is not None:
             return _stored(packed, self._store)
         if self._in_files:
@@ -142,7 +141,7 @@ class AdapterStore:
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Keep an adapter until as many `forget`s; returns the kept form.
 
-        path: of the PEFT directory, for later reads.  Raises CapacityError without room.
+        path: of the PEFT directory.  Raises CapacityError without room.
         """
         if self._store is not None:
             packed = _stored(packed, self._store)
@@ -179,7 +178,7 @@ class AdapterStore:
         return self.host is not None and content_hash not in self._without_host
 
     def stop_host(self, content_hash: str) -> None:
-        """Hide an adapter from host workers after a failure, until the next `keep`."""
+        """Hide an adapter from host workers until the next `keep`."""
         self._without_host.add(content_hash)
 
     def counters(self) -> dict[str, int]:
@@ -216,7 +215,7 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
 class ShardSizes:
     """Pages of adapters' layers on the rank with the most.
 
-    kept: [X] bool of each rank.  shard: of the first rank, of equal size on each; None: whole matrices.
+    kept: [X] bool of each rank.  shard: of the first rank; None: whole matrices.
     """
 
     def __init__(
@@ -233,9 +232,7 @@ class ShardSizes:
         self._all_kept = all(entries.all() for entries in kept) and shard is None
 
     def is_computed_here(self, packed: PackedAdapter) -> bool:
-        """True for pairs on the head or the embedding, and scaled columns: host workers don't compute
-        these.
-        """
+        """True for pairs on head or embedding, and scaled columns: host workers don't compute these."""
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
@@ -250,7 +247,7 @@ class ShardSizes:
 
 
 def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int]:
-    """The largest rank of the adapters at each site, outer sites last."""
+    """The largest rank at each site, outer sites last."""
     sites = (*shape.sites, *shape.outer_sites)
     entries = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
     for layer in (layer for packed in adapters for layer in packed.layers):
@@ -261,7 +258,7 @@ def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int
 
 @dataclass(frozen=True)
 class Failure:
-    """retry_s: engine time of the next allowed load; None: needs a new load call."""
+    """retry_s: time of the next allowed load; None: needs a new load call."""
 
     reason: str
     retry_s: float | None = None
@@ -270,7 +267,7 @@ class Failure:
 class AdapterFailures:
     """Failures by version, until a load succeeds.
 
-    Belongs to the engine's thread; any thread may call `report`.
+    For the engine's thread; any thread may call `report`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -280,7 +277,7 @@ class AdapterFailures:
         self.reports: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
 
     def report(self, content_hash: str, error: Exception) -> None:
-        """Record another process's failure, for the engine's thread."""
+        """Record another process's failure."""
         self.reports.put((content_hash, error))
 
     def load_failed(self, adapter: AdapterVersion, error: Exception, *, may_repeat: bool = True) -> bool:
@@ -302,7 +299,7 @@ class AdapterFailures:
     def compute_failed(self, adapter: AdapterVersion, error: Exception, *, may_pass: bool = False) -> None:
         """Record an error of a step with this adapter alone.
 
-        may_pass: other adapters failed too, so the cause may lie elsewhere.
+        may_pass: other adapters failed too.
         """
         may_pass = may_pass or isinstance(error, (MemoryError, *PASSING))
         self._note(
@@ -326,7 +323,7 @@ class AdapterFailures:
         return None if failure is None else failure.reason
 
     def check(self, adapter: AdapterVersion) -> None:
-        """Raises AdapterFailedError while the adapter is unavailable; a failure ends with its pause."""
+        """Raises AdapterFailedError for an unavailable adapter; a failure ends with its pause."""
         failure = self.by_version.get(adapter.uid)
         if failure is None:
             return

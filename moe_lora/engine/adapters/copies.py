@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's copies between both arenas, and from adapter files to the device.
+"""One rank's copies between arenas, and from adapter files to the device.
 
-Orders name pages, slots and content hashes only: valid on every rank of an instance.
+Orders name pages, slots and content hashes only: valid on every rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class BringAdapter:
     """Load an adapter to the device and set `slot`.
 
     layer_first_pages: -1 for an empty layer.  pages: None: from the adapter's file.  first_group: number of
-    first layers loaded last; each layer serves at once (`policies.admission.host_start.load_order`); None:
-    all serve at the end.
+    first layers loaded last; each layer serves at once (`load_order`); None: all serve at the end.
     """
 
     slot: int
@@ -54,7 +53,7 @@ class ClearSlot:
 RankOrder = Copy | BringAdapter | ClearSlot
 
 Steps: TypeAlias = Iterator[int]
-"""Executes an order piece by piece: yields the bytes of a piece, complete at the next step."""
+"""Executes an order piece by piece: yields a piece's bytes, complete at the next step."""
 
 
 class Arenas:
@@ -72,8 +71,7 @@ class Arenas:
 class RankCopier:
     """Executes orders in one rank's memory.
 
-    kept: [X] bool, entries on this rank.  find: content hash -> the packed adapter.  pool: None: adapters are
-    local.  shard: None: whole matrices.
+    kept: [X] bool, entries on this rank.  pool: None: adapters are local.  shard: None: whole matrices.
     """
 
     def __init__(
@@ -101,13 +99,13 @@ class RankCopier:
         assert pool is None or self._kept is None, "adapters are fetched whole"
 
     def fetches(self, order: RankOrder) -> bool:
-        """True if the order waits for another process, or a disk."""
+        """True if the order waits for a process or disk."""
         if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
             return False
         return not self._pool.holds(order.content_hash)
 
     def begin(self, order: RankOrder) -> Steps:
-        """Steps of the order, on CUDA on the current stream.  The adapter may be forgotten meanwhile."""
+        """Steps of the order, on the current CUDA stream.  The adapter may be forgotten meanwhile."""
         if isinstance(order, Copy):
             return self._copy(order)
         if isinstance(order, ClearSlot):
@@ -129,7 +127,7 @@ class RankCopier:
         return self._fetch(order, reader)
 
     def ended(self, content_hash: str) -> None:
-        """Orders for this adapter are over, done or not."""
+        """Orders for this adapter are over."""
         if self._pool is not None:
             self._pool.take_from_host(content_hash)
 

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedAdapters(AdapterStore):
-    """`AdapterStore` with adapters registered at the LoRA Server, for leases.
+    """`AdapterStore` with adapters registered at the LoRA Server.
 
-    Without a connection to the server, requests start with deltas computed here.
+    Without a connection, requests start with deltas computed here.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LeasedAdapters(AdapterStore):
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
-        """To restore the server's host store after a loss, by content hash."""
+        """To restore the server's host store after a loss."""
         self._leases = server.leases(self._take, self._fail)
 
     @property
@@ -51,7 +51,7 @@ class LeasedAdapters(AdapterStore):
         return self
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """Put the adapter into the server's host store, from any thread."""
+        """Put the adapter into the server's host store; thread-safe."""
         self._server.store.put(packed)
         return packed
 
@@ -59,7 +59,7 @@ class LeasedAdapters(AdapterStore):
         """No effect: the server's host store serves all instances."""
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store.  Raises CapacityError beyond the server's capacity."""
+        """Mapped from the server's host store.  Raises CapacityError."""
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
         try:
@@ -87,7 +87,7 @@ class LeasedAdapters(AdapterStore):
             self._leases.unregister(content_hash)
 
     def acquire(self, adapter: AdapterVersion) -> bool:
-        """True with a lease, or if no lease can come; else requests a lease."""
+        """True with a lease, or if none can come; else requests a lease."""
         if adapter.uid in self._held:
             return True
         adapter_id = adapter.packed.content_hash
@@ -106,7 +106,7 @@ class LeasedAdapters(AdapterStore):
         return True
 
     def is_unused(self, adapter: AdapterVersion) -> bool:
-        """True for a lease without requests of any version of this content."""
+        """True for a lease without requests of this content."""
         adapter_id = adapter.packed.content_hash
         if self._leases.lease(adapter_id) is None:
             return False

@@ -31,8 +31,8 @@ class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
     leases: of the LoRA Server; an adapter is ready when leased and the local part is loaded.  num_pages:
-    limit of adapters on the device, beside one request's KV.  host_loads: decides when prompts begin on host
-    workers; None: whenever possible.  versions: by uid, with replaced versions in use.
+    limit on the device, beside one request's KV.  host_loads: decides when prompts begin on host workers;
+    None: whenever possible. versions: by uid, with replaced versions in use.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class AdapterManager:
     def add(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterVersion:
-        """Serve `packed` under the adapter's name from now on; a new version keeps the pin.
+        """Serve `packed` under its name from now on; a new version keeps the pin.
 
-        version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`,
-        CapacityError if the adapter can never fit.  A failed adapter may always be replaced.
+        version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`
+        unless failed, CapacityError if the adapter can never fit.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -109,14 +109,14 @@ class AdapterManager:
         return self._current[name]
 
     def usable(self, name: str) -> AdapterVersion:
-        """As `current`.  Raises AdapterFailedError while the adapter is unavailable."""
+        """As `current`.  Raises AdapterFailedError for an unavailable adapter."""
         adapter = self.current(name)
         if adapter.uid in self.failures.by_version:
             self.failures.check(adapter)
         return adapter
 
     def remove(self, name: str) -> None:
-        """Refuse new requests for `name`; the last request frees the memory."""
+        """Refuse new requests; the last request frees the memory."""
         adapter = self.current(name)
         del self._current[name]
         self._retire(adapter)
@@ -178,8 +178,7 @@ class AdapterManager:
     def acquire(self, adapter: AdapterVersion, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: not held; a lease that came meanwhile stays, unused.  again: the request held the adapter
-        before.
+        NO_ROOM: not held; a lease that came meanwhile stays.  again: the request held the adapter before.
         """
         adapter.asker = self._cache.asker
         if self.leases is not None and not adapter.leaseless:  # lease first: the slower part
@@ -195,7 +194,7 @@ class AdapterManager:
         return readiness
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:
-        """True if other engines wait for a slot kept here without a request."""
+        """True if other engines wait for a slot unused here."""
         return self.leases is not None and self.leases.is_unused(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
@@ -207,7 +206,7 @@ class AdapterManager:
     def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
         """Make requests of failed adapters wait for the device; returns the versions.
 
-        failed: errors of host workers by content number.
+        failed: by content number.
         """
         if not failed:
             return set()
@@ -225,7 +224,7 @@ class AdapterManager:
         return found
 
     def pays_on_host(self, adapter: AdapterVersion, num_tokens: int, on_host: int) -> bool:
-        """True if host workers compute these prompt tokens sooner than the device would."""
+        """True if host workers compute these prompt tokens sooner."""
         now_s = self._clock.now_s()
         return self.host_loads is None or self.host_loads.pays(adapter.uid, num_tokens, on_host, now_s)
 
@@ -246,7 +245,7 @@ class AdapterManager:
         )
 
     def hold_merged(self, adapter: AdapterVersion) -> bool:
-        """Keep a ready adapter on the device for a merge; False if not ready."""
+        """Keep a ready adapter on the device for a merge, if ready."""
         if not self.is_ready(adapter):
             return False
         self._cache.hold(adapter.uid, self._clock.now_s(), again=True)
@@ -260,7 +259,7 @@ class AdapterManager:
         self._settle(adapter)
 
     def give_lease_back(self, adapter: AdapterVersion) -> None:
-        """Release the lease: the weights carry the LoRA Server's whole part."""
+        """Release the lease: the weights carry the LoRA Server's part."""
         if self.leases is not None:
             adapter.leaseless = True
             self.leases.release(adapter)
@@ -268,19 +267,19 @@ class AdapterManager:
     def take_lease_again(self, adapter: AdapterVersion) -> bool:
         """Acquire the lease before an unmerge.
 
-        False: requests need a lease and none has come, so the adapter must stay merged.
+        False: requests need a lease, so the adapter must stay merged.
         """
         if adapter.leaseless and self.leases is not None:
             adapter.leaseless = bool(adapter.num_running) and not self.leases.acquire(adapter)
         return not adapter.leaseless
 
     def clear_history(self, names: Callable[[str | None], bool]) -> None:
-        """Make the cached prefixes of these adapters unfindable.  names: of the base model with None."""
+        """Make cached prefixes unfindable.  names: of the base model with None."""
         found = [uid for uid, adapter in self.versions.items() if names(adapter.name)]
         self._cache.clear_history([*found, None] if names(None) else found)
 
     def evict_all(self) -> None:
-        """Free all pages of adapters and prefixes.  No request and no copy may be under way."""
+        """Free all pages.  No request and no copy may be under way."""
         for adapter in self._pinned:
             self._cache.unpin(adapter.uid)
         self.to_bring.clear()
@@ -294,7 +293,7 @@ class AdapterManager:
         self.bring_pinned()
 
     def pin(self, adapter: AdapterVersion) -> None:
-        """Load the adapter (with a LoRA Server, the local part) and keep it.
+        """Load the adapter's local part and keep it.
 
         Raises CapacityError if no room is left for a request.
         """
@@ -308,7 +307,7 @@ class AdapterManager:
         self.bring_pinned()
 
     def bring_pinned(self) -> None:
-        """Load pinned adapters without room so far; call repeatedly."""
+        """Load pinned adapters without room so far."""
         for adapter in list(self.to_bring):
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
@@ -327,8 +326,8 @@ class AdapterManager:
     def preload(self, names: Iterable[str]) -> int:
         """Load adapters ahead of requests, in order; returns the number loaded or loading.
 
-        Adapters in use stay, and no preload evicts another.  Unknown names and adapters without a local part
-        are skipped.  Source: dLoRA, section 5.1.
+        Adapters in use stay, and no preload evicts another.  Skips unknown names and adapters without a local
+        part.  Source: dLoRA, section 5.1.
         """
         found = [self._current[name] for name in names if name in self._current]
         found = [adapter for adapter in found if adapter.num_pages]
@@ -346,7 +345,7 @@ class AdapterManager:
         return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
 
     def _admit(self, adapter: AdapterVersion) -> None:
-        """Admit an adapter; `adapter.packed` becomes the kept form.  Raises CapacityError."""
+        """Admit an adapter; sets the kept form.  Raises CapacityError."""
         with ExitStack() as undo:
             layer_pages = self._sizes.layer_pages(adapter.packed)
             adapter.num_pages = sum(layer_pages)
@@ -392,7 +391,7 @@ class AdapterManager:
                 self._drop(adapter)
 
     def _hold(self, adapter: AdapterVersion, *, again: bool, num_tokens: int = 1) -> Readiness:
-        """Within a round, a failed search for few pages is not repeated for more."""
+        """Within a round, a failed search is not repeated for more pages."""
         if adapter.num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
             return Readiness.NO_ROOM
         now_s, before = self._clock.now_s(), self._cache.readiness(adapter.uid)
@@ -409,7 +408,7 @@ class AdapterManager:
         return readiness
 
     def _check_fits(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if this size can never be on the device."""
+        """Raises CapacityError if this size can never fit."""
         if not adapter.num_pages:
             return
         if len(self._pinned) >= self.num_slots:
@@ -426,7 +425,7 @@ class AdapterManager:
             )
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if one more pin leaves no slot or no room for another adapter's request."""
+        """Raises CapacityError if the pin leaves no slot or room for another adapter's request."""
         name = adapter.name
         if self.leases is not None and not adapter.num_pages:
             raise CapacityError(

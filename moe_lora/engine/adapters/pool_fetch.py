@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Open windows of pool peers, and counters, of one instance.
+    """Open windows of pool peers, and counters.
 
     A shared-memory window is detached after use, so that the peer can free the memory; a network peer's last
-    window stays attached with the connection.  peer_fetches, disk_fetches: adapters by the source of the last
-    layer.
+    window stays with the connection.  peer_fetches, disk_fetches: adapters by the last layer's source.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -54,8 +53,8 @@ logger = logging.getLogger(__name__)
 class LayerReader:
     """The layers of one adapter, from the first working source.
 
-    sources: descriptors of peers' windows in order of preference.  read_again: reads the PEFT directory.  A
-    failed source is replaced even in the middle: all sources hold equal bytes.  For one thread.
+    sources: descriptors of peers' windows in order of preference.  A failed source is replaced even in the
+    middle: all sources hold equal bytes.  For one thread.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class LayerReader:
         return adapter_without_data(self.facts, head)
 
     def read(self, number: int, out: torch.Tensor) -> None:
-        """out = the data of layer `number`: uint8, of its size, on the CPU.  Raises AdapterError likewise."""
+        """out = the data of layer `number`: uint8, on the CPU.  Raises AdapterError likewise."""
         start, length = self._layout.data[number]
         assert len(out) == length
         if length:
@@ -97,10 +96,7 @@ class LayerReader:
                 self._peers.count("fetched_bytes", length)
 
     def read_whole(self, memory: torch.Tensor) -> PackedAdapter:
-        """The adapter in `memory` (uint8 [layout.num_bytes]), with checked content.
-
-        Raises AdapterError if no source has that content.
-        """
+        """The adapter in `memory` (uint8 [layout.num_bytes]), checked.  Raises AdapterError."""
         while True:
             self.read_head(memory[: self._layout.head_bytes])
             for number, (start, length) in enumerate(self._layout.data):
@@ -171,7 +167,7 @@ class LayerReader:
 
 
 def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> PackedAdapter:
-    """Copy each layer's data to a target, uint8 of the layer's size; returns the adapter without data.
+    """Copy each layer's data to a target, uint8; returns the adapter without data.
 
     For a GPU through two page-locked buffers: a read overlaps a copy.  Raises AdapterError.
     """
@@ -190,7 +186,7 @@ def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> Packed
 
 
 def fetch_whole(reader: LayerReader) -> PackedAdapter:
-    """The adapter in this process's memory, with checked content.  Raises AdapterError."""
+    """The adapter in memory, checked.  Raises AdapterError."""
     done = False
     try:
         packed = reader.read_whole(torch.empty(layout_of(reader.facts).num_bytes, dtype=torch.uint8))

@@ -42,7 +42,7 @@ _SPARE_FILES = 48
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An adapter with tensors in a window of this process."""
+    """An adapter with tensors in a window."""
 
     packed: PackedAdapter
     window: Window
@@ -51,11 +51,10 @@ class Held:
 class PoolAdapters(AdapterStore):
     """`AdapterStore` with local bytes for some adapters only.
 
-    `keep` holds an adapter with bytes in a window.  Without bytes (`adapter_without_data`) only the facts are
-    kept; each use fetches the bytes.  `fetch_held` and `hold` lead from the second state to the first, `drop`
-    back.  Tables and scales stay from the first fetch on.  read: (path, name, content hash) -> the adapter in
-    a PEFT directory.  The engine's thread calls all but `prepare`, `undo_prepare`, `fetch_held`,
-    `give_to_host` and readers from `reader`.
+    `keep` holds an adapter with bytes in a window.  Without bytes only the facts are kept; each use fetches
+    the bytes. `fetch_held` and `hold` lead from the second state to the first, `drop` back.  Tables and
+    scales stay from the first fetch on.  The engine's thread calls all but `prepare`, `undo_prepare`,
+    `fetch_held`, `give_to_host` and readers.
     """
 
     def __init__(
@@ -147,13 +146,13 @@ class PoolAdapters(AdapterStore):
         return PoolEntry(info=info, facts=facts_of(packed), source=self.source(packed.content_hash))
 
     def hold(self, held: Held) -> None:
-        """Hold the result of `prepare` or `fetch_held`, unless already held."""
+        """Hold the result of `prepare` or `fetch_held`, once."""
         content_hash = held.packed.content_hash
         if self._held.setdefault(content_hash, held) is not held:
             held.window.free()
 
     def drop(self, content_hash: str) -> None:
-        """Drop the bytes; the adapter stays known.  Running copies end with their first bytes."""
+        """Drop the bytes.  Running copies end with their first bytes."""
         held = self._held.pop(content_hash, None)
         if held is not None:
             if self.knows(content_hash):
@@ -163,7 +162,7 @@ class PoolAdapters(AdapterStore):
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
         """Fetch a known adapter into a window, for `hold`; for another thread.
 
-        Raises AdapterError if no source has the adapter, StorageError without memory.
+        Raises AdapterError without a source, StorageError without memory.
         """
         reader = self.reader(content_hash, sources)
         window = self._window(reader.facts)
@@ -178,12 +177,12 @@ class PoolAdapters(AdapterStore):
                 window.free()
 
     def source(self, content_hash: str) -> bytes | None:
-        """The descriptor of a held adapter for peers."""
+        """The descriptor for peers, if held."""
         held = self._held.get(content_hash)
         return None if held is None else held.window.descriptor()
 
     def set_sources(self, content_hash: str, sources: Sequence[bytes]) -> None:
-        """Set the sources of an adapter, in order of preference."""
+        """Set an adapter's sources, in order of preference."""
         self._sources[content_hash] = tuple(sources)
 
     def holds(self, content_hash: str) -> bool:
@@ -191,7 +190,7 @@ class PoolAdapters(AdapterStore):
         return content_hash in self._held
 
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
-        """A reader for an adapter without bytes.  sources: None: the current sources at the start."""
+        """A reader for an adapter without bytes.  sources: None: current at the start."""
         facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
 
         def read_again() -> PackedAdapter:
@@ -205,13 +204,13 @@ class PoolAdapters(AdapterStore):
         return LayerReader(facts, list_sources, self._peers, read_again)
 
     def learn_tables(self, packed: PackedAdapter) -> None:
-        """Keep an adapter's fetched tables and scales; thread-safe."""
+        """Keep fetched tables and scales; thread-safe."""
         with self._lock:
             if packed.content_hash in self._kept:
                 self._kept[packed.content_hash] = packed
 
     def give_to_host(self, packed: PackedAdapter) -> PackedAdapter:
-        """Copy an adapter to the host workers' store; returns the copy, or the adapter without room."""
+        """Copy an adapter to the host workers' store; without room, returns the adapter itself."""
         assert self.host is not None
         self.learn_tables(without_data(packed))
         try:

@@ -35,7 +35,7 @@ FOLLOWERS_LOOK_S = 0.001
 class Mover(threading.Thread):
     """Executes orders in sequence, beside the engine's thread.
 
-    on_done: called from this thread after each copy.  bytes_per_s: None: unlimited.
+    on_done: called from this thread after each copy.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class Mover(threading.Thread):
     def submit(self, number: int, steps: Steps) -> None:
         """Queue the steps; `finished` reports their end.
 
-        On CUDA the copy runs after the calling thread's launches so far: pages of a running step stay
-        untouched.
+        On CUDA the copy runs after the calling thread's launches: pages of a running step stay untouched.
         """
         launched = None
         if self._stream is not None:
@@ -63,7 +62,7 @@ class Mover(threading.Thread):
         self._orders.put((number, steps, launched))
 
     def finished(self) -> list[tuple[int, Exception | None]]:
-        """Numbers of copies ended since the last call, each with the error or None."""
+        """Copies ended since the last call, with errors."""
         ended = []
         while not self._done.empty():
             ended.append(self._done.get())
@@ -83,7 +82,7 @@ class Mover(threading.Thread):
     def _take_one(self) -> bool:
         """Execute the next order; False at the end.
 
-        A separate method: a waiting thread must keep no reference to an adapter's memory.
+        A separate method: a waiting thread must not refer to an adapter's memory.
         """
         order = self._orders.get()
         if order is None or self._closing.is_set():
@@ -119,13 +118,13 @@ class Transfers:
     """Sends the cache's orders to all ranks beside the steps, and confirms them.
 
     interval_s: between the cache's checks for moves ahead of need.  A second mover loads adapters from a
-    pool, so that slow peers delay no other copy.  Called by the engine's own thread.
+    pool, so that slow peers delay no copy.  Called by the engine's own thread.
 
-    A copy counts as done, or failed, once ended on all ranks: no step waits for a copy.
+    A copy counts as done, or failed, once ended on all ranks: no step waits.
     """
 
     blocking = False
-    """True: no step starts during an adapter's load (an emulation of S-LoRA)."""
+    """True: no step starts during an adapter's load (emulates S-LoRA)."""
     moves_ahead = True
     """False: no page moves ahead of need."""
     on_change: Callable[[], None] | None = None
@@ -145,7 +144,7 @@ class Transfers:
         self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
         """Called at the start of a load."""
         self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
-        """Called at the end of a load, with the error of a failed load."""
+        """Called at the end of a load."""
         self._cache = cache
         self._host_loads = manager.host_loads
         self._adapters = manager.versions
@@ -170,7 +169,7 @@ class Transfers:
         return bool(self._under_way)
 
     def settle(self) -> None:
-        """Confirm done and failed copies; the cache continues without the failed copies."""
+        """Confirm done and failed copies."""
         if not self._under_way:
             return
         ended = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
@@ -214,7 +213,7 @@ class Transfers:
         self._send()
 
     def wait_for_adapters(self) -> bool:
-        """Wait for all loads; True if an adapter was loading."""
+        """Wait for all loads, if any."""
         waited = False
         while any(self._under_way.values()):
             time.sleep(LOOK_S)
@@ -223,7 +222,7 @@ class Transfers:
         return waited
 
     def figures(self, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
-        """Fields of `EngineStats`: bytes in the cache, and orders so far."""
+        """Fields of `EngineStats`."""
         counters, pages = self._cache.counters, self._cache.usage()
         num_pages = {
             "adapter_load_bytes": counters.pages_loaded,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages and beats between an engine loop and its clients, in one process or over a link (`dist.net`)."""
+"""Messages and beats between an engine loop and its clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BEATS_PER_TIMEOUT = 5
 class PoolEntry:
     """An adapter of an instance, for the pool's directory.
 
-    source: descriptor of the instance's window for peers; None: not held.
+    source: descriptor of a window for peers; None: not held.
     """
 
     info: AdapterInfo
@@ -41,7 +41,7 @@ class PoolEntry:
 
 @dataclass(frozen=True)
 class KvWindow:
-    """Window for the KV of an arriving request, and the layout of its pages."""
+    """Window for an arriving request's KV, and the pages' layout."""
 
     descriptor: bytes
     layout: str
@@ -49,7 +49,7 @@ class KvWindow:
 
 @dataclass(frozen=True)
 class KvSent:
-    """KV in the target's window, of num_tokens; the last put started at first_page."""
+    """KV of num_tokens in the target's window; the last put started at first_page."""
 
     num_tokens: int
     first_page: int
@@ -59,8 +59,8 @@ class KvSent:
 class HeldRequest:
     """A request that gains no tokens for now.
 
-    tokens: of the answer, from the requested position on.  timing: as if ended now.  unshared: the KV is not
-    for the prefix cache, since weights carried another adapter.  sent: all KV in the target's window.
+    tokens: from the requested position on.  timing: as if ended now.  unshared: not for the prefix cache,
+    since weights carried another adapter.  sent: all KV in the target's window.
     """
 
     tokens: tuple[int, ...]
@@ -74,8 +74,8 @@ class HeldRequest:
 class RequestLoad:
     """A request of an engine.
 
-    num_left: tokens that the answer may still gain.  num_bytes: of the KV of num_tokens.  waited_s: since
-    arrival; None: computing.  held: under a move, from or to this engine.
+    num_left: tokens still to gain.  num_bytes: of the KV.  waited_s: since arrival; None: computing.  held:
+    under a move.
     """
 
     name: str
@@ -90,7 +90,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """Order to move a request.  name: the engine's for the request; target: an instance."""
+    """name: the engine's for the request.  target: an instance."""
 
     name: str
     target: str
@@ -98,7 +98,7 @@ class MoveOrder:
 
 
 class Move(Message, frozen=True):
-    """An order for the request's front end, with the front end's id."""
+    """An order for a front end, with the front end's id."""
 
     request_id: str
     target: str
@@ -106,7 +106,7 @@ class Move(Message, frozen=True):
 
 
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
-"""Methods whose first argument is the id of the caller's request."""
+"""Methods whose first argument is a request's id."""
 
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -122,7 +122,7 @@ class PauseScope:
     """Requests that a pause covers.
 
     owner: a later pause of the owner replaces the pause.  tenant: None: all requests.  adapters: names or
-    shell patterns of the tenant's adapters.  ids: beginnings of request ids; (): any id.
+    shell patterns. ids: beginnings of request ids; (): any.
     """
 
     owner: str = ""
@@ -143,7 +143,7 @@ class PauseScope:
 
 @dataclass(frozen=True)
 class CurrentPause:
-    """A pause of an engine.  left_s: until its end."""
+    """left_s: until the pause's end."""
 
     scope: PauseScope
     mode: PauseMode
@@ -179,7 +179,7 @@ class SleepOrder:
 
 @dataclass(frozen=True)
 class AbortOrder:
-    """An end of all covered requests, also outside of instances.  number: unique."""
+    """An end of all covered requests, also outside of instances."""
 
     scope: PauseScope
     number: int
@@ -187,7 +187,7 @@ class AbortOrder:
 
 @dataclass(frozen=True)
 class DrainOrder:
-    """An operator's last order for an instance: drained or not.
+    """An operator's last order for an instance.
 
     number: counts up over all instances' orders; 0: no order.
     """
@@ -202,11 +202,11 @@ AliasStep = Literal["rollout", "promote", "rollback", "drop", "remove"]
 
 @dataclass(frozen=True)
 class Alias:
-    """A model name for an adapter, or for two adapters during a rollout.
+    """A model name for an adapter, or for two during a rollout.
 
-    current: the adapter of the requests outside `share`; "": a removed alias.  second: loaded too, or "".
-    share: of the requests, for `second`; 0 after the stage "rollout".  loaded, pinned: by rollouts.  number:
-    counts up over the steps of the cluster's aliases.
+    current: the adapter of requests outside `share`; "": a removed alias.  second: loaded too, or "".  share:
+    of the requests, for `second`; 0 after "rollout".  loaded, pinned: by rollouts.  number: counts up over
+    the cluster's steps.
     """
 
     current: str = ""
@@ -219,7 +219,7 @@ class Alias:
 
 
 class KnownAliases(dict[str, Alias]):
-    """Aliases by name, with removed aliases; `|=` adds aliases.
+    """Aliases by name, with removed aliases.
 
     live: without removed aliases; `|=` sets a new mapping.
     """
@@ -234,7 +234,7 @@ class KnownAliases(dict[str, Alias]):
 
 @dataclass(frozen=True)
 class AliasChange:
-    """An operator's step.  A rollout has a share and `to`, an adapter or a version as v8."""
+    """A rollout has a share and `to`, an adapter or a version as v8."""
 
     step: AliasStep
     to: str = ""
@@ -245,7 +245,7 @@ class AliasChange:
 class InstanceFacts:
     """Facts of an engine's process for its front ends.
 
-    notes: place (see `step_notes`).  drain, aliases: the last orders, for a restarted controller.
+    notes: place (see `step_notes`).  drain, aliases: for a restarted controller.
     """
 
     info: ModelInfo
@@ -302,10 +302,10 @@ class Dead(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A periodic sign of life from an engine.
+    """A periodic sign of life.
 
-    stuck_s: spent by the loop on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens:
-    of other connections than the receiver's.  held_back: a request waits for an adapter's slot.
+    stuck_s: on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens: of other
+    connections. held_back: a request waits for a slot.
     """
 
     stuck_s: float = 0.0
@@ -317,7 +317,7 @@ class Beat(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Call:
-    """Run a method of the engine loop; a `Reply` with the same id follows.  Over a link a call frame."""
+    """Run a method of the engine loop; a `Reply` with the same id follows."""
 
     call_id: int
     method: str
@@ -333,7 +333,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the loop and drop running requests.  Never over a link."""
+    """End the loop and drop requests.  Never over a link."""
 
 
 Command = Generate | Abort | Call | Stop
@@ -344,10 +344,9 @@ Entry = Command | Callable[[], None]
 
 
 class Inbox(queue.SimpleQueue[tuple[Entry, float]]):
-    """A queue of commands and calls for the loop's thread.
+    """A queue of entries for the loop's thread, with arrivals in seconds.
 
-    `get` returns an entry and its arrival in seconds, read in the thread of `put`.  answers: True for a call
-    about a move that is answered beside a step, in any thread.
+    answers: True for a call about a move, answered beside a step, in any thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -376,7 +375,7 @@ class Heartbeat:
 
 
 class Pulse:
-    """Time that a thread spends on one piece of work; read by other threads."""
+    """Time of a thread's current work; read by other threads."""
 
     held_back = False
 
@@ -398,7 +397,7 @@ class Pulse:
 
 
 class Hearing:
-    """Times of an engine's last progress and last beat."""
+    """Times of the last progress and beat."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or WallClock()
@@ -409,7 +408,7 @@ class Hearing:
         self._heard_s = max(self._heard_s, self._beat_s - beat.stuck_s)
 
     def restart_clock(self) -> None:
-        """Restart both times after a gap in this process."""
+        """Restart after a gap in this process."""
         self._heard_s = self._beat_s = self._clock.now_s()
 
     def unheard_s(self) -> float:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes of an engine's current work, readable after the engine's death by front ends of the same host.
 
-An engine notes the adapters of the next step, and of running loads, in shared memory that outlives the
-process while a reader has it open.  After the death, a lock admits one trial of a noted adapter at a time,
-and the memory names the trial (`dist.cluster.suspects`).
+An engine notes the adapters of the next step, and of loads, in shared memory that outlives the process while
+a reader has it open.  After the death, a lock admits one trial of a noted adapter at a time (`suspects`).
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class StepNotes:
 
     @property
     def place(self) -> str:
-        """Place of the notes for `ReadNotes` on this host."""
+        """Place of the notes for `ReadNotes`."""
         return f"{host_of_processes()} {os.getpid()} {self._file}"
 
     def step(self, adapters: Collection[str]) -> None:
-        """A step with these adapters starts now; an empty set: no step of an adapter runs."""
+        """A step with these adapters starts; an empty set: without adapters."""
         if adapters != self._step:
             with self._lock:
                 self._step = adapters
@@ -58,7 +57,7 @@ class StepNotes:
 
     @contextmanager
     def load(self, adapter: str) -> Iterator[None]:
-        """A load of the adapter lasts as long as the context."""
+        """A load lasts as long as the context."""
         self.start_load(adapter)
         try:
             yield
@@ -83,7 +82,7 @@ class StepNotes:
             self._write()
 
     def _write(self) -> None:
-        """Fill the other area, then switch: a reader finds whole notes at any time."""
+        """Fill the other area, then switch: a reader finds whole notes."""
         text = b""
         for name in sorted({*self._step, *self._loads}):
             one = name.encode() + b"\n"
@@ -97,7 +96,7 @@ class StepNotes:
 
 
 class ReadNotes:
-    """The reading side.  Empty for a place on another host, or without notes."""
+    """The reading side; empty on another host, or without notes."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -106,7 +105,7 @@ class ReadNotes:
         self.readable = self._memory is not None
 
     def try_lock(self) -> bool:
-        """Lock the notes for a trial; False during another trial."""
+        """Lock the notes for a trial, unless locked."""
         if self._file is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,13 +114,13 @@ class ReadNotes:
         return True
 
     def unlock(self) -> None:
-        """Release the notes, as the end of this process does."""
+        """Unlock, as the end of this process does."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     @property
     def trial(self) -> tuple[str, ...]:
-        """Words of the last trial; (): no trial, or a good end."""
+        """Words of the last trial; (): none, or a good end."""
         if self._memory is None:
             return ()
         (length,) = _LENGTH.unpack_from(self._memory, _TRIAL_START)

@@ -7,14 +7,14 @@ Expert rows are moved, never added up: each rank sums the same bits in the same 
 experts.
 
 - `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
-routing, one message per pair.  All ranks know all ids: counts need no message.
+routing, one message per pair.  Counts need no message.
 
 - `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
 bytes.  Sizes don't depend on the ids, so a CUDA graph can hold the exchange.
 
-- `RankSums` (tensor parallelism) adds in rank order: unlike an all-reduce, the sum depends on no order of
-arrival or topology.  Of S bytes a summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES`
-on 2 (P-1)/P S in two.
+- `RankSums` (tensor parallelism) adds in rank order: unlike an all-reduce, independent of arrival and
+topology.  Of S bytes a summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P
+S in two.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
 Backend: TypeAlias = Any
-"""`ProcessGroupGloo` or `ProcessGroupNCCL`; torch's stubs lack their methods."""
+"""A ProcessGroup; torch's stubs lack their methods."""
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
 
 
 class RowExchange:
-    """Own rows to every other rank.  num_messages, sent_bytes: since the start."""
+    """Own rows to every other rank."""
 
     def __init__(self, group: Backend, num_experts: int) -> None:
         self.group = group
@@ -105,11 +105,11 @@ class Sums(Protocol):
 
 
 TWO_ROUNDS_BYTES = 1 << 18
-"""Size of a summand from which, with 3 ranks or more, bytes matter more than messages."""
+"""Size of a summand from which bytes matter more than messages (3 ranks or more)."""
 
 
 class RankSums:
-    """Sums of all ranks' summands in rank order, and logits gathered by columns."""
+    """Sums of summands in rank order, and logits gathered by columns."""
 
     def __init__(self, group: Backend) -> None:
         self.group = group
@@ -134,8 +134,7 @@ class RankSums:
             flat.copy_(_in_order(parts))
 
     def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; other ranks' memory is
-        unchanged.
+        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; elsewhere unchanged.
 
         logits: [rows, columns of this rank], ceil(vocab_size / P) at the first ranks.
         """
@@ -219,7 +218,7 @@ def open_group(
 ) -> Backend:
     """A group of an instance's ranks on one host, apart from the process's default group.
 
-    rendezvous: a path unique to the instance.  Raises EngineDeadError if a rank does not come.
+    rendezvous: a path unique to the instance.  Raises EngineDeadError.
     """
     try:
         return _opened(

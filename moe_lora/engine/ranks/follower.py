@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of an instance that computes rank 0's schedule.
+"""A rank that computes rank 0's schedule.
 
 Run as `python -m moe_lora.engine.ranks.follower FD`.
 """
@@ -141,7 +141,7 @@ class Answers:
         self._lock = threading.Lock()
 
     def send(self, message: Done | OrderEnded) -> None:
-        """An error without a pickled form becomes a RuntimeError with its text."""
+        """An error that can't be pickled becomes a RuntimeError."""
         if message.error is not None:
             message = replace(message, error=_portable(message.error))
         with self._lock, suppress(ConnectionError):  # rank 0 is gone, and this process ends
@@ -157,7 +157,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class FollowerCopies:
-    """Copies of this rank beside its steps.  send: called from any thread."""
+    """Copies beside steps.  send: called from any thread."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ _SOCKET = "control"
 
 
 def gather_followers(config: EngineConfig) -> Followers:
-    """The other ranks of this torchrun job (all on one host), for `build_engine`.
+    """The other ranks of this torchrun job, all on one host.
 
     Raises ConfigError if the job's size differs from the settings.
     """
@@ -218,7 +218,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 
 
 def follow_rank_0() -> None:
-    """Compute the schedule of this torchrun job's rank 0, until the end."""
+    """Follow this torchrun job's rank 0."""
     store, dist_rank, _ = _rendezvous()
     connection = Client(os.path.join(store.get(_DIRECTORY_KEY).decode(), _SOCKET), "AF_UNIX")
     connection.send(dist_rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of a rank: backends of deltas, merged weights, graphs of steps."""
+"""The runner of a rank: deltas, merged weights, graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_runner(
 ) -> ModelRunner:
     """The runner of the rank's part of steps.
 
-    followers: at rank 0 with other ranks.  host: computes for loading adapters.
+    followers: at rank 0.  host: computes for loading adapters.
     """
     backends: dict[int, LoraBackend] = {}
     capture = _capture(rank)
@@ -133,7 +133,7 @@ def _graphs(
 ) -> StepGraphs:
     """Graphs of decode steps, and of steps with prompts in an instance of one rank.
 
-    sources: of each site.  A runner numbers groups of sites by source; host workers compute prompts only.
+    sources: by site.  A runner numbers groups of sites by source; host workers compute prompts only.
     """
     from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
     from moe_lora.engine.step.step_pieces import HostCalled

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers within a grammar: threads compute the mask of each next token beside steps."""
+"""Answers within a grammar: threads compute masks beside steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .logit_edits import EditedSequence, Mask, bits_of
 from .sampler import Take
 
 NUM_COMPILED = 64
-"""Compiled grammars that are kept."""
+"""Compiled grammars kept."""
 MAX_COMPILED_CHARS = 1 << 20
 """A large grammar takes tens of megabytes."""
 NUM_THREADS = 2
 SLOW_S = 0.005
-"""The step does not wait for a mask that takes more of a processor."""
+"""The step does not wait for a slower mask."""
 SOON_S = 0.0005
 """A step's wait for a mask with perhaps a single token."""
 ALL_SOON_S = 0.002
@@ -43,7 +43,7 @@ Threads: TypeAlias = tuple[ThreadPoolExecutor, ThreadPoolExecutor]
 class Follower:
     """A grammar's state after the answer so far.
 
-    ends: tokens that may end a complete answer.  eos: the model's end tokens.
+    ends: tokens that may end an answer.  eos: the model's end tokens.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Seq[int], eos: Seq[int], vocab_size: int) -> None:
@@ -142,7 +142,7 @@ class GrammarSequence(EditedSequence):
         was_slow, self._asked_s = self._is_slow, time.monotonic()
 
         def note(done: Future[Mask]) -> None:
-            # The mask before may be found slow meanwhile.
+            # The mask before may be found slow.
             is_awaited, self._is_slow = was_slow or self._is_slow, spent_s > SLOW_S
             if is_awaited:
                 self._wake()
@@ -165,7 +165,7 @@ class GrammarSequence(EditedSequence):
 
 
 class Grammars:
-    """Compiled grammars of one engine, the latest used.  wake: lets the engine look at its requests."""
+    """Compiled grammars of one engine.  wake: lets the engine look at its requests."""
 
     def __init__(self, info: ModelInfo, wake: Callable[[], None]) -> None:
         self._info, self._wake = info, wake
@@ -177,7 +177,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def compile(self, grammar: str, compiled: Future[LLMatcher] | None = None) -> Future[LLMatcher]:
-        """The grammar's matcher at its start, perhaps later; copy before use.
+        """The grammar's matcher at its start; copy before use.
 
         compiled: of an earlier call.
         """
@@ -189,7 +189,7 @@ class Grammars:
         return found
 
     def sequence(self, request: GenerateRequest, *rest: Any) -> GrammarSequence:
-        """A sequence within the request's grammar.  Raises ValueError for a grammar that does not compile."""
+        """A sequence within the request's grammar.  Raises ValueError."""
         info, sampling = self._info, request.sampling
         assert sampling.grammar is not None
         compiled = self.compile(sampling.grammar)
@@ -203,9 +203,9 @@ class Grammars:
         return made
 
     def only_tokens(self, running: Iterable[Sequence], take: Take) -> list[TokenOutput]:
-        """Take tokens without an alternative; a later step computes them together with the next.
+        """Take tokens without an alternative; a later step computes them with the next.
 
-        Leaves requests with reports of tokens' steps out.
+        Leaves requests with reports out.
         """
         gains: list[TokenOutput] = []
         end_s = time.monotonic() + ALL_SOON_S

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of logits by a request's tokens and fields, and drawn tokens' log probabilities after the edits.
+"""Edits of logits by a request's tokens and fields.
 
 Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
 
@@ -28,7 +28,7 @@ MAX_GAP_TOKENS = 4
 
 class Mask(NamedTuple):
     """words: [ceil(V / 32)] uint32, bit i of word w allows token 32 w + i.  forced: tokens of a complete
-    answer, allowed even below min_tokens.  problem: no token is allowed.
+    answer, allowed even below min_tokens.
     """
 
     words: np.ndarray
@@ -67,7 +67,7 @@ class EditedSequence(Sequence):
         return reason if self.problem is None else "error"
 
     def mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask | None:
-        """The next token's mask; None: any token.  Without an allowed token, sets the problem."""
+        """The next token's mask; None: any token.  Sets the problem without an allowed token."""
         found = self._mask(vocab_size, eos_token_ids)
         if found is not None and found.problem is None and not found.words.any():
             what = "allowed tokens, bad words, min_tokens and a grammar exclude every token"
@@ -91,7 +91,7 @@ class EditedSequence(Sequence):
         return Mask(self._allowed & ~bits_of(excluded, vocab_size) if excluded else self._allowed)
 
     def _forbidden(self) -> Iterator[int]:
-        """Last tokens of bad words whose earlier tokens end the answer so far."""
+        """Last tokens of bad words that the answer has begun."""
         num_prompt, tokens = len(self.request.prompt_token_ids), self.tokens
         for word in self.request.sampling.bad_word_ids:
             first = len(tokens) - len(word) + 1
@@ -121,7 +121,7 @@ class EditedSequence(Sequence):
         return None
 
     def penalties(self) -> np.ndarray:
-        """[4, N] fp64: tokens, factors, and losses by frequency and by presence."""
+        """[4, N] fp64: tokens, factors, losses by frequency and by presence."""
         sampling = self.request.sampling
         factor, presence = sampling.repetition_penalty, sampling.presence_penalty
         found = np.empty((4, 0))
@@ -135,7 +135,7 @@ class EditedSequence(Sequence):
         return found
 
     def _count(self, *, with_prompt: bool) -> None:
-        """Count further tokens.  with_prompt: prompt tokens have an entry, with count 0."""
+        """Count further tokens.  with_prompt: prompt tokens have count 0."""
         prompt, counts = self.request.prompt_token_ids, self._in_answer
         if not self._num_counted:
             counts.update(dict.fromkeys(prompt if with_prompt else (), 0))

@@ -55,10 +55,10 @@ class ModelRunner:
     """Runs steps of one model.
 
     decode_buckets: padded batch sizes of decode steps; empty: no padding.  announce: called with each batch
-    before the compute, for other ranks.  site_sources: of the deltas of each site, in all layers; LOCAL
-    becomes HOST for loading adapters.  present: loaded layers of all ranks, for a common choice of sources;
-    None: one rank, or no host worker.  pushed: serves leased rows of some steps.  outer: called at the first
-    deltas of the embedding or the head.
+    before the compute, for other ranks.  site_sources: of each site's deltas; LOCAL becomes HOST for loading
+    adapters.  present: loaded layers of all ranks, for a common choice of sources; None: one rank, or no host
+    worker.  pushed: serves leased rows of some steps.  outer: called at the first deltas of embedding or
+    head.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class ModelRunner:
     ) -> None:
         self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | ExpertRows | None] | None = None
         self.regroup: Callable[[Exception], Exception] | None = None
-        """See `ranks.regroup.Regroup`."""
+        """See `Regroup`."""
         self.settle_others: Callable[[], None] | None = None
-        """See `ranks.followers.Followers.settle`."""
+        """See `Followers.settle`."""
         self._outer = outer
         self._pushed = pushed
         self.merged = merged
@@ -112,7 +112,7 @@ class ModelRunner:
             self._compiled = CompiledLayers(len(self._buckets))
 
     def lora_rows(self) -> dict[str, int]:
-        """Fields of `EngineStats`: rows x layers by the source of deltas."""
+        """Fields of `EngineStats`: rows x layers by source."""
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
@@ -121,8 +121,8 @@ class ModelRunner:
         max_tokens.
 
         Compiled at first use: ranks above 64, sites without an adapter so far, deltas from other sources,
-        sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode buckets
-        prompts are not compiled.  site_ranks: the largest rank at each site of adapters to come.
+        sampling, prompts beside long sequences, and decode steps of an eager engine; with decode buckets,
+        prompts are not compiled.  site_ranks: the largest at each site.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -153,7 +153,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, order: CaptureSteps) -> None:
-        """Capture every graph, on all ranks together."""
+        """Capture every graph, on all ranks."""
         assert self._graphs is not None, "ranks have the same settings"
         self._graphs.warm_up(self._padding, self._compute, order.ranks)
 
@@ -163,7 +163,7 @@ class ModelRunner:
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.
 
-        drawn: [S] int64, for sequences with an expected last token (`Sequence.expect`).
+        drawn: [S] int64, for sequences with an expected last token.
         """
         num_rows = sum(item.num_tokens for item in plan)
         if num_rows == len(plan):  # all decode
@@ -175,7 +175,7 @@ class ModelRunner:
         return self._run(batch)
 
     def report_prompt(self, sequence: Sequence) -> None:
-        """Report prompts from now on.  Log probabilities need the whole prompt's compute."""
+        """Report prompts from now on.  Log probabilities need the whole prompt."""
         from .prompt_reports import PromptRecord, prompt_rows
 
         self.prompt_rows = self.prompt_rows or prompt_rows
@@ -184,7 +184,7 @@ class ModelRunner:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def report_experts(self, sequence: Sequence) -> None:
-        """Report experts and prompts from now on.  Raises ValueError as `check_experts`."""
+        """Report experts from now on.  Raises ValueError as `check_experts`."""
         from .routed_experts import ExpertRecord, check_experts, expert_rows
 
         check_experts(sequence.request.prompt_tokens, self._model.spec.shape)
@@ -206,7 +206,7 @@ class ModelRunner:
     def abandon(self, error: Exception) -> Exception:
         """Drop a failed step on all ranks; returns the first error of any rank.
 
-        Raises EngineDeadError if a rank is gone.
+        Raises EngineDeadError.
         """
         self.drop_step()
         if not self._is_with_others:
@@ -216,7 +216,7 @@ class ModelRunner:
         return self.regroup(error)
 
     def probe(self) -> None:
-        """Compute one row of padding.  Raises an error if the engine itself is broken."""
+        """Compute one row of padding.  Raises an error if the engine is broken."""
         self._run(self._batch([], 1))
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
@@ -231,7 +231,7 @@ class ModelRunner:
         return logits
 
     def swap(self, order: MergeOrder) -> None:
-        """Merge or unmerge pieces on all ranks before the next step.  Raises the error of any rank."""
+        """Merge or unmerge pieces on all ranks.  Raises the error of any rank."""
         assert self.merged is not None
         if self._announce is not None:
             self._announce(order)
@@ -298,8 +298,7 @@ class ModelRunner:
             if item.samples:
                 logit_rows.append(row - 1)
         routing = self._routing(plan, counts)
-        # Without buckets a graph runs any step, else a decode step of a bucket, which waits for no host: rows
-        # may include the last prompt token of a loading adapter.
+        # Without buckets a graph runs any step, else a decode step of a bucket, which waits for no host.
         in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -336,7 +335,7 @@ class ModelRunner:
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
-        """Each row gets the adapter's slot or lease, by the source of each group of sites.
+        """Each row gets the adapter's slot or lease, by source.
 
         counts: rows of each sequence, with padding.
         """
@@ -397,7 +396,7 @@ class ModelRunner:
         return self.merged.corrected(routing, sources, merged, sum(counts[: len(plan)]))
 
     def _beside_sites(self, routes: Mapping[AdapterVersion, int]) -> tuple[dict[str, int], np.ndarray]:
-        """Groups after those of the sites, by `RowRouting`'s names, and their terms."""
+        """Groups after those of the sites, by `RowRouting`'s names, and terms."""
         routed = {
             "outer": [len(one.packed.layers) > len(self._groups) for one in routes],
             "columns": [one.packed.has_columns for one in routes],

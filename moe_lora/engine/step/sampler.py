@@ -32,7 +32,7 @@ LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], 
 
 
 class HostCopy:
-    """Copy of a tensor's values to the host; a read does not wait for later launches."""
+    """Copy of a tensor on the host; a read does not wait for later launches."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values, self._copied = tensor, None
@@ -49,7 +49,7 @@ class HostCopy:
 
 
 class Drawn:
-    """Result of `sample`.  tokens: [S] int64, on the logits' device.
+    """tokens: [S] int64, on the logits' device.
 
     processed: log probabilities [S] after edits, temperature and truncation.
     """
@@ -88,10 +88,10 @@ class Drawn:
 def schedules_ahead(
     config: EngineConfig, device: str, *, host: bool | None = None, merges: bool | None = None
 ) -> bool:
-    """True if steps are launched before the tokens of the step before are read.
+    """True if steps are launched before the last step's tokens are read.
 
-    host: with host workers.  merges: weights may carry an adapter.  None: as the settings, "auto" is off.
-    Raises ConfigError if required but impossible.
+    merges: weights may carry an adapter.  None: as the settings, "auto" is off.  Raises ConfigError if
+    required but impossible.
     """
     host = config.host_workers not in (0, AUTO) if host is None else host
     merges = config.batching not in ("unmerged", AUTO) if merges is None else merges
@@ -114,9 +114,9 @@ def schedules_ahead(
 class Sampler:
     """Draws the tokens of one engine.
 
-    seed: source of seeds for requests without a seed.  ahead: the engine launches a step before reading the
-    last tokens.  on_change: called from another thread when a waiting request may start.  only_tokens: see
-    `Grammars`; None without a grammar, and on CUDA, where steps of one token a row are captured as graphs.
+    seed: of requests without a seed.  ahead: steps are launched before the last tokens are read.  on_change:
+    called from another thread when a request may start.  only_tokens: see `Grammars`; None without a grammar,
+    and on CUDA, where steps of one token a row are graphs.
     """
 
     def __init__(self, info: ModelInfo, seed: int, *, ahead: bool, jumps: bool = False) -> None:
@@ -172,7 +172,7 @@ def sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> t
 
 
 def forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """Forbid tokens that would end answers below min_tokens."""
+    """Forbid ends below min_tokens."""
     vocab = logits_SV.shape[1]
     forbidden = [
         row * vocab + token
@@ -196,7 +196,7 @@ def sample(
 
     logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax, further rows the highest probability /
     noise (the exponential race) after temperature, top-k, top-p and min-p.  The noise depends on seed and
-    position, so a seed gives equal tokens in any batch and process.  Waits for no device.
+    position: equal tokens in any batch and process.  Waits for no device.
     """
     reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
     logprobs = None
@@ -250,7 +250,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
     keep = place < column([min(p.top_k or ordered.shape[-1], ordered.shape[-1]) for p in params])
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
-    # 1 keeps all, whatever the rounded sum: a row's tokens must not depend on other rows' settings.
+    # 1 keeps all, whatever the rounded sum: a row must not depend on other rows' settings.
     keep &= kept.cumsum(dim=-1) - kept < column([math.inf if p.top_p == 1.0 else p.top_p for p in params])
     keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
@@ -260,7 +260,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 class LogprobReport:
     """Log probability and position of each row's chosen token, and the likeliest tokens.
 
-    listed: token ids in place of the likeliest, by row; the chosen token joins them.
+    listed: ids in place of the likeliest, by row; the chosen token joins them.
     """
 
     def __init__(
@@ -274,10 +274,10 @@ class LogprobReport:
         self._num_top = [vocab if num < 0 else min(num, vocab) for num in num_top]
         chosen = logprobs_RV.gather(1, chosen_R[:, None])
         position = (logprobs_RV > chosen).sum(1, keepdim=True) + 1
-        # The order of equal tokens depends on the requested number: never use a neighbour's.
+        # The order of equal tokens depends on the requested number.
         tops = [logprobs_RV.topk(num) for num in sorted(set(self._num_top))]
         self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
-        # One copy from the device; fp64 holds fp32 and token ids exactly.
+        # One copy; fp64 holds fp32 and token ids exactly.
         parts = [chosen, position, *(part for top in tops for part in top)]
         width = max(map(len, listed), default=0)
         self._listed = listed if width else ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's launches in pieces: graphs, and calls of the host between.
 
-A graph holds launches only, so a host's call ends a graph, and the next graph starts after the call.  Not run
-on a GPU: tests replace `CudaRecorder` by a stand-in.
+A host's call ends a graph, and the next graph starts after the call.  Not run on a GPU: tests replace
+`CudaRecorder` by a stand-in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Recorder(Protocol):
     """Records launches for replays."""
 
     def session(self, compute: Compute) -> AbstractContextManager[None]:
-        """A context for recordings of `compute`'s graphs."""
+        """A context for recordings of `compute`."""
         ...
 
     def begin(self) -> None:
@@ -34,7 +34,7 @@ class Recorder(Protocol):
         ...
 
     def end(self) -> Piece:
-        """Stop the record; the result replays the launches since `begin`, in the same memory."""
+        """Stop the record; the result replays the launches in the same memory."""
         ...
 
 
@@ -56,8 +56,8 @@ def _no_collection() -> Iterator[None]:
 class CudaRecorder:
     """`Recorder` of CUDA graphs with a common pool of memory: no two run at once.
 
-    A graph may read results of an earlier graph in the pool, and reuse freed memory: replays keep the order
-    of the records.
+    A graph may read an earlier graph's results in the pool, and reuse freed memory: replays keep the order of
+    the records.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class CudaRecorder:
         current, side = torch.cuda.current_stream(), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            compute()  # compile kernels before the capture
+            compute()  # compile kernels first
             torch.cuda.synchronize()
             if torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY or not self._captures:
                 gc.collect()
@@ -83,7 +83,7 @@ class CudaRecorder:
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads copy meanwhile, on their own streams.
+        # Other threads copy meanwhile.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Piece:
@@ -102,7 +102,7 @@ class StepCapture:
         self.running = False
 
     def __call__(self, compute: Compute) -> tuple[list[Piece], torch.Tensor]:
-        """Pieces that replay `compute` in order, and the result's memory."""
+        """Pieces that replay `compute` in order, and the result."""
         self._pieces = pieces = []
         with self._recorder.session(compute):
             self._recorder.begin()
@@ -141,9 +141,9 @@ class KeptMemory:
 class HostCalled(OuterBackend):
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
-    At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
-    result to y.  Deltas of one shape share memory.  y gets the same bits as from the backend's own `add_to`,
-    if the backend adds to each element once.
+    At a replay the backend adds deltas to zeros; the next graph adds the result to y.  Deltas of one shape
+    share memory.  y gets the same bits as from the backend's own `add_to`, if the backend adds to each
+    element once.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
@@ -185,7 +185,7 @@ class HostCalled(OuterBackend):
 def between_graphs(exchanges: Exchanges, capture: StepCapture) -> Exchanges:
     """The exchanges between ranks, each a cut of a captured step: a host starts them.
 
-    A graph leaves the data in fixed memory; the next graph reads the result there, with the same bits.
+    Graphs leave the data in fixed memory, with the same bits.
     """
     experts, sums = exchanges.experts, exchanges.sums
     return Exchanges(
@@ -228,7 +228,7 @@ class _SumsBetween:
 
 
 class _InPlace:
-    """Exchanges in y's memory; in a captured step in fixed memory of y's size."""
+    """Exchanges in y's memory; in a captured step in fixed memory."""
 
     def __init__(self, capture: StepCapture) -> None:
         self._capture = capture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files beside an adapter, compared with the base model's: tokenizer, end token, chat template.
+"""Text files beside an adapter, compared with the base model's.
 
 An adapter changes no embedding, so a tokenizer with other tokens is never used.
 """
@@ -43,8 +43,7 @@ OPTION = "--adapter-chat-template"
 class AdapterText:
     """The differences between an adapter's text files and the base model's.
 
-    eos_tokens: the adapter's end token and the base's, if different.  vocabulary: a difference between the
-    tokens, or None.
+    eos_tokens: the adapter's and the base's, if different.  vocabulary: a difference between the tokens.
     """
 
     templates: Mapping[str, str]
@@ -53,7 +52,7 @@ class AdapterText:
     vocabulary: str | None
 
     def remark(self, *, used: bool) -> str | None:
-        """The differences and the effect in a line, if any.  used: with the option."""
+        """The differences and the effect in a line.  used: with the option."""
         found = ["a chat template"] if self.templates else []
         if self.eos_tokens is not None:
             own, base = self.eos_tokens
@@ -93,7 +92,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
 
 
 def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None) -> str | None:
-    """`AdapterText.remark` of a folder, or the reason why the files can't be read."""
+    """`AdapterText.remark` of a folder, or the error."""
     try:
         text = read_adapter_text(folder, base, root)
     except (ConfigError, OSError) as error:
@@ -109,9 +108,9 @@ def log_adapter_text(name: str, folder: str, base: str, *, used: bool, root: str
 
 @lru_cache(maxsize=256)
 def with_adapter_text(tokenizer: Tokenizer, folder: str, version: int, root: str | None) -> Tokenizer:
-    """The tokenizer with the adapter's chat template and end token; unchanged without usable files.
+    """The tokenizer with the adapter's chat template and end token, if usable.
 
-    version: of the adapter; a new version is read anew.  Raises ConfigError for an unreadable file.
+    version: of the adapter; a new version is read anew.  Raises ConfigError.
     """
     if tokenizer.folder is None:
         return tokenizer
@@ -166,7 +165,7 @@ _kept: dict[str, dict[str, int]] = {}
 
 
 def _tokens(digest: str, path: Path) -> dict[str, int]:
-    """Token -> id of a tokenizer.json.  Equal files beside many adapters are read once."""
+    """Token -> id of a tokenizer.json.  Equal files are read once."""
     if digest not in _kept:
         if len(_kept) >= NUM_KEPT:
             _kept.pop(next(iter(_kept)))

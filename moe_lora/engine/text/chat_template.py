@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
-Output: as `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`, but a template for parts gets a text
-as a part, and a template for texts gets parts as lines.
+As `apply_chat_template(tokenize=False)`, but a template for parts gets a text as a part, and a template for
+texts gets parts as lines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Names of `apply_chat_template`'s own parameters: a template never sees them."""
+"""Parameters of `apply_chat_template`: a template never sees them."""
 Place = Callable[[Any], list[Message]]
 """A content -> a conversation around it."""
 TEXT, PARTS = "text", "parts"
@@ -55,7 +55,7 @@ else as Python code.
 
 
 class TemplateFieldError(ValueError):
-    """The field `param` beside the messages is wrong, or contradicts another field."""
+    """The field `param` beside the messages is wrong."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class TemplateFieldError(ValueError):
 
 
 class ContentForms:
-    """The fit forms by role.  render: messages, variables -> text; ValueError for a failure."""
+    """The fit forms by role.  render: ValueError for a failure."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -76,7 +76,7 @@ class ContentForms:
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
         """The fit forms in messages of this role; empty: unknown.
 
-        variables: of the request, used if the template fails without variables.
+        variables: used if the template fails without.
         """
         found = self._kept((role,), {})
         return found if found or not variables else self._kept((role, *sorted(variables)), variables)
@@ -150,7 +150,7 @@ def _places(role: str, other: Any) -> Iterator[Place]:
 
 
 class ChatTemplates:
-    """The chat templates of a folder by name, and special tokens (name -> text) as variables.
+    """The chat templates of a folder by name, and special tokens (name -> text).
 
     usual: variables of chats that don't set them.
     """
@@ -186,8 +186,8 @@ class ChatTemplates:
     ) -> str:
         """The conversation as text.
 
-        name: of the template; None: "tool_use" with tools, else "default".  variables: further names for the
-        template (enable_thinking, tools, documents …).  Raises ValueError with the cause.
+        name: None: "tool_use" with tools, else "default".  variables: further names for the template
+        (enable_thinking, tools, documents …).  Raises ValueError with the cause.
         """
         extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):
@@ -245,7 +245,7 @@ class ChatTemplates:
 
 
 def undeclared_names(source: str) -> set[str]:
-    """Variables of a template without a value of its own; empty for invalid Jinja."""
+    """Variables of a template without its own value; empty for invalid Jinja."""
     from jinja2.meta import find_undeclared_variables
 
     try:
@@ -262,7 +262,7 @@ def _compiled(source: str) -> Any:
 
 
 class _Template:
-    """A compiled template.  problem: the compiler's error, or None."""
+    """problem: the compiler's error, or None."""
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
         # The import takes a second.
@@ -286,7 +286,7 @@ class _Template:
         return None
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Raises ValueError if the template fails: foreign code raises anything."""
+        """Raises ValueError: foreign code raises anything."""
         from jinja2 import TemplateError
 
         try:

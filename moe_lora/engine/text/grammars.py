@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of answers as texts (`SamplingParams.grammar`), and a tokenizer for masks; by llguidance."""
+"""Grammars of answers as texts, and a tokenizer for masks; by llguidance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from .text import Tokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 17
-"""A longer text may need seconds to compile."""
+"""A longer text may compile for seconds."""
 MAX_PROBLEM_CHARS = 300
 JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
 }
-"""Refuses keywords without an effect, and bounds white space, which a model without an idea repeats."""
+"""Refuses keywords without an effect, and bounds white space: a model may repeat it."""
 limits = partial(LLParserLimits, max_grammar_size=100_000, step_lexer_fuel=200_000, verbose_errors=False)
 
 
@@ -51,7 +51,7 @@ def json_grammar(schema: Any, *, lenient: bool = False) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Grammar of texts that match the pattern as a whole (syntax: Rust's regex)."""
+    """Grammar of texts that match the whole pattern (Rust's regex)."""
     return LLMatcher.grammar_from_regex(_bounded(pattern))
 
 
@@ -73,7 +73,7 @@ def after(rules: str, grammar: str) -> str:
 
 
 def composed(rules: str, inner: Mapping[str, str]) -> str:
-    """Lark rules with the grammars that they name.  Inner grammars need other names."""
+    """Lark rules with the grammars they name.  Inner grammars need other names."""
     listed: list[dict[str, Any]] = [{"lark_grammar": rules}]
     for name, grammar in inner.items():
         given = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
@@ -108,7 +108,7 @@ def _uncompiled(problem: str) -> ValueError:
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
-    """The vocabulary as bytes.  ends: tokens without text that end an answer."""
+    """The vocabulary as bytes.  ends: tokens that end an answer."""
     size, backend = max(vocab_size, tokenizer.vocab_size), tokenizer.backend
     # Without an end token, a number beyond the vocabulary stands for the end.
     found = list(ends) or [size]
@@ -119,7 +119,7 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]
 
 
 def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Text -> id of tokens that no text of a grammar spells: special tokens, and <…> as in llguidance."""
+    """Text -> id of tokens that no grammar's text spells: special tokens, and <…> as in llguidance."""
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: token_id
@@ -129,7 +129,7 @@ def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 ANY_MARK = "<[257]>"
-"""A special token in the vocabulary of checks."""
+"""A special token in checks."""
 
 
 class _Bytes:
