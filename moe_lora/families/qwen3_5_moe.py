@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5-MoE and 3.6: as Qwen3-Next, with a matrix for each projection.
 
-Of a multimodal checkpoint the language model alone is read.  Text has one position, so the interleaved
-rotation of images is the plain rotation.
+Reads the language model alone.  Text has one position, so the interleaved rotation of images is the plain
+rotation.
 """
 
 from __future__ import annotations

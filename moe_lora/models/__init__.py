@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder models: one layer stack, a specification and a weight map per family."""
+"""Decoder models: one layer stack; specification and weight map per family."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of a layer's token mixing for some families: latent attention, heads of two sizes, Gated DeltaNet.
+"""Forms of token mixing: latent attention, heads of two sizes, Gated DeltaNet.
 
 Legend: T token rows, N heads (value heads of a DeltaNet), M KV heads, P size of a head without rotation, R
 rotated dims, C width of the latent or channels of the convolution, W its width, D size of a head, V size of a
@@ -19,15 +19,15 @@ from moe_lora.kernels.reference import rotate
 from .linear import ExpertLinear, Fp32Vector, LoraLinear, parameter
 
 LATENT_EPS = 1e-6
-"""Of both latents' norms, whatever rms_norm_eps is."""
+"""Whatever rms_norm_eps is."""
 
 
 class LatentAttention(nn.Module):
     """o(V_n(softmax(scale * (K_n(q_n) c + rotated q_n k)) c)) of each head n over latents c and rotated k.
 
-    The pages behind the channel hold c and k, as K and as V of one KV head.  kv_b_proj's K part acts on the
-    query, the V part on the attention's output.  Each row needs only its own adapter's delta. Source:
-    DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, the absorbed form.
+    The pages hold c and k, as K and as V of one KV head.  kv_b_proj's K part acts on the query, the V part on
+    the output. Each row needs only its own adapter's delta. Source: DeepSeek-V2 (arXiv 2405.04434), section
+    2.1.2, the absorbed form.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
 
 
 def unit_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm without a weight, over the last dim; computed in fp32."""
+    """RMS norm without a weight, over the last dim, in fp32."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -94,8 +94,8 @@ class HeadNorm(nn.Module):
 class SizedAttention(nn.Module):
     """o(softmax(norm(q) @ norm(k)) norm(v)) of a layer's heads, q and k rotated after the norm.
 
-    Heads have one size in layers with a window, another in layers of full attention.  V is the output of
-    k_proj where the site has no v.  cos and sin have the columns of the layers with a window first.
+    Heads have one size in layers with a window, another in full layers.  V is k_proj's output where the site
+    has no v.  cos and sin have the columns of the layers with a window first.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint directory by name: safetensors files, plain or quantised."""
+"""Tensors of a checkpoint directory by name, plain or quantised."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _NUM_READERS = 4
 """Threads that wait for files."""
 _GAP_BYTES = 1 << 20
-"""Advice joins tensors with at most these bytes between them."""
+"""Advice joins tensors with smaller gaps."""
 
 
 class Checkpoint:
@@ -65,7 +65,7 @@ class Checkpoint:
         self.scheme = scheme_of(config or {}, self._metadata)
 
     def _metadata(self) -> dict[str, str]:
-        """Metadata of the files' headers; lists of names are joined."""
+        """Metadata of the files' headers, joined."""
         joined: dict[str, str] = {}
         names: list[str] = []
         for path in sorted(set(self.file_of.values())):
@@ -139,7 +139,7 @@ class Checkpoint:
             self._mapped(path).will_read(keys)
 
     def release(self, pieces: Iterable[Piece]) -> None:
-        """Wait for all reads, and free the mapped pages of the pieces' tensors."""
+        """Wait for all reads, and free the tensors' mapped pages."""
         while self._reads:
             self._reads.pop().result()
         for path, keys in self._by_file(pieces).items():
@@ -185,7 +185,7 @@ class MappedFile:
         self._map = mmap.mmap(self._file.fileno(), 0, sharing, access)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A view of the mapping.  Raises KeyError for an unknown key."""
+        """A view of the mapping.  Raises KeyError."""
         entry = self._entries[key]
         dtype, count = getattr(torch, entry.dtype.removeprefix("torch.")), math.prod(entry.shape)
         if count == 0:
@@ -194,13 +194,13 @@ class MappedFile:
         return flat.view(entry.shape)
 
     def fits(self, key: str, out: torch.Tensor) -> bool:
-        """True if `read_into` can fill `out`: of equal shape and dtype, in the host's memory without gaps."""
+        """True if `read_into` can fill `out`: equal shape and dtype, on the host without gaps."""
         entry = self._entries[key]
         alike = entry.dtype == str(out.dtype) and entry.shape == tuple(out.shape)
         return alike and out.is_cpu and out.is_contiguous() and out.numel() > 0
 
     def read_into(self, key: str, out: torch.Tensor) -> None:
-        """Read the whole tensor into `out`, past the mapping.  Raises OSError."""
+        """Read the whole tensor, past the mapping.  Raises OSError."""
         held, place = out.view(-1).view(torch.uint8).numpy().data, self._entries[key].span[0]
         while held:
             size = os.preadv(self._file.fileno(), [held], place)
@@ -209,11 +209,11 @@ class MappedFile:
             held, place = held[size:], place + size
 
     def will_read(self, keys: Iterable[str]) -> None:
-        """Let the kernel read these tensors ahead."""
+        """Let the kernel read ahead."""
         self._advise(keys, mmap.MADV_WILLNEED)
 
     def release(self, keys: Iterable[str]) -> None:
-        """Free the pages of these tensors; a later access maps the pages again."""
+        """Free these tensors' pages; a later access maps the pages again."""
         self._advise(keys, mmap.MADV_DONTNEED)
 
     def _advise(self, keys: Iterable[str], advice: int) -> None:

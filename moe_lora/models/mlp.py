@@ -52,7 +52,7 @@ class DenseMlp(nn.Module):
 class MoeMlp(nn.Module):
     """Weighted sum of the chosen experts' outputs, in expert order.
 
-    Ranks with the experts send outputs of absent experts.
+    Other ranks send outputs of absent experts.
     """
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
@@ -80,7 +80,7 @@ class MoeMlp(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row, -1 in rows of padding.
 
-        The third item is rows by local expert, for a GPU's kernels; None on CPU and for quantised weights.
+        Third: rows by local expert, for a GPU's kernels; None on CPU and for quantised weights.
         """
         if logits_TE.is_cuda:
             num_held = len(self.experts) if self.takes_order() else 0
@@ -138,7 +138,7 @@ class MoeMlp(nn.Module):
         return y
 
     def takes_order(self) -> bool:
-        """True if a GPU computes some expert layers from rows by expert."""
+        """True if a GPU uses rows by expert."""
         return not all(isinstance(one.weight, QuantisedWeight) for one in (self.gate_up, self.down))
 
     def held(self, ids_TK: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ class MoeMlp(nn.Module):
 
 
 class SharedMoeMlp(MoeMlp):
-    """`MoeMlp` plus an expert of all tokens, scaled by the sigmoid of its gate, if any."""
+    """`MoeMlp` plus an expert of all tokens, scaled by its gate's sigmoid, if any."""
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         super().__init__(spec, shard)
@@ -194,7 +194,7 @@ class SparseMixerMlp(MoeMlp):
 class DenseBesideMlp(MoeMlp):
     """norm(dense(norm(x))) + norm(experts(norm(x))), with experts chosen by norm(x) / sqrt(H).
 
-    The expert's scale multiplies the weight.  x: without a norm of the layer.
+    The expert's scale multiplies the weight.
     """
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights of a model's real sizes, for runs that need only its speed."""
+"""Random weights of a model's real sizes, for measurements of speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODES_STD = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)
 
 
 class RandomCheckpoint:
-    """Replaces a `loader.Checkpoint`: tensors by name, each created on access.
+    """Replaces a `Checkpoint`: tensors by name, each created on access.
 
     A matrix [N, K] (N outputs, K inputs) is uniform with variance 1 / K, an embedding has variance 1, norms
     are ones, biases small.  Values depend only on name and type of device: equal over ranks and restarts.
@@ -61,7 +61,7 @@ class RandomCheckpoint:
         self._last_codes: tuple[str, torch.Tensor] | None = None
         for name in self.weights if method == "mxfp4" else ():
             if name.endswith(("mlp.gate_up.weight", "mlp.down.weight")):
-                # A pair of tensors tells the loader that the weight is quantised.
+                # A pair of tensors marks a quantised weight.
                 self.weights[name] = [
                     replace(one, extra_keys=(one.key + _SCALES,)) for one in self.weights[name]
                 ]

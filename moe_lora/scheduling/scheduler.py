@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: sequences and numbers of tokens of the next step."""
+"""Continuous batching: the next step's sequences and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ LOOK_AHEAD = 16
 class StepLimits:
     """Limits of a step, and the wait in seconds before a request overtakes.
 
-    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests.  Host
-    workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
-    `policies.admission.host_start.fair_shares`; no decode step waits for the host.  Source: Toppings section
-    4.1.
+    max_host_tokens: limit of prompt tokens of loading adapters in a shared step.  Host workers compute these
+    tokens (HOST_COMPUTABLE), divided by `fair_shares`; no decode step waits for the host.  Source: Toppings
+    section 4.1.
     """
 
     max_num_seqs: int
@@ -43,14 +42,13 @@ class StepLimits:
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
-    loading: sequences with an adapter or history on the way to the device.  waiting: sequences without holds.
-    tenants: `waiting`, from the second tenant or priority on.  background: from the first background request
-    on.
+    loading: sequences with an adapter or history on the way.  waiting: sequences without holds.  tenants:
+    `waiting`, from the second tenant or priority on.
 
     Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page, all
     younger requests release pages and no request is admitted in that schedule.  Then only this request, pins
-    and running copies hold pages; copies end, and copied pages can be evicted.  Leases are kept too, so the
-    request waits for no other instance.  A request still without pages is impossible (`oldest`).
+    and running copies hold pages; copies end, and copied pages can be evicted.  Leases are kept too.  A
+    request still without pages is impossible (`oldest`).
     """
 
     def __init__(
@@ -78,10 +76,10 @@ class Scheduler(Generic[Sequence]):
         self.clock = clock
         self._limits = limits
         self.held_back = False
-        """True if at the last plan a request found no slot for an adapter."""
+        """True if a request found no slot at the last plan."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] | None = None
-        """None: all requests of the step need a host."""
+        """None: all requests need a host."""
 
     @property
     def num_waiting(self) -> int:
@@ -91,12 +89,12 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_deferred(self) -> int:
-        """Of `num_waiting`, sequences that wait for bytes or an adapter's slot."""
+        """Sequences that wait for bytes or an adapter's slot."""
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
 
     @property
     def oldest(self) -> Sequence | None:
-        """The first in line: if it can never continue, no sequence can."""
+        """If it can never continue, no sequence can."""
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
@@ -120,7 +118,7 @@ class Scheduler(Generic[Sequence]):
         self.background.add(sequence)
 
     def count_tenants(self) -> None:
-        """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""
+        """Queue requests by tenant.  Earlier tokens count for the first tenant."""
         from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 
         from .queues import LEAST_CREDIT, TenantQueue
@@ -132,7 +130,7 @@ class Scheduler(Generic[Sequence]):
         self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._limits.max_num_seqs)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
-        """The next step's work, with reserved pages.  Empty if no sequence can run.
+        """The next step's work, with reserved pages.
 
         only: adapters (None: the base model) with computing sequences; the rest keeps holds.  All adapters
         compute for None, or if no sequence of `only` can.
@@ -177,7 +175,7 @@ class Scheduler(Generic[Sequence]):
         return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """After the planned step's compute: filled blocks become visible to lookups."""
+        """After the step's compute: filled blocks become visible to lookups."""
         now_s = self.clock.now_s()
         for item in plan:
             sequence = item.sequence
@@ -191,7 +189,7 @@ class Scheduler(Generic[Sequence]):
                 self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 
     def charge(self, sequence: Sequence) -> None:
-        """A token of the sequence came without a draw of a step."""
+        """A token came without a draw of a step."""
         self._num_sampled += 1
         if self.tenants is not None:
             self.tenants.counter.decode(sequence.tenant, sequence.share)
@@ -201,7 +199,7 @@ class Scheduler(Generic[Sequence]):
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove an ended or aborted sequence from any queue."""
+        """Remove a sequence from any queue."""
         if self.tenants is not None:
             self.tenants.in_vain = False
         for group in (self.running, self.loading):
@@ -224,7 +222,7 @@ class Scheduler(Generic[Sequence]):
             self._preempt(self.running[-1])
 
     def restart(self, sequence: Sequence) -> None:
-        """Put back a running or loading sequence, for a change of adapter."""
+        """Put back a started sequence, for a change of adapter."""
         self._told = []
         if sequence in self.running:
             self._preempt(sequence)
@@ -253,7 +251,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens
 
     def _num_tokens(self, sequence: Sequence, start: int, budget: int, plan: dict[Sequence, int]) -> int:
-        """Tokens from `start` for this step; 0 for a loading adapter if the wait is quicker than the host."""
+        """Tokens from `start` for this step; 0 if waiting is quicker than the host."""
         num_uncomputed = sequence.num_uncomputed + sequence.num_computed - start - sequence.held
         if start < sequence.base_tokens:
             num_uncomputed = sequence.base_tokens - start
@@ -268,7 +266,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int] | None:
-        """Shares of a step for prompts of loading adapters; None: no other requests."""
+        """Shares for prompts of loading adapters; None: no other requests."""
         if not self._has_warm():
             return None
         from moe_lora.policies.admission.host_start import fair_shares
@@ -324,7 +322,7 @@ class Scheduler(Generic[Sequence]):
         return victims
 
     def _match(self, sequence: Sequence, now_s: float) -> None:
-        """Look up computed tokens; none for awaited KV, to keep the sequence's state.
+        """Look up computed tokens; none for awaited KV.
 
         Uncomputed tokens count for the tenant, once.
         """
