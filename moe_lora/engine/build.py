@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
     """Load the model and the adapters, allocate the arena, compile the decode step.
 
-    followers: None: by the settings; they end with the engine, or a failed build.  Raises ConfigError or
-    AdapterError.
+    followers: end with the engine, or a failed build.  Raises ConfigError or AdapterError.
     """
     mine = followers or Followers()
     try:
@@ -75,8 +74,8 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
     """Run `work` in a separate thread; returns the result or raises the error.
 
-    OpenMP keeps workers for each thread.  Steps run in another thread: with two workers per core, decode
-    steps took up to twice as long.
+    OpenMP keeps workers for each thread, and steps run in another: with two workers per core, decode steps
+    took up to twice as long.
     """
     result: Future[EngineCore] = Future()
     left = Event()

@@ -375,10 +375,10 @@ class EngineCore:
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
-        """Queue a request.  arrival_s: by the engine's clock; None: now.
+        """Queue a request.  arrival_s: None: now.
 
-        Raises ValueError, AdapterNotFoundError, AdapterFailedError, or AdapterVersionError if the served
-        version or content differs from the request's.
+        Raises ValueError, AdapterNotFoundError, AdapterFailedError, or AdapterVersionError for another
+        version or content.
         """
         check_request(request, self.info)
         if request.request_id in self._sequences:

@@ -58,7 +58,7 @@ class EngineLoop(threading.Thread):
         self._verbs = verbs_of(engine)
         if (pool := core.adapters.store.pool) is not None:
             self._verbs |= verbs_of(PoolVerbs(engine, core, pool, self._files))
-        self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process only
+        self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
         """Verbs in wait for a condition."""
         self._compiling: dict[str, tuple[Generate, float]] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's part in a move of a request.
 
-The target allocates pages and a window of host memory.  The source puts full blocks while decoding, and the
-rest under the hold; the target copies KV into the pages between steps.
+The source puts full blocks into the target's window while decoding, and the rest under the hold; the target
+copies KV into its pages between steps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Incoming:
 class Outgoing:
     """KV of num_tokens in a peer's window; the last put started at first_page.
 
-    adapter: uid of the version that computed the KV.
+    adapter: uid of the computing version.
     """
 
     descriptor: bytes
@@ -76,8 +76,8 @@ class KvTransfer:
     """Both ends, for one engine.
 
     arena: uint8, of this rank.  open_transport: called in the thread of the first use; None: no KV moves.
-    `send` and the release of a peer's window may block, and run in `threads`; the rest in the engine's
-    thread.  `sent` compares `send`'s reads with the sequence's pages.
+    `send` and the release of a peer's window may block, and run in `threads`.  `sent` compares `send`'s reads
+    with the sequence's pages.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class RequestMoves:
 
     A leaving request is held between two steps; `prefill_only`: after its first token.  An arriving request
     is announced with all tokens but the last computed or, for KV, with allocated pages.  Any thread calls
-    `answer_beside`, the engine's own thread the rest.
+    `answer_beside`.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class RequestMoves:
     def announce(self) -> list[TokenOutput]:
         """Hold requests with a first token; an output without tokens for each ready request."""
         for sequence in self._prefills:
-            if sequence.num_generated and sequence.num_left > 0:  # drawn or will be
+            if sequence.num_generated and sequence.num_left > 0:
                 sequence.held = sequence.kept = True
         self._prefills = [one for one in self._prefills if self._is_live(one) and not one.kept]
         if not self._coming:
@@ -361,7 +361,7 @@ class RequestMoves:
     ) -> None:
         """Resume a request with further tokens, and KV as in `KvSent`.
 
-        Without room for the KV, the request computes it.  Raises ValueError if the request is not running.
+        Without room for the KV, the request computes it.  Raises ValueError as `hold`.
         """
         sequence = self._find(request_id)
         sequence.extend(tokens)

@@ -36,8 +36,7 @@ class Pauses:
     A delayed request enters at the end of its pauses or of a sleep, with the adapter version of that time.  A
     held request keeps pages and version.  A scope with a term of a weighted sum covers the sum.
 
-    drop: removes a request without an output.  put: queues an entry for the engine's thread.  sleep_orders:
-    empty while awake.
+    drop: removes a request without an output.  put: queues an entry for this thread.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Pauses:
         """Pause the scope for at most timeout_s; replaces the owner's earlier pause.
 
         keep: covered requests gain no tokens.  wait: they go on to their ends.  The returned condition is the
-        last running request's end; immediate except for wait.
+        last request's end; immediate except for wait.
         """
         if scope.owner in self._pauses:
             self._pauses.pop(scope.owner).timer.cancel()

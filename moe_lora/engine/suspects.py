@@ -32,8 +32,7 @@ def run_apart(
 ) -> Found:
     """Run each adapter's items, and each request of the base model, alone.
 
-    complete: computes items, keeps tokens.  Raises `error` if no part succeeds and a row of padding fails
-    too.
+    complete: computes items.  Raises `error` if no part succeeds and a row of padding fails too.
     """
     parts: dict[object, list[Item]] = {}
     for item in plan:

@@ -102,7 +102,7 @@ class EngineVerbs:
     ) -> Steps[None]:
         """As `Pauses.start`; returns once no covered request computes.  clears_cache: then clear the cache.
 
-        waits: False: return at once.  Raises TimeoutError if the pause ends before the last request.
+        Raises TimeoutError if the pause ends before the last request.
         """
         if self.pauses is None:
             self.pauses = self._make_pauses()

@@ -32,7 +32,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 FAMILY = Family(
     title="Qwen3-MoE",
     tool_format="hermes",
-    # that of dense layers is not read
+    # intermediate_size itself is of dense layers, which are not supported.
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
     supported={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     layers=_layers,

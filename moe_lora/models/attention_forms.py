@@ -19,7 +19,7 @@ from moe_lora.kernels.reference import rotate
 from .linear import ExpertLinear, Fp32Vector, LoraLinear, parameter
 
 LATENT_EPS = 1e-6
-"""Whatever rms_norm_eps is."""
+"""Of the latents' norms, whatever rms_norm_eps is."""
 
 
 class LatentAttention(nn.Module):

@@ -50,7 +50,7 @@ class CompiledLayers:
     In an engine only the number of rows changes, so the compiler runs once per layer and number (once above 1
     if dynamic).
 
-    Weights may change in place only.  The code keeps its number of threads.
+    Weights may change in place only.
     """
 
     def __init__(self, num_buckets: int) -> None:

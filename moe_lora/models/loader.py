@@ -145,8 +145,8 @@ def load_model(
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    shard: None: the whole model.  quantisation: applied while reading; None: keep the checkpoint's formats.
-    show: called after each parameter, with bytes.
+    quantisation: applied while reading; None: keep the checkpoint's formats.  show: called after each
+    parameter, with bytes.
     """
     spec, checkpoint, weights = _opened(model_dir)
     return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
@@ -262,8 +262,7 @@ def _hold_quantised(
 ) -> Stored:
     """Replace parameters of a model without storage by `QuantisedWeight`s.
 
-    Returns the opened tensors.  Raises ConfigError for a dynamic format on a GPU, and for a shape unfit for
-    the format.
+    Returns the opened tensors.  Raises ConfigError for a dynamic format on a GPU, and for an unfit shape.
     """
     layers = linear_layers(model)
     head: list[tuple[nn.Module, str, str]] = [(model, "head", "head")]

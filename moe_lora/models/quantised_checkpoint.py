@@ -42,7 +42,7 @@ _WEIGHTS = (
 class _Part:
     """A tensor of the new checkpoint: in a format, or (form None) unchanged.
 
-    source: its piece.  whole: shape of the source.  index: part of the source.
+    whole: shape of the source.  index: part of the source.
     """
 
     key: str
@@ -66,9 +66,8 @@ def quantise_checkpoint(
 ) -> None:
     """Write a quantised checkpoint to `out`, a new folder, with the other files beside the weights.
 
-    Values and scales equal those of loading in `dtype`.  Blocks of fp8 rows begin with each matrix of the
-    file.  Experts become separate layers.  Needs memory for two files of SHARD_BYTES; `out` appears once
-    complete.
+    Values and scales equal those of loading in `dtype`.  Experts become separate layers.  Needs memory for
+    two files of SHARD_BYTES; `out` appears once complete.
 
     Raises ConfigError for a quantised checkpoint, an existing or partial folder, an unfit weight, or a full
     disk.

@@ -30,8 +30,8 @@ class RandomCheckpoint:
     """Replaces a `Checkpoint`: tensors by name, each created on access.
 
     A matrix [N, K] (N outputs, K inputs) is uniform with variance 1 / K, an embedding has variance 1, norms
-    are ones, biases small.  Values depend only on name and type of device: equal over ranks and restarts.
-    MXFP4 experts have random codes.  Raises ConfigError for another quantised config.json.
+    are ones. Values depend only on name and type of device: equal over ranks and restarts.  MXFP4 experts
+    have random codes.  Raises ConfigError for another quantised config.json.
     """
 
     scheme = None
@@ -50,7 +50,7 @@ class RandomCheckpoint:
         self.weights: WeightMap = linear_weight_map(spec)
         """A separate tensor for each linear layer."""
         for name, pieces in self.weights.items():
-            if isinstance(pieces[0].transform, HeadRows):  # one tensor for each parameter made of it
+            if isinstance(pieces[0].transform, HeadRows):
                 self.weights[name] = [Piece(name)]
         parameters = dict(model.named_parameters())
         self._shapes = {

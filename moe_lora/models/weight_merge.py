@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges one adapter into the base weights in place, and restores the weights.
 
-Legend: E local experts, N output width of a site, H input width, R LoRA rank. Merged weights W_a = round(W +
-scale * B A) take W's place.  An unmerge copies the original bytes back from the host: weights stay
-bit-identical over any number of merges (dLoRA subtracts, and drifts).  The router is never merged: a rounded
-correction could choose other experts for another adapter's rows.
+Legend: E local experts, N output width of a site, H input width, R LoRA rank. An unmerge copies the original
+bytes back from the host: weights stay bit-identical over any number of merges (dLoRA subtracts, and drifts).
+The router is never merged: a rounded correction could choose other experts for another adapter's rows.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .random_weights import RandomCheckpoint
 
 RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints
-NUM_NAMED = 5  # unexpected tensors in an error message
+NUM_NAMED = 5
 logger = logging.getLogger(__name__)
 
 

@@ -64,8 +64,8 @@ class TenantQueue(RequestQueue[Sequence]):
     def note_preempted(self, preempted: list[Sequence]) -> None:
         """Return fewer slots from now on if some of these requests took the slots again.
 
-        The other tenant then lacks pages or an adapter's slot.  If all slots were taken again, none is
-        returned until a request ends.
+        The other tenant then lacks pages or an adapter's slot.  If all slots were taken again, return none
+        until a request ends.
         """
         num_used = sum(sequence.gave_way for sequence in preempted)
         self.in_vain = self.in_vain or not num_used

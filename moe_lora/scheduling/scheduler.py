@@ -47,8 +47,8 @@ class Scheduler(Generic[Sequence]):
 
     Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page, all
     younger requests release pages and no request is admitted in that schedule.  Then only this request, pins
-    and running copies hold pages; copies end, and copied pages can be evicted.  Leases are kept too.  A
-    request still without pages is impossible (`oldest`).
+    and running copies hold pages; copies end, and copied pages can be evicted.  A request still without pages
+    is impossible (`oldest`).
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Scheduler(Generic[Sequence]):
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
         """The next step's work, with reserved pages.
 
-        only: adapters (None: the base model) with computing sequences; the rest keeps holds.  All adapters
-        compute for None, or if no sequence of `only` can.
+        only: adapters (None: the base model) with computing sequences.  All adapters compute for None, or if
+        no sequence of `only` can.
         """
         if self.background is not None:
             self.background.turn()

@@ -48,7 +48,7 @@ class Waits:
         self.loading_s = None
 
     def queue_s(self, arrival_s: float, now_s: float) -> float:
-        """Time without loads from arrival to admission, or now."""
+        """Time without loads from arrival to admission (or now)."""
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         return admitted_s - arrival_s - self.adapter_load_s - self.kv_load_s
 
@@ -68,12 +68,11 @@ class Schedulable(Protocol):
 
     table: KV pages, in the adapter's namespace, or with base_tokens the base's.  num_computed: tokens with KV
     in the table; counted after a step, reset with the pages.  num_cached: found in the cache at admission.
-    matched: the prompt was looked up in the cache.  adapter_hit: resident at arrival.  cold_tokens: to
-    compute before the adapter's arrival; 0: resident. base_tokens: first tokens, computed without the
-    adapter; later KV is not for the prefix cache; 0: none.  held: the last token is not computed now.
-    awaits_kv: KV arrives into the caller's pages; reset with the pages.  gave_way: preempted for another
-    tenant.  unshared: further KV is not for the prefix cache; set by the caller.  computes_prompt: uses no
-    cached prefix.
+    matched: the prompt was looked up.  adapter_hit: resident at arrival.  cold_tokens: to compute before the
+    adapter's arrival.  base_tokens: first tokens, computed without the adapter; later KV is not for the
+    prefix cache.  held: the last token is not computed now.  awaits_kv: KV arrives into the caller's pages;
+    reset with the pages.  gave_way: preempted for another tenant.  unshared: further KV is not for the prefix
+    cache; set by the caller.  computes_prompt: uses no cached prefix.
     """
 
     table: BlockTable
@@ -160,8 +159,8 @@ class Adapters(Protocol[Adapter]):
     def acquire(self, adapter: Adapter, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: not held.  again: the request held the adapter before.  num_tokens: orders the layers if host
-        workers compute the first.
+        again: the request held the adapter before.  num_tokens: orders the layers if host workers compute the
+        first.
         """
         ...
 

@@ -50,9 +50,8 @@ class AdapterVersion:
     """One version of an adapter.
 
     uid: namespace in the cache.  num_running: requests that hold the version.  num_waiting: requests before
-    their hold. num_pages: on this device.  slot: while ready there.  lease: of the LoRA Server.  merged:
-    partly in the weights, or soon.  leaseless: the weights carry the LoRA Server's whole part.  asker: tenant
-    of the last holding request.
+    their hold. slot: while ready.  lease: of the LoRA Server.  merged: partly in the weights, or soon.
+    leaseless: the weights carry the LoRA Server's whole part.  asker: tenant of the last holding request.
     """
 
     uid: int
@@ -85,8 +84,8 @@ class AdapterVersion:
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: files private to this process.  before_removal: called before a file's removal, returns once no
-    process will open the file; None: files stay.  host: workers that read the store; closed with this object.
+    in_files: files private to this process.  before_removal: returns once no process will open the file;
+    None: files stay. host: workers that read the store; closed with this object.
     """
 
     on_change: Callable[[], None] | None = None

@@ -32,7 +32,7 @@ class AdapterManager:
 
     leases: of the LoRA Server; an adapter is ready when leased and the local part is loaded.  num_pages:
     limit on the device, beside one request's KV.  host_loads: decides when prompts begin on host workers;
-    None: whenever possible. versions: by uid, with replaced versions in use.
+    None: whenever possible. versions: by uid, also replaced.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AdapterManager:
         """Serve `packed` under its name from now on; a new version keeps the pin.
 
         version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`
-        unless failed, CapacityError if the adapter can never fit.
+        unless failed, CapacityError.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -181,7 +181,7 @@ class AdapterManager:
         NO_ROOM: not held; a lease that came meanwhile stays.  again: the request held the adapter before.
         """
         adapter.asker = self._cache.asker
-        if self.leases is not None and not adapter.leaseless:  # lease first: the slower part
+        if self.leases is not None and not adapter.leaseless:
             leased = self.leases.acquire(adapter)
             if not adapter.num_pages:
                 self._cache.note_remote(adapter.uid, leased)
@@ -326,8 +326,8 @@ class AdapterManager:
     def preload(self, names: Iterable[str]) -> int:
         """Load adapters ahead of requests, in order; returns the number loaded or loading.
 
-        Adapters in use stay, and no preload evicts another.  Skips unknown names and adapters without a local
-        part.  Source: dLoRA, section 5.1.
+        Adapters in use stay, and no preload evicts another.  Skips unknown names.  Source: dLoRA, section
+        5.1.
         """
         found = [self._current[name] for name in names if name in self._current]
         found = [adapter for adapter in found if adapter.num_pages]

@@ -23,7 +23,7 @@ class Peers:
     """Open windows of pool peers, and counters.
 
     A shared-memory window is detached after use, so that the peer can free the memory; a network peer's last
-    window stays with the connection.  peer_fetches, disk_fetches: adapters by the last layer's source.
+    window stays with the connection.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -53,8 +53,8 @@ logger = logging.getLogger(__name__)
 class LayerReader:
     """The layers of one adapter, from the first working source.
 
-    sources: descriptors of peers' windows in order of preference.  A failed source is replaced even in the
-    middle: all sources hold equal bytes.  For one thread.
+    sources: windows in order of preference.  A failed source is replaced even in the middle: all sources hold
+    equal bytes. For one thread.
     """
 
     def __init__(

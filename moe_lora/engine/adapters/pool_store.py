@@ -52,9 +52,8 @@ class PoolAdapters(AdapterStore):
     """`AdapterStore` with local bytes for some adapters only.
 
     `keep` holds an adapter with bytes in a window.  Without bytes only the facts are kept; each use fetches
-    the bytes. `fetch_held` and `hold` lead from the second state to the first, `drop` back.  Tables and
-    scales stay from the first fetch on.  The engine's thread calls all but `prepare`, `undo_prepare`,
-    `fetch_held`, `give_to_host` and readers.
+    the bytes. `fetch_held` and `hold` lead from the second state to the first, `drop` back.  The engine's
+    thread calls all but `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and readers.
     """
 
     def __init__(

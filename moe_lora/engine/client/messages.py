@@ -59,8 +59,8 @@ class KvSent:
 class HeldRequest:
     """A request that gains no tokens for now.
 
-    tokens: from the requested position on.  timing: as if ended now.  unshared: not for the prefix cache,
-    since weights carried another adapter.  sent: all KV in the target's window.
+    tokens: from the requested position on.  timing: as if ended now.  unshared: weights carried another
+    adapter.  sent: all KV in the target's window.
     """
 
     tokens: tuple[int, ...]
@@ -74,8 +74,7 @@ class HeldRequest:
 class RequestLoad:
     """A request of an engine.
 
-    num_left: tokens still to gain.  num_bytes: of the KV.  waited_s: since arrival; None: computing.  held:
-    under a move.
+    num_left: tokens still to gain.  waited_s: since arrival; None: computing.  held: under a move.
     """
 
     name: str
@@ -121,8 +120,8 @@ SleepPart = Literal["weights", "kv_cache", "scheduling"]
 class PauseScope:
     """Requests that a pause covers.
 
-    owner: a later pause of the owner replaces the pause.  tenant: None: all requests.  adapters: names or
-    shell patterns. ids: beginnings of request ids; (): any.
+    owner: a later pause replaces the pause.  tenant: None: all requests.  adapters: names or shell patterns.
+    ids: beginnings of request ids; (): any.
     """
 
     owner: str = ""
@@ -204,9 +203,8 @@ AliasStep = Literal["rollout", "promote", "rollback", "drop", "remove"]
 class Alias:
     """A model name for an adapter, or for two during a rollout.
 
-    current: the adapter of requests outside `share`; "": a removed alias.  second: loaded too, or "".  share:
-    of the requests, for `second`; 0 after "rollout".  loaded, pinned: by rollouts.  number: counts up over
-    the cluster's steps.
+    current: for requests outside `share`; "": a removed alias.  second: loaded too, or "".  share: of the
+    requests, for `second`; 0 after "rollout".  number: counts up over the cluster's steps.
     """
 
     current: str = ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes of an engine's current work, readable after the engine's death by front ends of the same host.
 
-An engine notes the adapters of the next step, and of loads, in shared memory that outlives the process while
-a reader has it open.  After the death, a lock admits one trial of a noted adapter at a time (`suspects`).
+The shared memory outlives the process while a reader has it open.  After the death, a lock admits one trial
+of a noted adapter at a time (`suspects`).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class MergeOrder:
 class MergedWeights:
     """One rank's weights and their merge state.
 
-    leased: sites of the LoRA Server, with the merged adapter's A and B beside the arena.  kept: [X] bool,
-    entries of these sites here.  verify: compare the weights' checksum after each unmerge.
+    leased: sites of the LoRA Server, with A and B beside the arena.  kept: [X] bool, entries of these sites
+    here.  verify: compare the weights' checksum after each unmerge.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class MergedWeights:
         if self._held is not None and self.adapter == adapter:
             return self._held
         if self._copied is None or self._copied[0] != adapter.content_hash:
-            self._copied = None  # first: two at once suffice
+            self._copied = None
             self._copied = adapter.content_hash, self._copy(adapter)
         return self._copied[1]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions on a merged adapter between steps, on rank 0.
 
-An error of an adapter on rank 0 restores the weights, and keeps the adapter unmerged until the next load.  An
-error of the policy ends merging.  No request fails.  An error of another rank ends the engine.
+An error of an adapter on rank 0 restores the weights, and keeps the adapter unmerged until the next load; an
+error of the policy ends merging.  An error of another rank ends the engine.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ class Merging:
     def decide(self, requests: list[Sequence], *, held_back: bool) -> frozenset[Uid] | None:
         """Decide the next step and change the weights; returns the computing adapters, None for all.
 
-        requests: in FCFS order.  held_back: a request waits for a slot, so an adapter without a request is
-        unmerged.
+        requests: in FCFS order.  held_back: a request waits for a slot: unmerge an adapter without a request.
         """
         self._start_s, self._swap_s = self._clock.now_s(), 0.0
         self._errors.begin_step()

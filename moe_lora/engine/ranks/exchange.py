@@ -7,14 +7,13 @@ Expert rows are moved, never added up: each rank sums the same bits in the same 
 experts.
 
 - `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
-routing, one message per pair.  Counts need no message.
+routing.  Counts need no message.
 
-- `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
-bytes.  Sizes don't depend on the ids, so a CUDA graph can hold the exchange.
+- `ReduceExchange` (CUDA) sums all T*K rows as integers: exact, at twice the bytes.  Sizes don't depend on the
+ids, so a CUDA graph can hold the exchange.
 
-- `RankSums` (tensor parallelism) adds in rank order: unlike an all-reduce, independent of arrival and
-topology.  Of S bytes a summand, each rank sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P
-S in two.
+- `RankSums` (tensor parallelism) adds in rank order, independent of arrival.  Of S bytes a summand, each rank
+sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class RankSums:
         for peer in range(1, self._size):
             self._wait(partial(self.group.recv, [_bytes(parts[peer])], peer, 0))
         for columns, part in zip(out.split(share, dim=1), [logits, *parts[1:]], strict=False):
-            columns.copy_(part[:, : columns.shape[1]])  # the last ranks may have no columns
+            columns.copy_(part[:, : columns.shape[1]])
         return out
 
     def _send_to_first(self, sent: torch.Tensor) -> None:
@@ -216,7 +215,7 @@ def open_group(
     device: torch.device,
     timeout_s: float = EngineConfig.rank_timeout_s,
 ) -> Backend:
-    """A group of an instance's ranks on one host, apart from the process's default group.
+    """A group of an instance's ranks, apart from the default group.
 
     rendezvous: a path unique to the instance.  Raises EngineDeadError.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's view of the other ranks: processes of this host, a connection each.
 
-Messages arrive in order.  A hang-up ends followers; each side detects the other's end at once.
+A hang-up ends followers; each side detects the other's end at once.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Followers:
     def meet(self, join: Callable[[], T]) -> T:
         """Connect rank 0 with the joining followers; returns the result of `join`.
 
-        Raises the error of `join` without a wait, and EngineDeadError if a follower ends or does not answer.
+        Raises the error of `join` without a wait, and EngineDeadError.
         """
         failed, joining = Pipe(duplex=False)
         has_failed = threading.Event()
@@ -290,7 +290,7 @@ class Followers:
         """Kill a child stopped for STOPPED_S, from another thread.
 
         Counts looks in place of seconds: a pause of the whole host harms no follower.  CPU time restarts the
-        count: a limiter (cpulimit) stops and continues a process.
+        count, for a limiter of CPU use.
         """
 
         def look() -> None:

@@ -44,8 +44,8 @@ def model_of(shape: ModelShape, dtype: torch.dtype, weights: str = "none") -> di
 
 @dataclass(frozen=True)
 class HostSettings:
-    """tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one per worker; empty: any.  rule:
-    decides when a prompt begins on workers; None: during the adapter's load.
+    """tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one per worker; empty: any.  rule: for
+    the start of prompts on workers; None: during the adapter's load.
     """
 
     num_workers: int = 0
@@ -100,9 +100,8 @@ def host_settings(
 ) -> HostSettings:
     """A rank's host workers; the profile resolves "auto", and gives c of the largest measured rank.
 
-    local_sites: computed by the rank itself.  Raises ConfigError for more workers than cores, absent cores, a
-    profile of another machine or model, "auto" or host_tpot_budget_ms without a profile, and a budget below
-    one row.
+    Raises ConfigError for more workers than cores, absent cores, a profile of another machine or model,
+    "auto" or host_tpot_budget_ms without a profile, and a budget below one row.
     """
     if not config.host_workers:
         return HostSettings()

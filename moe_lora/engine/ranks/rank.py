@@ -56,7 +56,7 @@ class Rank:
     """One of an engine's processes, with a loaded part of the model.
 
     Call `allocate` next, then `join` with several ranks, then `make_runner`.  shape: of the whole model.
-    shard: this rank's part.  local_sites: with deltas computed by this engine.
+    local_sites: with deltas computed here.
     """
 
     arena: torch.Tensor
@@ -277,8 +277,7 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
     """The settings with dtype, device and decode_buckets resolved.
 
     dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if present.  decode_buckets
-    None: powers of two on CUDA; on CPU one graph serves any size.  Raises ConfigError without the requested
-    CUDA.
+    None: powers of two on CUDA.  Raises ConfigError without the requested CUDA.
     """
     device, dtype, buckets = config.device, config.dtype, config.decode_buckets
     if device == "cuda" and not torch.cuda.is_available():

@@ -133,7 +133,7 @@ def _graphs(
 ) -> StepGraphs:
     """Graphs of decode steps, and of steps with prompts in an instance of one rank.
 
-    sources: by site.  A runner numbers groups of sites by source; host workers compute prompts only.
+    A runner numbers groups of sites by source; host workers compute prompts only.
     """
     from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
     from moe_lora.engine.step.step_pieces import HostCalled

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """After an error of one rank in a CPU step, all ranks leave the step and meet anew.
 
-The rank closes its group, so the waiting ranks raise too.  Rank 0 learns the first error, and opens a new
-group.
+The rank closes its group, so the waiting ranks raise too.  Rank 0 opens a new group.
 """
 
 from __future__ import annotations

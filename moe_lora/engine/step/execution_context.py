@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ExecutionContext:
-    """Implements the channel operations of one model instance (see `kernels.ops`).
+    """Implements the channel operations of one model instance.
 
     Layer l passes `channels[l]`.  num_layers: of a model whose layers of KV have other numbers; None: as
     `layout`.

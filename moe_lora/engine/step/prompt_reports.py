@@ -122,7 +122,7 @@ class _Scored(NamedTuple):
 class PromptRows:
     """Rows of one step.  Other ranks get `rows` alone, and compute their columns of the logits.
 
-    rows: [N] int64 on the host.  hidden: records by row.  logits_bytes: at once, on all ranks.
+    rows: [N] int64 on the host.  logits_bytes: at once, on all ranks.
     """
 
     may_compile = True

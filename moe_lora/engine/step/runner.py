@@ -54,11 +54,10 @@ _COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
 class ModelRunner:
     """Runs steps of one model.
 
-    decode_buckets: padded batch sizes of decode steps; empty: no padding.  announce: called with each batch
-    before the compute, for other ranks.  site_sources: of each site's deltas; LOCAL becomes HOST for loading
-    adapters.  present: loaded layers of all ranks, for a common choice of sources; None: one rank, or no host
-    worker.  pushed: serves leased rows of some steps.  outer: called at the first deltas of embedding or
-    head.
+    decode_buckets: padded batch sizes; empty: no padding.  announce: called with each batch before the
+    compute, for other ranks.  site_sources: of each site's deltas; LOCAL becomes HOST for loading adapters.
+    present: loaded layers of all ranks, for a common choice of sources; None: one rank, or no host worker.
+    pushed: serves leased rows of some steps. outer: called at the first deltas of embedding or head.
     """
 
     def __init__(
@@ -121,8 +120,7 @@ class ModelRunner:
         max_tokens.
 
         Compiled at first use: ranks above 64, sites without an adapter so far, deltas from other sources,
-        sampling, prompts beside long sequences, and decode steps of an eager engine; with decode buckets,
-        prompts are not compiled.  site_ranks: the largest at each site.
+        sampling, prompts beside long sequences or with decode buckets, and decode steps of an eager engine.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -163,10 +161,10 @@ class ModelRunner:
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.
 
-        drawn: [S] int64, for sequences with an expected last token.
+        drawn: [S] int64, for expected last tokens.
         """
         num_rows = sum(item.num_tokens for item in plan)
-        if num_rows == len(plan):  # all decode
+        if num_rows == len(plan):
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
         batch = replace(self._batch(plan, num_rows), drawn=drawn)
         prompt = None if self.prompt_rows is None else self.prompt_rows(plan)
@@ -222,7 +220,7 @@ class ModelRunner:
     def _run(self, batch: StepBatch) -> torch.Tensor:
         if self._announce is None:
             return self.execute(batch)
-        self._is_with_others = True  # after an error, all ranks leave the step and meet anew
+        self._is_with_others = True
         # Other ranks compute logits only with a divided vocabulary head.
         whole_head = self._model.shard.tensor_parallel == 1
         self._announce(replace(batch, logit_rows=batch.logit_rows[:0], prompt=None) if whole_head else batch)
@@ -298,7 +296,7 @@ class ModelRunner:
             if item.samples:
                 logit_rows.append(row - 1)
         routing = self._routing(plan, counts)
-        # Without buckets a graph runs any step, else a decode step of a bucket, which waits for no host.
+        # A decode step of a bucket waits for no host.
         in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -371,7 +369,7 @@ class ModelRunner:
                 term["slot"] = [lease.slot for lease in leases]
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
-                # No call of the host for adapters without a part there.
+                # No call of the host without a part there.
                 term[[self._modules[source].isdisjoint(a.packed.targets) for a in routes]] = NO_TERM
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)

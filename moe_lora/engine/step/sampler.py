@@ -90,8 +90,7 @@ def schedules_ahead(
 ) -> bool:
     """True if steps are launched before the last step's tokens are read.
 
-    merges: weights may carry an adapter.  None: as the settings, "auto" is off.  Raises ConfigError if
-    required but impossible.
+    None: as the settings, "auto" is off.  Raises ConfigError if required but impossible.
     """
     host = config.host_workers not in (0, AUTO) if host is None else host
     merges = config.batching not in ("unmerged", AUTO) if merges is None else merges
@@ -114,9 +113,8 @@ def schedules_ahead(
 class Sampler:
     """Draws the tokens of one engine.
 
-    seed: of requests without a seed.  ahead: steps are launched before the last tokens are read.  on_change:
-    called from another thread when a request may start.  only_tokens: see `Grammars`; None without a grammar,
-    and on CUDA, where steps of one token a row are graphs.
+    seed: of requests without a seed.  on_change: called from another thread when a request may start.
+    only_tokens: None without a grammar, and on CUDA, where steps of one token a row are graphs.
     """
 
     def __init__(self, info: ModelInfo, seed: int, *, ahead: bool, jumps: bool = False) -> None:
@@ -277,7 +275,7 @@ class LogprobReport:
         # The order of equal tokens depends on the requested number.
         tops = [logprobs_RV.topk(num) for num in sorted(set(self._num_top))]
         self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
-        # One copy; fp64 holds fp32 and token ids exactly.
+        # fp64 holds fp32 and token ids exactly
         parts = [chosen, position, *(part for top in tops for part in top)]
         width = max(map(len, listed), default=0)
         self._listed = listed if width else ()

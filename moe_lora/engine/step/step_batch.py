@@ -41,8 +41,7 @@ class CaptureSteps:
 class StepBuffer:
     """Device memory for a step's input, filled from page-locked memory.
 
-    `memory` stays while large enough.  A copy follows the earlier step's kernels on the device's stream: each
-    reads the right input.
+    A copy follows the earlier step's kernels on the device's stream: each reads the right input.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -73,15 +73,14 @@ class StepGraphs:
     """Computes steps without deltas, or with deltas from this device; decode steps also with those of
     `hosts`.
 
-    rows: decode buckets.  prompt_rows: sizes of steps with prompts.  places: of all possible deltas.
-    site_ranks: largest rank of these slots at each site.  kv_tokens: capacity of the arena.  hosts: by
-    source, the backends that cut a captured step (`HostCalled`).
+    prompt_rows: sizes of steps with prompts.  places: of all possible deltas.  site_ranks: largest rank of
+    these slots at each site.  kv_tokens: capacity of the arena.  hosts: by source, the backends that cut a
+    captured step.
 
-    A step is padded to its shape and copied to the graph's input.  A larger rank makes graphs with deltas
-    invalid.  Arena and slot tables never move.  Sequences with shared pages may exceed the bound; such steps
-    have separate graphs, captured at first use.  All ranks capture the same shapes at the same steps.  Rows
-    of host workers stay there for the step.  The first step of an uncaptured shape is computed twice, with
-    the step's requests.
+    A larger rank makes graphs with deltas invalid.  Arena and slot tables never move.  Sequences with shared
+    pages may exceed the bound; such steps have separate graphs, captured at first use.  All ranks capture the
+    same shapes at the same steps. Rows of host workers stay there for the step.  The first step of an
+    uncaptured shape is computed twice.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class StepGraphs:
     def warm_up(
         self, empty: Callable[[int, bool], StepBatch], compute: Compute, ranks: Sequence[int]
     ) -> None:
-        """Capture shapes: of decode steps all, of steps with prompts those of the smallest context.
+        """Capture all shapes of decode steps, and with prompts those of the smallest context.
 
         empty: a batch of padding rows.  ranks: the largest at each site.
         """

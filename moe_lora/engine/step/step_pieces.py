@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's launches in pieces: graphs, and calls of the host between.
 
-A host's call ends a graph, and the next graph starts after the call.  Not run on a GPU: tests replace
-`CudaRecorder` by a stand-in.
+Not run on a GPU: tests replace `CudaRecorder` by a stand-in.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def _no_collection() -> Iterator[None]:
 class CudaRecorder:
     """`Recorder` of CUDA graphs with a common pool of memory: no two run at once.
 
-    A graph may read an earlier graph's results in the pool, and reuse freed memory: replays keep the order of
-    the records.
+    A graph may read an earlier graph's results, and reuse freed memory: replays keep the order.
     """
 
     def __init__(self) -> None:
@@ -71,7 +69,7 @@ class CudaRecorder:
         current, side = torch.cuda.current_stream(), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            compute()  # compile kernels first
+            compute()
             torch.cuda.synchronize()
             if torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY or not self._captures:
                 gc.collect()
@@ -141,9 +139,8 @@ class KeptMemory:
 class HostCalled(OuterBackend):
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
-    At a replay the backend adds deltas to zeros; the next graph adds the result to y.  Deltas of one shape
-    share memory.  y gets the same bits as from the backend's own `add_to`, if the backend adds to each
-    element once.
+    At a replay the backend adds deltas to zeros; the next graph adds the result to y, with the same bits as
+    the backend's own `add_to`, if the backend adds to each element once.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
@@ -202,7 +199,7 @@ class _ExpertsBetween:
         self._in_place = _InPlace(capture)
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        self._in_place(y, partial(self._experts.fill, ids=ids))  # ids are few, and stay in place
+        self._in_place(y, partial(self._experts.fill, ids=ids))
 
 
 class _SumsBetween:

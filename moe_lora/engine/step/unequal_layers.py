@@ -66,7 +66,7 @@ class StateTable(BlockTable):
 class StateCache(UnifiedCache):
     """`UnifiedCache` with the pages of a sequence's state, and snapshots of states for shared prefixes.
 
-    A snapshot is a node below the blocks before: KV of a prefix serves only with the state after the prefix.
+    A snapshot is a node below its blocks: KV of a prefix serves only with the state after the prefix.
     Prompts leave snapshots at their last block, where they part from known blocks, and at multiples of the
     tokens whose KV takes as much memory.
     """

@@ -41,9 +41,9 @@ OPTION = "--adapter-chat-template"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterText:
-    """The differences between an adapter's text files and the base model's.
+    """Differences between an adapter's text files and the base model's.
 
-    eos_tokens: the adapter's and the base's, if different.  vocabulary: a difference between the tokens.
+    eos_tokens: the adapter's and the base's, if different.
     """
 
     templates: Mapping[str, str]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
-As `apply_chat_template(tokenize=False)`, but a template for parts gets a text as a part, and a template for
-texts gets parts as lines.
+A template for parts gets a text as a part, and a template for texts gets parts as lines.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MAX_PROBES = 64
 _CONTENTS = ("qzxv", "wkjy")
 _MARK = "zxkq"
 """A key of a probed part.  A template that prints whole parts shows the key: in JSON between double quotes,
-else as Python code.
+else as Python.
 """
 
 
@@ -186,8 +185,8 @@ class ChatTemplates:
     ) -> str:
         """The conversation as text.
 
-        name: None: "tool_use" with tools, else "default".  variables: further names for the template
-        (enable_thinking, tools, documents …).  Raises ValueError with the cause.
+        name: None: "tool_use" with tools, else "default".  variables: for the template.  Raises ValueError
+        with the cause.
         """
         extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):

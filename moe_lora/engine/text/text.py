@@ -48,8 +48,8 @@ LONG_WINDOW_TOKENS = 32
 class Tokenizer:
     """Text to token ids and back, with special tokens and chat templates.
 
-    decode: without special tokens; unknown ids give no text.  special_tokens: name -> text ("eos_token":
-    "</s>"). chat_template: Jinja, or name -> Jinja.  folder: of its files.
+    decode: by default without special tokens; unknown ids give no text.  special_tokens: name -> text
+    ("eos_token": "</s>"). chat_template: Jinja, or name -> Jinja.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Tokenizer:
         return tuple(filter(None, found))
 
     def with_chat(self, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
-        """The same vocabulary with other special tokens and chat templates."""
+        """The same vocabulary with other special tokens and, unless empty, chat templates."""
         kept = {} if self.chat_templates is None else self.chat_templates.sources
         return Tokenizer(
             self.backend,
@@ -179,7 +179,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
 def served_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """As `load_tokenizer`; logs a size other than the model's vocabulary.
 
-    Raises ConfigError also for a pointer of Git LFS, a web page or an empty file beside the tokenizer.
+    Raises ConfigError also for a wrong kind of file beside the tokenizer (`check_text_files`).
     """
     folder = Path(config.model_dir)
     check_text_files(folder, ("generation_config.json", "merges.txt"))

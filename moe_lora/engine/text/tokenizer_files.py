@@ -118,8 +118,8 @@ def default_special_tokens(
 ) -> dict[str, str]:
     """Name -> text of templates' special tokens, absent from the files.  Adds the tokens to the backend.
 
-    A class of transformers may have defaults, such as <s> of LlamaTokenizer.  A default counts only if the
-    backend encodes the text to the class's id.
+    A default of transformers' class, such as <s> of LlamaTokenizer, counts only if the backend encodes the
+    text to the class's id.
     """
     entries = _special_entries(folder, config)
     unnamed = [name for name in SPECIAL_TOKENS if name not in entries]

@@ -16,8 +16,8 @@ LARGEST = 1e30
 class ConfigJson:
     """A config.json.  A dot in a key reads a section, and null counts as absent.
 
-    Several keys are spellings of one option: the first present key counts.  Methods raise ConfigError, with
-    the key, for a missing value without a default, and for another type.
+    Several keys are spellings of one option.  Methods raise ConfigError, with the key, for a missing value
+    without a default, and for another type.
     """
 
     def __init__(self, content: Mapping[str, Any], section: str = "") -> None:

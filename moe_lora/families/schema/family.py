@@ -273,21 +273,20 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family.
+    """One model family (see docs/guides/families.md).
 
     sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  supported: allowed values of
     options. layers: fields of `ModelSpec` unlike the defaults.  beside_experts: fields of `ModelShape` for
     shared experts and dense layers.  theta, theta_keys, rope: of a config without rope_parameters, if
     `layers` gives no rope.  rotary_factor: rotated share of head_dim, of a config without
-    partial_rotary_factor, or a function (config, head_dim); None: the family rotates all.  norm_eps: of a
-    config without rms_norm_eps. stack: prefix of the layers.  tensors: parameters without a site;
-    older_tensors: names in older files.  attention: places of both checkpoints and adapters.  beside: of
-    shared experts and dense layers.  mlp: the checkpoints' forms of other sites; the last form counts if a
-    checkpoint has no tensor of any.  adapted: other places of LoRA pairs; places of one path are in the order
-    of PEFT's nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method
-    of checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.
-    wrapper: segment of names in multimodal checkpoints; text_config of config.json then has the sizes.
-    tool_format: of calls in answers, for chat templates that show no format.
+    partial_rotary_factor, or a function (config, head_dim); None: all. norm_eps: of a config without
+    rms_norm_eps. stack: prefix of the layers.  tensors: parameters without a site; older_tensors: names in
+    older files.  attention: places of both checkpoints and adapters.  beside: of shared experts and dense
+    layers.  mlp: the checkpoints' forms of other sites; the last form is the default.  adapted: other places
+    of LoRA pairs; places of one path are in the order of PEFT's nesting.  older_path: start of the adapted
+    paths, and in older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay:
+    quantisers of linear layers leave the experts. wrapper: segment of names in multimodal checkpoints;
+    text_config of config.json then has the sizes.
     """
 
     title: str

@@ -39,8 +39,8 @@ def rope_spec(
     """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
 
     theta_keys: of the base outside the section.  theta, default, rotary_factor: base, section and
-    partial_rotary_factor of a config without; None: all of head_dim.  Raises ConfigError for an unsupported
-    scaling type or option, or a missing or impossible parameter.
+    partial_rotary_factor of a config without.  Raises ConfigError for an unsupported scaling type or option,
+    or a missing or impossible parameter.
     """
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
