@@ -233,7 +233,7 @@ class EngineCore:
     def _complete(self, step: StepUnderWay, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
         """Read a step's tokens before the step counts.
 
-        Requests without deltas from a host gain no tokens, and compute again.
+        Requests without deltas from a host compute again.
         """
         drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
         host = self.adapters.store.host

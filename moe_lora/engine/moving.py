@@ -344,7 +344,7 @@ class RequestMoves:
     def hold(self, request_id: str, since: int) -> HeldRequest:
         """Hold the request; returns the answer's tokens from number `since` on.
 
-        Raises ValueError if the request is not running.
+        Raises ValueError if not running.
         """
         sequence = self._find(request_id)
         sequence.held = True

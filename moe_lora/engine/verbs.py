@@ -62,7 +62,7 @@ def of_instances(method: Method) -> Method:
 class EngineVerbs:
     """The verbs of one engine, called by the thread that owns `core`.
 
-    files: reads adapters.  pauses, asleep: None before the first use.
+    pauses, asleep: None before the first use.
     """
 
     def __init__(
@@ -195,10 +195,7 @@ class EngineVerbs:
 
     @verb
     def unload_adapter(self, name: str, waits: bool = True) -> Steps[None]:
-        """Refuse new requests for the adapter, wait for the last, and free its memory.
-
-        waits: False: return at once.
-        """
+        """Refuse new requests for the adapter, wait for the last, and free its memory."""
         uids = self._core.remove_adapter(name)
         yield lambda: not (waits and self._core.adapters_in_use(uids))
 

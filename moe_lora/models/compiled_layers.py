@@ -34,7 +34,7 @@ def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
 class _Call(NamedTuple):
     """A layer's compiled code and its operands.
 
-    held: the layer's weights, in place.  given: place among the operands -> number of a step's tensor.
+    held: weights, in place.  given: place among the operands -> number of a step's tensor.
     """
 
     code: _Code

@@ -119,7 +119,7 @@ class Scheme:
 def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str]]) -> Scheme | None:
     """The scheme in config.json's quantization_config.
 
-    None: unquantised, or in the family's own format.  metadata: of torchao's files.  Raises ConfigError.
+    None: unquantised, or in the family's own format.  Raises ConfigError.
     """
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")

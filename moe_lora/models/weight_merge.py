@@ -77,7 +77,7 @@ def can_be_merged(model: CausalLM) -> bool:
 class WeightMerge:
     """The weights of one rank's model, and their merge state.
 
-    merged: [L, sites] bool.  Unmerge an adapter before the next.
+    merged: [L, sites] bool.
     """
 
     def __init__(self, model: CausalLM) -> None:

@@ -209,7 +209,7 @@ def _bias_of(key: str) -> str:
 
 
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
-    """The map with quantised tensors read by the scheme, a separate matrix per expert.
+    """The map with quantised tensors read by the scheme, a matrix per expert.
 
     Raises ConfigError for a transposed or interleaved weight.
     """

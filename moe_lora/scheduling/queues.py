@@ -49,8 +49,8 @@ class TenantQueue(RequestQueue[Sequence]):
         self.counter.dequeue(sequence.tenant)
 
     def to_preempt(self, running: list[Sequence], loading: list[Sequence]) -> list[Sequence]:
-        """Running requests to preempt in a full batch: their tenants exceed their shares, and another tenant
-        is next.
+        """Running requests to preempt in a full batch: their tenants exceed their shares, and another is
+        next.
         """
         if self.in_vain or len(running) + len(loading) < self._max_num_seqs:
             return []

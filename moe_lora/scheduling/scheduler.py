@@ -195,7 +195,7 @@ class Scheduler(Generic[Sequence]):
             self.tenants.counter.decode(sequence.tenant, sequence.share)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate pages for a loading sequence's awaited KV; False, without pages, if there are too few."""
+        """Allocate pages for a loading sequence's awaited KV; False if there are too few."""
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
@@ -231,9 +231,7 @@ class Scheduler(Generic[Sequence]):
             self._put_back(sequence)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence
-        waits with all holds.
-        """
+        """Plan a running sequence's next tokens; without pages, preempt the youngest."""
         num_tokens = self._num_tokens(sequence, sequence.num_computed, budget, plan)
         while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
             if self.loading:
@@ -385,7 +383,7 @@ class Scheduler(Generic[Sequence]):
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Start a loaded sequence if pages are available, if need be from younger loading sequences."""
+        """Start a loaded sequence, if need be with pages of younger loading sequences."""
         table = sequence.table
         num_tokens = self._num_tokens(sequence, table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
@@ -412,7 +410,7 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences after a failed load, prompts without a host, and loading sequences with a lost
+        """Put back sequences after a failed load, prompts without a host, and sequences with a lost
         history.
         """
         for where in (self.running, self.loading):

@@ -91,9 +91,7 @@ class AdapterStore:
     on_change: Callable[[], None] | None = None
     """Called from another thread when a request may start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called from another thread with content hash and another process's error; the next `keep` serves the
-    adapter again.
-    """
+    """Called from another thread with another process's error; the next `keep` serves the adapter again."""
 
     def __init__(
         self,
@@ -280,7 +278,7 @@ class AdapterFailures:
         self.reports.put((content_hash, error))
 
     def load_failed(self, adapter: AdapterVersion, error: Exception, *, may_repeat: bool = True) -> bool:
-        """Record a failed load; True if the adapter's requests must end, False for another try.
+        """Record a failed load; True if the adapter's requests must end.
 
         may_repeat: False if the loader has retried.
         """

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedAdapters(AdapterStore):
-    """`AdapterStore` with adapters registered at the LoRA Server.
+    """`AdapterStore` with adapters at the LoRA Server.
 
     Without a connection, requests start with deltas computed here.
     """

@@ -204,10 +204,7 @@ class AdapterManager:
         return readiness
 
     def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
-        """Make requests of failed adapters wait for the device; returns the versions.
-
-        failed: by content number.
-        """
+        """Make requests of failed adapters wait for the device; returns the versions."""
         if not failed:
             return set()
         found = set()
@@ -295,7 +292,7 @@ class AdapterManager:
     def pin(self, adapter: AdapterVersion) -> None:
         """Load the adapter's local part and keep it.
 
-        Raises CapacityError if no room is left for a request.
+        Raises CapacityError without room for a request.
         """
         if adapter.pinned:
             return

@@ -80,7 +80,7 @@ class LayerReader:
     def read_head(self, out: torch.Tensor | None = None) -> PackedAdapter:
         """The adapter with tables and scales in `out` (uint8 [head_bytes]), without data.
 
-        Raises AdapterError if no source is left.
+        Raises AdapterError.
         """
         head = torch.empty(self._layout.head_bytes, dtype=torch.uint8) if out is None else out
         self._get(0, head)

@@ -161,7 +161,7 @@ class PoolAdapters(AdapterStore):
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
         """Fetch a known adapter into a window, for `hold`; for another thread.
 
-        Raises AdapterError without a source, StorageError without memory.
+        Raises AdapterError, or StorageError without memory.
         """
         reader = self.reader(content_hash, sources)
         window = self._window(reader.facts)

@@ -82,7 +82,7 @@ class Mover(threading.Thread):
     def _take_one(self) -> bool:
         """Execute the next order; False at the end.
 
-        A separate method: a waiting thread must not refer to an adapter's memory.
+        A separate method: waiting must keep no adapter's memory.
         """
         order = self._orders.get()
         if order is None or self._closing.is_set():

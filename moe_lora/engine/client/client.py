@@ -37,7 +37,7 @@ class EngineClient(Protocol):
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run a verb by name, and return its result.
 
-        Raises the verb's errors, ValueError for an unknown verb, TypeError for wrong arguments.
+        Raises the verb's errors, ValueError for an unknown verb, TypeError.
         """
         ...
 

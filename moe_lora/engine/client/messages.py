@@ -74,7 +74,7 @@ class HeldRequest:
 class RequestLoad:
     """A request of an engine.
 
-    num_left: tokens still to gain.  waited_s: since arrival; None: computing.  held: under a move.
+    waited_s: since arrival; None: computing.  held: under a move.
     """
 
     name: str
@@ -241,7 +241,7 @@ class AliasChange:
 
 @dataclass(frozen=True)
 class InstanceFacts:
-    """Facts of an engine's process for its front ends.
+    """Facts of an engine's process.
 
     notes: place (see `step_notes`).  drain, aliases: for a restarted controller.
     """

@@ -49,10 +49,7 @@ class MergeLimits:
 
 
 class Merging:
-    """Calls the policy before each step; the weights follow at once, or within `limits` a step.
-
-    host_free: for original weights.
-    """
+    """Calls the policy before each step; the weights follow at once, or within `limits`."""
 
     def __init__(
         self,

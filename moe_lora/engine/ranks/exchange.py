@@ -104,7 +104,7 @@ class Sums(Protocol):
 
 
 TWO_ROUNDS_BYTES = 1 << 18
-"""Size of a summand from which bytes matter more than messages (3 ranks or more)."""
+"""Size from which bytes matter more than messages (3 ranks or more)."""
 
 
 class RankSums:

@@ -199,7 +199,7 @@ _SOCKET = "control"
 def gather_followers(config: EngineConfig) -> Followers:
     """The other ranks of this torchrun job, all on one host.
 
-    Raises ConfigError if the job's size differs from the settings.
+    Raises ConfigError for another number of ranks.
     """
     store, _, size = _rendezvous()
     if size != config.num_ranks:

@@ -127,8 +127,8 @@ class _Ended:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: in rank order.  folder: see `SetUp.directory`; file permissions replace passwords.  children:
-    followers of this keeper.
+    connections: in rank order.  folder: file permissions replace passwords.  children: followers of this
+    keeper.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Followers:
     def settle(self, within_s: float | None = None) -> None:
         """Wait until all have answered; raises a follower's error.
 
-        Raises EngineDeadError if a follower is gone or late (None: never).
+        Raises EngineDeadError if a follower is gone, or late (within_s None: unlimited).
         """
         for error in filter(None, self.answers(within_s)):
             raise error

@@ -61,7 +61,7 @@ class HostSettings:
     def workers(self, rank: Rank, store: HostStore | None) -> HostWorkers | None:
         """The rank's started workers, if any.
 
-        Raises ConfigError if the LoRA Server computes all sites, EngineDeadError without a start.
+        Raises ConfigError if the LoRA Server computes all sites, EngineDeadError.
         """
         from moe_lora.dist.deltas.session import FrameLayout
         from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes

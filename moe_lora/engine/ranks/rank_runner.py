@@ -39,7 +39,7 @@ def make_runner(
 ) -> ModelRunner:
     """The runner of the rank's part of steps.
 
-    followers: at rank 0.  host: computes for loading adapters.
+    host: computes for loading adapters.
     """
     backends: dict[int, LoraBackend] = {}
     capture = _capture(rank)

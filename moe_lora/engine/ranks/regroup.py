@@ -48,7 +48,7 @@ class Regroup:
     def __call__(self, error: Exception) -> Exception:
         """Have all ranks leave a step after `error` of this rank, and meet anew.
 
-        Returns the first error of any rank.  Raises EngineDeadError.
+        Returns the first error.  Raises EngineDeadError.
         """
         self._number += 1
         _leave(self._rank, error)

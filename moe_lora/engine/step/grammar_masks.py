@@ -43,7 +43,7 @@ Threads: TypeAlias = tuple[ThreadPoolExecutor, ThreadPoolExecutor]
 class Follower:
     """A grammar's state after the answer so far.
 
-    ends: tokens that may end an answer.  eos: the model's end tokens.
+    ends: tokens that may end an answer.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Seq[int], eos: Seq[int], vocab_size: int) -> None:
@@ -177,10 +177,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def compile(self, grammar: str, compiled: Future[LLMatcher] | None = None) -> Future[LLMatcher]:
-        """The grammar's matcher at its start; copy before use.
-
-        compiled: of an earlier call.
-        """
+        """The grammar's matcher at its start; copy before use."""
         found = self._compiled.get(grammar, compiled) or self._compiler.submit(self._compile, grammar)
         self._compiled[grammar] = found
         self._compiled.move_to_end(grammar)

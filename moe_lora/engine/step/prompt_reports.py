@@ -32,7 +32,7 @@ LOGITS_BYTES = 64 << 20
 class PromptRecord:
     """A request's report, collected over steps; a later compute of a token counts.
 
-    num_scored: tokens with log probabilities, without the first.
+    num_scored: without the first token.
     """
 
     def __init__(self, request: GenerateRequest) -> None:

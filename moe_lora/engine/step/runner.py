@@ -335,7 +335,7 @@ class ModelRunner:
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
         """Each row gets the adapter's slot or lease, by source.
 
-        counts: rows of each sequence, with padding.
+        counts: rows with padding.
         """
         routes: dict[AdapterVersion, int] = {}
         of_items = [

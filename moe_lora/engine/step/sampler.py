@@ -51,7 +51,7 @@ class HostCopy:
 class Drawn:
     """tokens: [S] int64, on the logits' device.
 
-    processed: log probabilities [S] after edits, temperature and truncation.
+    processed: log probabilities [S] after all edits.
     """
 
     def __init__(

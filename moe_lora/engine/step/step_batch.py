@@ -33,7 +33,7 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class CaptureSteps:
-    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site."""
+    """Have all ranks capture all shapes in the same order."""
 
     ranks: tuple[int, ...]
 
@@ -95,10 +95,7 @@ class StepBatch:
         return self
 
     def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
-        """The batch on the buffer's device, with the slots of its rows.
-
-        bounds: None: the step's own lengths.
-        """
+        """The batch on the buffer's device, with the slots of its rows."""
         tables, slots = self.tables, self.routing.slots_here() | self.routing.frames_pushed()
         lengths = (tables.query_start, tables.seq_lens)
         arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]

@@ -25,7 +25,7 @@ from .step_pieces import Piece, StepCapture
 logger = logging.getLogger(__name__)
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
-"""Bounds of the longest sequence: attention programs beyond a step's own lengths end at once."""
+"""Attention programs beyond a step's own lengths end at once."""
 PROMPT_CONTEXT = 8192
 """The smallest bound with prompts, for fewer graphs."""
 FIRST_PROMPT_ROWS, MOST_PROMPT_ROWS = 32, 8192
@@ -139,7 +139,7 @@ class StepGraphs:
         return shape._replace(tokens=shape.sequences * context)
 
     def _prompt_rows_of(self, batch: StepBatch) -> int | None:
-        """The step's padded size; None for deltas of embedding or head, or of loading adapters."""
+        """The step's padded size; None for deltas of embedding, head or loading adapters."""
         if batch.routing.outer is not None or batch.routing.loading.any():
             return None
         return next((size for size in self.prompt_rows if size >= len(batch.tokens)), None)

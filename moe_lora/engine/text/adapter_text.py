@@ -72,7 +72,7 @@ class AdapterText:
 def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> AdapterText | None:
     """The differences; None without text files.  root: the files must lie there, links followed.
 
-    Raises ConfigError for an unreadable file.
+    Raises ConfigError.
     """
     present = [name for name in TEXT_FILES if (folder / name).exists()]
     if not present:

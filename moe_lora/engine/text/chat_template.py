@@ -73,7 +73,7 @@ class ContentForms:
             self.fit(role, {})
 
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
-        """The fit forms in messages of this role; empty: unknown.
+        """The fit forms for this role; empty: unknown.
 
         variables: used if the template fails without.
         """
@@ -149,7 +149,7 @@ def _places(role: str, other: Any) -> Iterator[Place]:
 
 
 class ChatTemplates:
-    """The chat templates of a folder by name, and special tokens (name -> text).
+    """A folder's chat templates by name, and special tokens (name -> text).
 
     usual: variables of chats that don't set them.
     """

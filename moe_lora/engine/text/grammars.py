@@ -119,7 +119,7 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]
 
 
 def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Text -> id of tokens that no grammar's text spells: special tokens, and <…> as in llguidance."""
+    """Text -> id of tokens that no grammar's text spells: special tokens, and <…>."""
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: token_id

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back.
 
-tokenizer.json needs the `tokenizers` library; older formats need transformers' AutoTokenizer, with torch.
+Formats older than tokenizer.json need transformers' AutoTokenizer, with torch.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation in the model's chat format; encode without special tokens.
 
-        options: of `ChatTemplates.render`.  Raises ValueError.
+        Raises ValueError.
         """
         if self.chat_templates is None:
             raise ValueError(
@@ -137,7 +137,7 @@ class Tokenizer:
 
 
 def load_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
-    """The tokenizer of a model directory; None without tokenizer files (prompts are then token ids).
+    """The tokenizer of a model directory; None without tokenizer files.
 
     Raises ConfigError for unreadable files.
     """

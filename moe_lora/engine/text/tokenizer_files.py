@@ -246,7 +246,7 @@ def _named(source: Any, path: Path) -> dict[str, str]:
 def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = True) -> tuple[int, ...]:
     """Ids that end a text by generation_config.json and config.json, or text_config.
 
-    Raises ConfigError for other values than ids.
+    Raises ConfigError.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json")[0 if with_generation_config else 1 :]:
@@ -275,7 +275,7 @@ def _token_text(entry: Any) -> str | None:
 
 
 def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
-    """The `DEFAULTED` fields of generation_config.json, as in `SamplingParams`.
+    """The `DEFAULTED` fields of generation_config.json.
 
     Raises ConfigError for a value out of range.
     """

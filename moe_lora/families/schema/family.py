@@ -186,7 +186,7 @@ def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS, *, kind: s
 
 
 def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
-    """gate_up_proj and down_proj of all experts, each one 3-D parameter.  fields: of both `Place`s."""
+    """gate_up_proj and down_proj of all experts, each one 3-D parameter."""
     fields = {"path": path, "form": "fused", **fields}
     return (
         Place(site="gate_up", modules=(0, 1), parameter="gate_up_proj", **fields),
@@ -258,10 +258,7 @@ def shared_and_dense(config: ConfigJson, num_shared: int, layers: Iterable[int])
 
 
 def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
-    """A shared expert behind a gate, dense layers by number or step.
-
-    shared_size: of a config without.
-    """
+    """A shared expert behind a gate, dense layers by number or step."""
     step, named = config.size("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
     dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
     return {

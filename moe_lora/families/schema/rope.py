@@ -51,7 +51,7 @@ def rope_spec(
 def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str, Any]]]) -> RopeSpec:
     """Frequencies of each kind of layer, kind after kind.
 
-    kinds: head_dim, and the section of a config without rope_parameters.
+    kinds: head_dim, and the default section.
     """
     frequencies: list[float] = []
     for kind, (head_dim, default) in kinds.items():

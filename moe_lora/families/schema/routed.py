@@ -21,7 +21,7 @@ CORRECTION: Mapping[str, str] = {"mlp.correction.weight": "mlp.gate.e_score_corr
 def gate_groups(
     config: ConfigJson, experts_key: str, chosen_key: str, num_groups: int = 1, top_groups: int = 1
 ) -> Mapping[str, Any]:
-    """n_group and topk_group; the defaults are of a config without the keys.
+    """n_group and topk_group, with defaults.
 
     Raises ConfigError for too few experts in groups.
     """
