@@ -105,9 +105,9 @@ def arena_size(
 ) -> ArenaSize:
     """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
-    adapter_pages: per rank, at the start.  local_sites: computed here; without any, adapters take no room.
-    kept_bytes: host memory for original weights.  Raises ConfigError, with the smallest size that works, if a
-    request of full length with the largest adapter does not fit.
+    local_sites: computed here; without any, adapters take no room.  kept_bytes: host memory for original
+    weights.  Raises ConfigError, with the smallest size that works, if a request of full length with the
+    largest adapter does not fit.
     """
     if device.type == "cpu":
         free = max(0, free // config.num_instances - kept_bytes)
@@ -191,8 +191,7 @@ def allocated(
 def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:
     """Host memory of each process for original weights under merging.
 
-    known_bytes: of weights changed by adapters at the start.  usual_bytes: by usual adapters.  Raises
-    ConfigError if known_bytes exceeds free.
+    known_bytes: of weights changed by adapters at the start.  Raises ConfigError if known_bytes exceeds free.
     """
     wanted = usual_bytes if known_bytes is None else known_bytes
     if known_bytes is not None and known_bytes > free:

@@ -76,8 +76,7 @@ class KvTransfer:
     """Both ends, for one engine.
 
     arena: uint8, of this rank.  open_transport: called in the thread of the first use; None: no KV moves.
-    `send` and the release of a peer's window may block, and run in `threads`.  `sent` compares `send`'s reads
-    with the sequence's pages.
+    `send` and the release of a peer's window may block, and run in `threads`.
     """
 
     def __init__(

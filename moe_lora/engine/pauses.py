@@ -36,7 +36,7 @@ class Pauses:
     A delayed request enters at the end of its pauses or of a sleep, with the adapter version of that time.  A
     held request keeps pages and version.  A scope with a term of a weighted sum covers the sum.
 
-    drop: removes a request without an output.  put: queues an entry for this thread.
+    drop: removes a request without an output.
     """
 
     def __init__(

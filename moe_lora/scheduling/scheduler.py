@@ -42,8 +42,8 @@ class StepLimits:
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
-    loading: sequences with an adapter or history on the way.  waiting: sequences without holds.  tenants:
-    `waiting`, from the second tenant or priority on.
+    loading: sequences with an adapter or history on the way.  tenants: `waiting`, from the second tenant or
+    priority on.
 
     Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page, all
     younger requests release pages and no request is admitted in that schedule.  Then only this request, pins

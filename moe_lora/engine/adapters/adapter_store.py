@@ -50,8 +50,8 @@ class AdapterVersion:
     """One version of an adapter.
 
     uid: namespace in the cache.  num_running: requests that hold the version.  num_waiting: requests before
-    their hold. slot: while ready.  lease: of the LoRA Server.  merged: partly in the weights, or soon.
-    leaseless: the weights carry the LoRA Server's whole part.  asker: tenant of the last holding request.
+    their hold.  lease: of the LoRA Server.  merged: partly in the weights, or soon.  leaseless: the weights
+    carry the LoRA Server's whole part.  asker: tenant of the last holding request.
     """
 
     uid: int

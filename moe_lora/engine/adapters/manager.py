@@ -32,7 +32,7 @@ class AdapterManager:
 
     leases: of the LoRA Server; an adapter is ready when leased and the local part is loaded.  num_pages:
     limit on the device, beside one request's KV.  host_loads: decides when prompts begin on host workers;
-    None: whenever possible. versions: by uid, also replaced.
+    None: whenever possible.
     """
 
     def __init__(

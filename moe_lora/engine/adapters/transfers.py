@@ -117,8 +117,7 @@ _Order = tuple[int, Steps, "torch.cuda.Event | None"]
 class Transfers:
     """Sends the cache's orders to all ranks beside the steps, and confirms them.
 
-    interval_s: between checks for moves ahead of need.  A second mover loads adapters from a pool: slow peers
-    delay no copy. Called by the engine's own thread.
+    A second mover loads adapters from a pool: slow peers delay no copy.  Called by the engine's own thread.
 
     A copy counts as done, or failed, once ended on all ranks: no step waits.
     """

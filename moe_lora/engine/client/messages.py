@@ -60,7 +60,7 @@ class HeldRequest:
     """A request that gains no tokens for now.
 
     tokens: from the requested position on.  timing: as if ended now.  unshared: weights carried another
-    adapter.  sent: all KV in the target's window.
+    adapter.
     """
 
     tokens: tuple[int, ...]

@@ -379,7 +379,7 @@ def start_followers(config: EngineConfig) -> Followers:
 class LoadedLayers:
     """Layers of each slot, loaded on all ranks.
 
-    own: [slots, layers] bool, of rank 0.  others: in shared memory.
+    own: [slots, layers] bool, of rank 0.
     """
 
     def __init__(self, own: np.ndarray, others: Sequence[np.ndarray]) -> None:

@@ -55,8 +55,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Rank:
     """One of an engine's processes, with a loaded part of the model.
 
-    Call `allocate` next, then `join` with several ranks, then `make_runner`.  shape: of the whole model.
-    local_sites: with deltas computed here.
+    Call `allocate` next, then `join` with several ranks, then `make_runner`.  local_sites: with deltas
+    computed here.
     """
 
     arena: torch.Tensor

@@ -73,13 +73,12 @@ class StepGraphs:
     """Computes steps without deltas, or with deltas from this device; decode steps also with those of
     `hosts`.
 
-    prompt_rows: sizes of steps with prompts.  places: of all possible deltas.  site_ranks: largest rank of
-    these slots at each site.  kv_tokens: capacity of the arena.  hosts: by source, the backends that cut a
-    captured step.
+    places: of all possible deltas.  site_ranks: largest rank of these slots at each site.  hosts: by source,
+    the backends that cut a captured step.
 
     A larger rank makes graphs with deltas invalid.  Arena and slot tables never move.  Sequences with shared
     pages may exceed the bound; such steps have separate graphs, captured at first use.  All ranks capture the
-    same shapes at the same steps. Rows of host workers stay there for the step.  The first step of an
+    same shapes at the same steps.  Rows of host workers stay there for the step.  The first step of an
     uncaptured shape is computed twice.
     """
 

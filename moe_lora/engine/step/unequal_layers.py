@@ -42,7 +42,7 @@ class StateTable(BlockTable):
     """`BlockTable` with pages of a state beside the KV.
 
     snapshot: read by the first step, pinned until then.  kept: by number of tokens, pages of the next step's
-    snapshots. end: of the prompt's shareable part.  branch: blocks found without a state end there; 0: none.
+    snapshots.  branch: blocks found without a state end there; 0: none.
     """
 
     state: list[int] = field(default_factory=list)

@@ -43,9 +43,8 @@ class ModelSpec:
 
     activation: "silu" is silu(gate) * up, "gelu_tanh" gelu(gate) * up, "swigluoai" a clamped form.  unused:
     beginnings of a checkpoint's tensors without a layer.  attention_multiplier: on q @ k; None: head_dim **
-    -0.5.  residual_multiplier: on the outputs of attention and MLP.  rounds_multiplier: embedding_multiplier
-    is rounded to the model's dtype.  logits_cap: c of c * tanh(logits / c).  norm_offset: RMS norms multiply
-    by 1 + the stored weight, in fp32.
+    -0.5.  rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c of c *
+    tanh(logits / c).  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
     """
 
     shape: ModelShape
