@@ -191,7 +191,8 @@ def allocated(
 def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:
     """Host memory of each process for original weights under merging.
 
-    known_bytes: of weights changed by adapters at the start.  Raises ConfigError if known_bytes exceeds free.
+    known_bytes: of weights changed by adapters at the start; None: usual_bytes count.  Raises ConfigError if
+    known_bytes exceeds free.
     """
     wanted = usual_bytes if known_bytes is None else known_bytes
     if known_bytes is not None and known_bytes > free:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 HASH_BYTES = 8
 VOCABULARY_BITS = 32
-"""Larger tokens (salt, snapshot of a state) get no events."""
+"""Other tokens (salt, snapshot of a state) get no events."""
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1
 DEVICE = "GPU"

@@ -58,10 +58,7 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV of num_tokens in a peer's window; the last put started at first_page.
-
-    adapter: uid of the computing version.
-    """
+    """KV of num_tokens in a peer's window; the last put started at first_page."""
 
     descriptor: bytes
     window: RemoteWindow

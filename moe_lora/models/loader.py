@@ -145,8 +145,7 @@ def load_model(
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    quantisation: applied while reading; None: keep the checkpoint's formats.  show: called after each
-    parameter, with bytes.
+    quantisation: applied while reading; None: keep the checkpoint's formats.
     """
     spec, checkpoint, weights = _opened(model_dir)
     return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)

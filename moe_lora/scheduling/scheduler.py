@@ -94,7 +94,7 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def oldest(self) -> Sequence | None:
-        """If it can never continue, no sequence can."""
+        """The first in line: if it can never continue, no sequence can."""
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:

@@ -101,7 +101,7 @@ def make_store(
 
 
 def instance_transport(config: EngineConfig, name: str) -> Transport:
-    """Transport of one-sided copies between instances, of the pool's kind."""
+    """Transport of one-sided copies between instances, of the pool's kind if any."""
     from moe_lora.dist.transport.contract import make_transport
 
     options: dict[str, Any] = {}

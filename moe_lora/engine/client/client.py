@@ -56,7 +56,7 @@ class CallableEngine:
     ended: threading.Event | asyncio.Event
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Raises EngineDeadError."""
+        """As `EngineClient.call`; raises EngineDeadError."""
         raise NotImplementedError
 
     def leave(self, request_id: str) -> None:

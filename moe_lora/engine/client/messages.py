@@ -243,7 +243,7 @@ class AliasChange:
 class InstanceFacts:
     """Facts of an engine's process.
 
-    notes: place (see `step_notes`).  drain, aliases: for a restarted controller.
+    notes: place.  drain, aliases: for a restarted controller.
     """
 
     info: ModelInfo

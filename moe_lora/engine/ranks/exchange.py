@@ -9,8 +9,8 @@ experts.
 - `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
 routing.  Counts need no message.
 
-- `ReduceExchange` (CUDA) sums all T*K rows as integers: exact, at twice the bytes.  Sizes don't depend on the
-ids, so a CUDA graph can hold the exchange.
+- `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
+bytes.  Sizes don't depend on the ids, so a CUDA graph can hold the exchange.
 
 - `RankSums` (tensor parallelism) adds in rank order, independent of arrival.  Of S bytes a summand, each rank
 sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two.

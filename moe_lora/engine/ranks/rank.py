@@ -212,7 +212,7 @@ class Rank:
 
     @cached_property
     def host(self) -> HostSettings:
-        """Raises ConfigError."""
+        """This rank's host workers.  Raises ConfigError."""
         from .host_settings import host_settings
 
         return host_settings(

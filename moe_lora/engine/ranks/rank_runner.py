@@ -37,10 +37,7 @@ def make_runner(
     *,
     find: Callable[[str], PackedAdapter],
 ) -> ModelRunner:
-    """The runner of the rank's part of steps.
-
-    host: computes for loading adapters.
-    """
+    """The runner of the rank's part of steps."""
     backends: dict[int, LoraBackend] = {}
     capture = _capture(rank)
     pushed = None

@@ -120,7 +120,8 @@ class ModelRunner:
         max_tokens.
 
         Compiled at first use: ranks above 64, sites without an adapter so far, deltas from other sources,
-        sampling, prompts beside long sequences or with decode buckets, and decode steps of an eager engine.
+        sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode buckets,
+        prompts are not compiled.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))

@@ -41,7 +41,8 @@ class CaptureSteps:
 class StepBuffer:
     """Device memory for a step's input, filled from page-locked memory.
 
-    A copy follows the earlier step's kernels on the device's stream: each reads the right input.
+    `memory` stays while large enough.  A copy follows the earlier step's kernels on the device's stream: each
+    reads the right input.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from .step_pieces import Piece, StepCapture
 logger = logging.getLogger(__name__)
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
-"""Attention programs beyond a step's own lengths end at once."""
+"""Bounds of contexts: attention programs beyond a step's own lengths end at once."""
 PROMPT_CONTEXT = 8192
 """The smallest bound with prompts, for fewer graphs."""
 FIRST_PROMPT_ROWS, MOST_PROMPT_ROWS = 32, 8192

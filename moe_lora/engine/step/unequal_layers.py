@@ -190,7 +190,7 @@ class StateCache(UnifiedCache):
         table.num_done = num_computed
 
     def _keep(self, table: StateTable, at: int, pages: list[int], now_s: float) -> bool:
-        """Put a snapshot into the tree, if absent, below present blocks."""
+        """Put a snapshot into the tree; False without the blocks, or with a snapshot there."""
         node = table.tail
         while node is not None and not node.is_adapter and node.first_token >= at:
             node = node.parent

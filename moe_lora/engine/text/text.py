@@ -49,7 +49,7 @@ class Tokenizer:
     """Text to token ids and back, with special tokens and chat templates.
 
     decode: by default without special tokens; unknown ids give no text.  special_tokens: name -> text
-    ("eos_token": "</s>"). chat_template: Jinja, or name -> Jinja.
+    ("eos_token": "</s>").
     """
 
     def __init__(
