@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instance: continuous batching over paged KV, adapters, ranks, and clients."""
+"""One instance: continuous batching over paged KV."""

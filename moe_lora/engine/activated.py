@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of activated LoRAs: the adapter starts at the last invocation tokens of the prompt.
 
-Earlier rows and their KV are the base's, and every request shares the KV.  A prompt without invocation tokens
-is the base's.
-Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py, calculate_alora_offsets.
+Earlier rows and KV are the base's, shared by all requests. Source: aLoRA (arXiv 2504.12397); peft,
+tuners/lora/variants.py, calculate_alora_offsets.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def activated(make: Callable[..., Sequence]) -> Callable[..., Sequence]:
 
 
 def invocation_start(prompt: Seq[int], invocation: Seq[int]) -> int | None:
-    """Index of the last `invocation` in the prompt; None without an occurrence."""
+    """Index of the last `invocation` in the prompt, if any."""
     text, wanted = (array("q", tokens).tobytes() for tokens in (prompt, invocation))
     place = text.rfind(wanted)
     while place % TOKEN_BYTES and place >= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of an engine for KV and adapters, from settings and model, and the cache over this memory."""
+"""Memory of an engine for KV and adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25
-"""Share of free memory in an automatic size, for KV and for adapters each."""
+"""Share of free memory for KV and for adapters each, if automatic."""
 MB, GB = 1e6, 1e9
 
 
@@ -37,9 +37,7 @@ MB, GB = 1e6, 1e9
 class ArenaSize:
     """Pages of the arenas, shared by KV and adapters.
 
-    max_kv_pages: limit of KV on the device.  request_pages: KV of one request of max_model_len, with its
-    state.
-    adapter_pages: the largest adapter known at the start.
+    request_pages: KV and state of a request of full length.  adapter_pages: the largest adapter at the start.
     """
 
     num_pages: int
@@ -50,7 +48,7 @@ class ArenaSize:
 
 
 def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
-    """Free memory on the device; for a shared device, the rest of this rank's share."""
+    """Free memory on the device, or of this rank's share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return share_left(free, total, torch.cuda.memory_reserved(device), num_sharers)
@@ -58,11 +56,7 @@ def free_bytes(device: torch.device, num_sharers: int = 1) -> int:
 
 
 def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
-    """Bytes of `free` that memory_utilization leaves for KV and adapters, within the share of a shared
-    device.
-
-    free: bytes that a rank counts as free.  Memory in use by the rank counts as used.
-    """
+    """Bytes of `free` that memory_utilization leaves for KV and adapters."""
     share = config.memory_utilization
     if share is None:
         return free
@@ -81,9 +75,9 @@ def within_share(config: EngineConfig, device: torch.device, free: int) -> int:
 
 
 def share_left(free: int, total: int, own: int, num_sharers: int) -> int:
-    """min(free, total / num_sharers - own), at least 0: bytes for a rank with `own` bytes in use.
+    """min(free, total / num_sharers - own), at least 0.
 
-    The share does not depend on the sharers' order of start.  One sharer: all free bytes.
+    The sharers' order of start does not matter.
     """
     return free if num_sharers == 1 else max(0, min(free, total // num_sharers - own))
 
@@ -111,10 +105,9 @@ def arena_size(
 ) -> ArenaSize:
     """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
-    adapter_pages: per rank, of adapters known at the start.  free: bytes free on the device. local_sites:
-    sites with deltas computed by this engine; without any, adapters take no room.  kept_bytes: host memory
-    for original weights (`kept_originals`). Raises ConfigError, with the smallest size that works, if one
-    request of max_model_len with the largest adapter does not fit.
+    local_sites: computed here; without any, adapters take no room.  kept_bytes: host memory for original
+    weights.  Raises ConfigError, with the smallest size that works, if a request of full length with the
+    largest adapter does not fit.
     """
     if device.type == "cpu":
         free = max(0, free // config.num_instances - kept_bytes)
@@ -163,14 +156,11 @@ def arena_size(
 def allocated(
     config: EngineConfig, shape: ModelShape, device: torch.device, num_bytes: int, num_host_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, SlotTable]:
-    """The arenas of device and host (page-locked for CUDA), and the slot table.
-
-    Raises ConfigError without enough memory.
-    """
+    """Arenas of device and host (page-locked for CUDA), and the slot table.  Raises ConfigError."""
     try:
         arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         advise_huge_pages(arena)
-        num_layers = shape.num_layers + 1  # one for the sites outside the layers
+        num_layers = shape.num_layers + 1
         num_entries = num_table_entries(shape, num_layers, True)
         slots = SlotTable(config.max_loras, num_layers, num_entries, device)
     except (RuntimeError, MemoryError, OverflowError) as error:
@@ -199,10 +189,9 @@ def allocated(
 
 
 def kept_originals(config: EngineConfig, known_bytes: int | None, usual_bytes: int, free: int) -> int:
-    """Host memory of each process for original weights under merging, stated in the log.
+    """Host memory of each process for original weights under merging.
 
-    known_bytes: of weights changed by adapters known at the start, None if none is known; usual_bytes: by
-    adapters on the usual modules.  free: host memory free for one process. Raises ConfigError if
+    known_bytes: of weights changed by adapters at the start; None: usual_bytes count.  Raises ConfigError if
     known_bytes exceeds free.
     """
     wanted = usual_bytes if known_bytes is None else known_bytes
@@ -231,7 +220,7 @@ def _check_share(config: EngineConfig, free: int) -> None:
 
 
 def most_sharers(config: EngineConfig) -> int:
-    """Ranks on the most shared device of this engine, for equal arenas on all ranks."""
+    """Ranks on the most shared device: all arenas are equal."""
     return max((one.num_sharers for one in config.device_shares), default=1)
 
 
@@ -265,7 +254,7 @@ def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: in
 def _resolve(
     setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, most: float
 ) -> int:
-    """Pages of a setting; without a setting the wanted pages, in at most `most` bytes."""
+    """Pages of a setting, else the wanted pages in `most` bytes."""
     if given_gb is None:
         return max(least_pages, min(wanted_pages, int(most) // page_bytes))
     huge = int(given_gb * GB) // page_bytes
@@ -277,9 +266,7 @@ def _rounded_up(size: float) -> str:
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
-    """The caching policy of the settings.  A static partition is shifted until either part has room for a
-    request.
-    """
+    """The caching policy of the settings; each static part has room for a request."""
     costs = CacheCosts(page_bytes=page_bytes)
     if config.emulation.load_gb_per_s is not None:
         rate = config.emulation.load_gb_per_s * 1e9
@@ -292,13 +279,13 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
         if config.kv_cache_gb is not None:
             num_pages = size.num_pages - size.max_kv_pages
         num_pages = min(max(num_pages, size.adapter_pages), size.num_pages - size.request_pages)
-        share = (num_pages + 0.5) / size.num_pages  # half a page more: whole pages are counted
+        share = (num_pages + 0.5) / size.num_pages
         return replace(policy, traits=replace(policy.traits, adapter_share=share))
     return policy
 
 
 def make_events(config: EngineConfig, undo: ExitStack) -> KvEvents | None:
-    """Events of cached prefixes, imported where they are asked for."""
+    """Events of cached prefixes, if configured."""
     settings = config.kv_event_settings()
     if settings is None:
         return None
@@ -312,7 +299,7 @@ def make_events(config: EngineConfig, undo: ExitStack) -> KvEvents | None:
 def make_cache(
     config: EngineConfig, size: ArenaSize, page_bytes: int, state_pages: int, events: KvEvents | None = None
 ) -> UnifiedCache:
-    """The cache over the arenas.  state_pages: of each request, with recurrent layers."""
+    """The cache over the arenas.  state_pages: of a request's recurrent state."""
     settings: dict[str, Any] = {
         "num_device_pages": size.num_pages,
         "num_host_pages": size.num_host_pages,

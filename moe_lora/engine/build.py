@@ -52,20 +52,19 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
     """Load the model and the adapters, allocate the arena, compile the decode step.
 
-    followers: the instance's other ranks; None: started by the settings.  Followers end with the engine, or
-    with a failed build.  Raises ConfigError or AdapterError for errors known at start.
+    followers: end with the engine, or a failed build.  Raises ConfigError or AdapterError.
     """
     mine = followers or Followers()
     try:
         shape = shape_of(config.hf_config())
-        # Checked again after the model's load, with "auto" resolved.
+        # Checked again with "auto" resolved.
         schedules_ahead(config, config.device)
-        ModelShard(shape, config.tensor_parallel, config.expert_parallel)  # checks the numbers
+        ModelShard(shape, config.tensor_parallel, config.expert_parallel)
         if config.num_ranks > 1:
             mine = followers or start_followers(config)
         mine.set_up(config)
         if config.threads_per_process is not None:
-            torch.set_num_threads(config.threads_per_process)  # each thread keeps its first number
+            torch.set_num_threads(config.threads_per_process)
         return _in_own_thread(lambda: _Build(config, mine).core())
     except BaseException:
         mine.close()
@@ -75,9 +74,8 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
     """Run `work` in a separate thread; returns the result or raises the error.
 
-    OpenMP keeps worker threads for every thread that ever used some.  Steps run in another thread: if the
-    loading thread stayed alive, there would be two workers per core, and decode steps took up to twice as
-    long.
+    OpenMP keeps workers for each thread, and steps run in another: with two workers per core, decode steps
+    took up to twice as long.
     """
     result: Future[EngineCore] = Future()
     left = Event()
@@ -92,7 +90,7 @@ def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
         if left.is_set():
             core.close(at_once=True)
 
-    thread = Thread(target=run, name="engine-build", daemon=True)  # Ctrl-C does not wait for the thread
+    thread = Thread(target=run, name="engine-build", daemon=True)
     thread.start()
     try:
         core = result.result()
@@ -104,10 +102,7 @@ def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
 
 
 class _Build:
-    """The parts of an engine, each made of earlier parts.
-
-    kept: entries of adapters at each rank.  adapters: known at the start, with their paths.
-    """
+    """The parts of an engine, in order."""
 
     def __init__(self, config: EngineConfig, followers: Followers) -> None:
         logger.info("loading %s", config.model_dir)
@@ -133,7 +128,7 @@ class _Build:
         followers.settle()
 
     def core(self) -> EngineCore:
-        """The core, warm, with the adapters of the start."""
+        """The core, warm, with the first adapters."""
         config, rank, followers, size = self._config, self._rank, self._followers, self._size
         with ExitStack() as undo:
             store = make_store(config, rank, size, followers, self._contents, undo)
@@ -180,7 +175,7 @@ class _Build:
         return core
 
     def _moving_parts(self, store: AdapterStore) -> tuple[AdapterManager, Transfers, Scheduler[Any]]:
-        """The parts that decide and carry out, each step."""
+        """Adapter manager, transfers and scheduler."""
         config, rank, size = self._config, self._rank, self._size
         clock = WallClock()
         state_pages = rank.shape.state_pages(self._page_bytes)
@@ -233,7 +228,7 @@ def _host_free(config: EngineConfig) -> int:
 
 
 def _moves(config: EngineConfig, rank: Rank, *parts: Any) -> RequestMoves:
-    """Several ranks, and recurrent layers, move requests by their tokens."""
+    """Several ranks, and recurrent layers, move requests by tokens."""
     from moe_lora.engine.moving import make_moves
 
     moves_kv = config.num_ranks == 1 and rank.shape.delta is None
@@ -242,7 +237,7 @@ def _moves(config: EngineConfig, rank: Rank, *parts: Any) -> RequestMoves:
 
 
 def model_info(config: EngineConfig, rank: Rank, num_kv_blocks: int) -> ModelInfo:
-    """The engine's facts for front ends; end tokens outside the vocabulary are dropped."""
+    """Facts for front ends; end tokens within the vocabulary."""
     shape = rank.shape
     model_dir, reads = Path(config.model_dir), config.generation_config == "auto"
     ends = read_eos_token_ids(model_dir, with_generation_config=reads)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StepUnderWay(NamedTuple):
-    """A launched step.  drawn: a token for each of these sequences."""
+    """A launched step; a token for each sequence."""
 
     sequences: list[Sequence]
     drawn: Drawn
@@ -54,7 +54,7 @@ class StepUnderWay(NamedTuple):
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 3
-"""Consecutive empty plans without running work before the oldest request counts as impossible."""
+"""Consecutive empty plans before the oldest request counts as impossible."""
 COUNTED = (
     *("num_steps", "step_tokens", "prompt_tokens", "generation_tokens"),
     *("prefix_query_tokens", "prefix_hit_tokens"),
@@ -62,10 +62,9 @@ COUNTED = (
 
 
 class EngineCore:
-    """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
+    """Scheduler, runner and sampler of one instance; not thread-safe.
 
-    `engine.build.build_engine` makes the core and attaches optional parts.  stalled: the
-    last step found nothing that could run.
+    stalled: the last step found nothing to run.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class EngineCore:
         self.at_close: list[Callable[[], None]] = []
         """Called at the engine's end."""
         self.rank: Rank
-        """Of this process, for a sleep; set by `build_engine`."""
+        """For a sleep."""
         self.stalled = self.suspended = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
@@ -110,7 +109,7 @@ class EngineCore:
 
     @property
     def moves(self) -> RequestMoves:
-        """Created for the first moving request, or at the first call about moves."""
+        """Created at the first use."""
         if self._moves is None:
             assert self._make_moves is not None, "attach_moves comes first"
             self._moves = self._make_moves(self._sequences, self._scheduler, self._clock)
@@ -130,18 +129,19 @@ class EngineCore:
         return bool(self._sequences) and not self.suspended
 
     def suspend(self) -> None:
-        """Have all requests wait without pages, and compute no step while `suspended`."""
+        """Release all pages; no step runs while `suspended`."""
         self._scheduler.preempt_all()
         self.suspended = True
 
     @property
     def held_back(self) -> bool:
-        """True if at the last plan a request waited for an adapter's slot."""
+        """True if a request waited for a slot at the last plan."""
         return self._scheduler.held_back and bool(self._scheduler.waiting)
 
     def watch(self, on_loss: Callable[[EngineDeadError], None], on_change: Callable[[], None]) -> None:
-        """Set callbacks for other threads: `on_loss` at the unexpected end of another process of this
-        engine, `on_change` when a waiting request may start.
+        """Set callbacks for other threads.
+
+        on_loss: another process ended unexpectedly.  on_change: a waiting request may start.
         """
         self.transfers.on_change = self.sampler.on_change = on_change
         self.adapters.store.on_change = on_change
@@ -152,18 +152,18 @@ class EngineCore:
         self._merging = merging
 
     def attach_moves(self, make_moves: Callable[..., RequestMoves]) -> None:
-        """Let requests move between instances.  make_moves: called for the first request that moves."""
+        """Let requests move between instances."""
         self._make_moves = make_moves
 
     def attach_notes(self, notes: StepNotes) -> None:
-        """Note adapters before loads and steps from now on, for diagnosis after this process's death."""
+        """Note adapters before loads and steps, for diagnosis after a death."""
         self._notes = notes
         self.transfers.on_bring = lambda adapter: notes.start_load(adapter.name)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End connections and the engine's other processes; `at_once`: without a wait for their work."""
+        """End connections and processes; `at_once`: without a wait."""
         notes, self._notes = self._notes, None
-        if notes is not None and not at_once:  # else the notes keep the cause of the engine's end
+        if notes is not None and not at_once:  # else the notes keep the cause
             notes.close()
         self.transfers.close()
         if self._moves is not None:
@@ -174,17 +174,16 @@ class EngineCore:
         self.transfers.followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch and return the new tokens of requests.
+        """Compute one batch and return new tokens.
 
-        With `Sampler.ahead`, the tokens of the step before.  An end is then found a step late, and further
-        tokens of an ended request are dropped.
+        With `Sampler.ahead`, the tokens of the step before: tokens after an end are dropped.
         """
         self.tend()
         gains = self._end_failed() if self._failed else []
         if self.sampler.only_tokens is not None:
             gains += self.sampler.only_tokens(self._scheduler.running, self._take_only)
         plan = self._schedule()
-        if self._failed:  # a blocking load
+        if self._failed:
             gains += self._end_failed()
         self.stalled = not (plan or gains or self._under_way)
         gains += self._compute(plan) if plan else self.catch_up()
@@ -223,7 +222,7 @@ class EngineCore:
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
                 sequence.counted = True
-                if sequence.request.held:  # looked up at the former instance
+                if sequence.request.held:
                     continue
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
@@ -234,7 +233,7 @@ class EngineCore:
     def _complete(self, step: StepUnderWay, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
         """Read a step's tokens before the step counts.
 
-        Requests without deltas from a host gain no tokens, and compute again.
+        Requests without deltas from a host compute again.
         """
         drawn = list(zip(step.sequences, *step.drawn.read(), strict=True))
         host = self.adapters.store.host
@@ -272,7 +271,7 @@ class EngineCore:
             self._failed.append(adapter)
 
     def _hear_failures(self) -> None:
-        """Record other processes' reports of failed adapters, for the current versions only."""
+        """Record other processes' reports of failed adapters."""
         reports = self.adapters.failures.reports
         while not reports.empty():
             content_hash, error = reports.get()
@@ -303,7 +302,7 @@ class EngineCore:
         return StepUnderWay(sampling, self.sampler.draw(logits, sampling))
 
     def catch_up(self) -> list[TokenOutput]:
-        """Complete the running step, if any: afterwards no sequence expects a token."""
+        """Complete the running step, if any: no sequence expects a token afterwards."""
         step, self._under_way = self._under_way, None
         if step is None:
             return []
@@ -326,7 +325,7 @@ class EngineCore:
         return plan
 
     def tend(self) -> float | None:
-        """The cache's work beside steps: confirm copies, start others.
+        """Confirm copies and start others.
 
         Returns the seconds until the next call; None: at the next event.
         """
@@ -376,12 +375,10 @@ class EngineCore:
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
-        """Queue a request.
+        """Queue a request.  arrival_s: None: now.
 
-        Raises ValueError, AdapterNotFoundError for an unknown adapter, AdapterFailedError for an
-        unavailable one, or AdapterVersionError if the served version or content differs from the request's.
-
-        arrival_s: by the engine's clock; None: now.
+        Raises ValueError, AdapterNotFoundError, AdapterFailedError, or AdapterVersionError for another
+        version or content.
         """
         check_request(request, self.info)
         if request.request_id in self._sequences:
@@ -412,29 +409,29 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request; returns the last output, or None for an unknown or ended request."""
+        """Drop a request; returns the last output, if any."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         self._scheduler.finish(sequence)
         last = self._end(sequence, "abort")
         if not self._sequences:
-            self._under_way = None  # tokens of dropped requests only
+            self._under_way = None
         return last
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
-        """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
+        """Read an adapter's files, in any thread."""
         with nullcontext() if self._notes is None else self._notes.load(name):
             return self.adapters.store.prepare(self.adapters.contents.read(name, path, content_hash))
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
-        """As `read_adapter`, from tensors in memory; safe to call from another thread."""
+        """As `read_adapter`, from tensors in memory."""
         return self.adapters.store.prepare(self.adapters.contents.pack(name, tensors, config))
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
-        """Serve an adapter from now on (see `AdapterManager.add`), also in running requests that switch."""
+        """Serve an adapter from now on, also in requests that switch."""
         self._hear_failures()
         adapter = self.adapters.add(packed, path, replace=replace, version=version)
         switching = [
@@ -457,23 +454,18 @@ class EngineCore:
         return self.adapters.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
-        """Refuse new requests for an adapter; returns uids of versions still in use, with replaced
-        versions.
-        """
+        """Refuse new requests for an adapter; returns uids of versions in use."""
         self.adapters.remove(name)
         self.transfers.send()
         logger.info("adapter %s removed", name)
         return frozenset(a.uid for a in self.adapters.versions.values() if a.name == name)
 
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
-        """True while a request of one of these versions runs."""
+        """True while a request of these versions runs."""
         return not uids.isdisjoint(self.adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
-        """The adapter's version for new requests, and its kept form.
-
-        Raises AdapterNotFoundError.
-        """
+        """The adapter's version for new requests.  Raises AdapterNotFoundError."""
         adapter = self.adapters.current(name)
         return self.adapters.info(adapter), adapter.packed
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's events of cached prefixes over ZeroMQ, for routers that send prompts to their prefixes.
 
-Messages are those of vLLM 0.33's `distributed.kv_events`: a PUB socket with [topic, number, batch], and a
-ROUTER socket that repeats late batches from a number on.  llm-d, AIBrix and Dynamo read them.
+Messages of vLLM 0.33's `distributed.kv_events`: PUB [topic, number, batch], and a ROUTER that repeats late
+batches. Readers: llm-d, AIBrix, Dynamo.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 HASH_BYTES = 8
 VOCABULARY_BITS = 32
-"""Other tokens are of a prompt with a salt, or of a snapshot of a state: without events."""
+"""Other tokens (salt, snapshot of a state) get no events."""
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1
 DEVICE = "GPU"
-"""The only medium of events: a block for prompts to find, on the device or the host."""
+"""The only medium, on device or host."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks of block_size token ids for prompts to find.  lora_name: the adapter; None: the base model."""
+    """Blocks of token ids for prompts to find."""
 
     block_hashes: Sequence[int]
     parent_block_hash: int | None
@@ -50,14 +50,14 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks that no prompt can find any more."""
+    """Prompts no longer find these blocks."""
 
     block_hashes: Sequence[int]
     medium: str
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """Events in order.  ts: UNIX seconds.  data_parallel_rank: number of the instance."""
+    """ts: UNIX seconds.  data_parallel_rank: number of the instance."""
 
     ts: float
     events: Sequence[BlockStored | BlockRemoved]
@@ -65,15 +65,15 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class BlockReport(Protocol):
-    """Reader of a tree's reports.  A hash stands for a block behind all blocks before, in one namespace."""
+    """Reader of a tree's reports.  A hash stands for a block and all blocks before."""
 
     def stored(
         self, namespace: Namespace, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
     ) -> None:
-        """Further blocks behind the block `parent`; None: the first ones."""
+        """Further blocks behind `parent`; None: the first blocks."""
 
     def removed(self, hashes: Sequence[int]) -> None:
-        """No prompt can find these blocks any more."""
+        """Prompts no longer find these blocks."""
 
 
 class ReportedTree(DependencyTree):
@@ -109,7 +109,7 @@ class ReportedTree(DependencyTree):
             self._report.removed(hashes)
 
     def _store(self, node: Node, tokens: bytes) -> None:
-        """Report the node's last blocks, of these tokens."""
+        """Report the node's last blocks."""
         known = self._hashes[node] or (node.parent and self._hashes.get(node.parent))
         before = known[-1] if known else None
         seed, found = repr(node.namespace).encode() if before is None else _bytes(before), list[int]()
@@ -126,15 +126,15 @@ def _bytes(value: int) -> bytes:
 
 
 class KvEvents:
-    """The reports of one instance's cache, published by a thread.
+    """Publishes one cache's reports from a thread.
 
-    names: uid of an adapter's version -> the adapter; set before the first report of one.
+    names: uid -> the version; set before the first report.
     """
 
     def __init__(self, settings: KvEventSettings, block_size: int, instance: str) -> None:
         """instance: the name, with a number at the end.
 
-        Raises ConfigError without pyzmq, or for an address that can't be had.
+        Raises ConfigError without pyzmq, or for an address in use.
         """
         try:
             import zmq
@@ -172,7 +172,7 @@ class KvEvents:
         self._queue.put(BlockRemoved(hashes, DEVICE))
 
     def close(self) -> None:
-        """Publish what was reported, and free the ports."""
+        """Publish pending reports, and free the ports."""
         self._queue.put(None)
         self._thread.join()
 
@@ -207,7 +207,7 @@ class KvEvents:
         self._context.destroy(linger=int(1000 * POLL_S))
 
     def _repeat(self, kept: Sequence[tuple[bytes, bytes]], topic: bytes) -> None:
-        """Answer one reader: kept batches from its number on, then the end."""
+        """Send one reader the kept batches from its number on."""
         asked = self._replay.recv_multipart()
         if len(asked) != 3 or len(asked[2]) != len(END):
             logger.warning("kv_events: a request for late batches has no number of eight bytes; dropped")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns an engine: takes commands, steps, sends events (see `messages`)."""
+"""The thread that owns an engine: takes commands, steps, sends events."""
 
 from __future__ import annotations
 
@@ -39,14 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 def _look_again() -> None:
-    """A command that only ends the wait for commands."""
+    """Ends the wait for commands."""
 
 
 class EngineLoop(threading.Thread):
-    """Runs `core` until a stop.  Calls `emit` from this thread and from threads of slow verbs.
-
-    pulse: reports the loop's progress.
-    """
+    """Runs `core` until a stop.  Threads of slow verbs call `emit` too."""
 
     def __init__(self, core: EngineCore, emit: Callable[[Event], None], inbox: Inbox | None = None) -> None:
         super().__init__(name="engine-loop", daemon=True)
@@ -61,11 +58,11 @@ class EngineLoop(threading.Thread):
         self._verbs = verbs_of(engine)
         if (pool := core.adapters.store.pool) is not None:
             self._verbs |= verbs_of(PoolVerbs(engine, core, pool, self._files))
-        self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)  # of this process only
+        self._verbs["publish_adapter"] = partial(core.add_adapter, replace=True)
         self._until: list[tuple[Callable[[], bool], Call, Steps[Any]]] = []
         """Verbs in wait for a condition."""
         self._compiling: dict[str, tuple[Generate, float]] = {}
-        """Requests in wait for a grammar, by id, with arrivals."""
+        """Requests in wait for a grammar, with arrivals."""
 
     def run(self) -> None:
         try:
@@ -88,7 +85,7 @@ class EngineLoop(threading.Thread):
             self._core.close()
 
     def _lose(self, error: EngineDeadError) -> None:
-        """Fail in the loop's own thread, at once if idle."""
+        """Fail in the loop's own thread."""
 
         def fail() -> None:
             raise error
@@ -163,7 +160,7 @@ class EngineLoop(threading.Thread):
         return Sleep(self._core, self.inbox.put, abort)
 
     def _compiles(self, command: Generate, arrival_s: float) -> bool:
-        """False if the request's grammar is compiled; else the request enters the engine later."""
+        """False with a compiled grammar; else the request enters later."""
         request = command.request
         grammar, grammars = request.sampling.grammar, self._core.sampler.grammars
         assert grammar is not None
@@ -182,7 +179,7 @@ class EngineLoop(threading.Thread):
         return True
 
     def _call(self, call: Call, compute: Callable[[], Any] | None = None) -> None:
-        """Reply; with `compute` in any thread.  A future's thread replies during a step too."""
+        """Reply; with `compute` in any thread, even during a step."""
         method = self._verbs.get(call.method)
         if method is None:
             problem = f"this engine has no {call.method}: its settings are not those of the front end"
@@ -213,7 +210,7 @@ class EngineLoop(threading.Thread):
         return compute is not None
 
     def _go_on(self, call: Call, steps: Steps[Any], done: Future[Any] | None) -> None:
-        """Run a verb up to the next wait, or reply.  done: the future of the last wait."""
+        """Run a verb up to the next wait, or reply."""
         try:
             wait = steps.send(done)
         except StopIteration as last:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's part in a move of a request: held at the source, ready at the target, its KV put there.
+"""An engine's part in a move of a request.
 
-The target allocates arena pages and a window of host memory.  The source puts full blocks while decoding,
-and the rest under the hold; the target copies received KV into the pages between steps.
+The source puts full blocks into the target's window while decoding, and the rest under the hold; the target
+copies KV into its pages between steps.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLACK_TOKENS = 256
-"""Room of a window for tokens generated during the copies."""
+"""Room of a window for tokens generated meanwhile."""
 STEP_BYTES = 16 << 20
-"""Bytes that a target copies between two steps."""
+"""Bytes that a target copies between steps."""
 _PUBLISHED = "a new version of the adapter was published during the move"
 NUM_THREADS = 4
-"""Threads that put KV: a stopped target blocks a thread until the transport's timeout."""
+"""Threads that put KV: a stopped target blocks a thread until the timeout."""
 
 
 @dataclass(eq=False)
 class Incoming:
-    """KV that arrives in `window`; the first num_taken pages of the sequence's table have it."""
+    """KV in `window`; the table's first num_taken pages have it."""
 
     sequence: Sequence
     table: BlockTable
@@ -58,9 +58,7 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV put into a peer's window: num_tokens in these pages of that table; pages from first_page on were
-    put last.  adapter: uid of the version that computed the KV.
-    """
+    """KV of num_tokens in a peer's window; the last put started at first_page."""
 
     descriptor: bytes
     window: RemoteWindow
@@ -74,9 +72,8 @@ class Outgoing:
 class KvTransfer:
     """Both ends, for one engine.
 
-    arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that use; None:
-    no KV moves.  Calls that a peer may block run in `threads`: `send`, and the release of a peer's window.
-    The rest belongs to the engine's thread.  `sent` compares `send`'s reads with the sequence's pages.
+    arena: uint8, of this rank.  open_transport: called in the thread of the first use; None: no KV moves.
+    `send` and the release of a peer's window may block, and run in `threads`.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ class KvTransfer:
             return self._made
 
     def expect(self, sequence: Sequence) -> None:
-        """Create a window for a sequence with allocated pages, or none without memory or file descriptors."""
+        """Create a window, if memory and file descriptors allow."""
         room = min(sequence.limit_tokens, len(sequence.tokens) + SLACK_TOKENS)
         num_bytes = -(-room // self.block_size) * self._layout.page_bytes
         try:
@@ -121,12 +118,12 @@ class KvTransfer:
         self._incoming[sequence.request.request_id] = Incoming(sequence, sequence.table, window)
 
     def window(self, request_id: str) -> KvWindow | None:
-        """The window for the source; None: no KV is expected."""
+        """The window for the source, if any."""
         incoming = self._incoming.get(request_id)
         return None if incoming is None else KvWindow(incoming.window.descriptor(), repr(self._layout))
 
     def take_in(self) -> None:
-        """Copy some received KV; drop windows of requests that have ended or lost their pages."""
+        """Copy some received KV; drop windows of requests without pages."""
         for request_id, incoming in list(self._incoming.items()):
             sequence = incoming.sequence
             if not (sequence.awaits_kv and sequence.table is incoming.table and incoming.table.pages):
@@ -137,7 +134,7 @@ class KvTransfer:
             self._copy_in(incoming, min(num_there, incoming.num_taken + most))
 
     def finish_taking(self, request_id: str, num_tokens: int, first_page: int) -> bool:
-        """All KV has arrived, of num_tokens, pages from first_page on anew; True if the sequence has it."""
+        """Copy KV of num_tokens, from first_page on again; True if the sequence has the KV."""
         incoming = self._incoming.get(request_id)
         if incoming is None or incoming.sequence.table is not incoming.table or not num_tokens:
             self.forget(request_id)
@@ -160,9 +157,9 @@ class KvTransfer:
         incoming.num_taken = max(incoming.num_taken, num_pages)
 
     def send(self, sequence: Sequence, target: KvWindow) -> Outgoing:
-        """Put new computed KV into the window: full blocks, and for a held sequence the last block too.
+        """Put new KV into the window: full blocks, and for a held sequence the last block.
 
-        Runs in one of `threads`. Raises MoveError if the target's pages differ in layout, PeerGoneError,
+        Runs in `threads`.  Raises MoveError if the pages differ in layout, PeerGoneError,
         PeerUnreachableError.
         """
         if not self.enabled:
@@ -174,7 +171,7 @@ class KvTransfer:
             raise MoveError(f"KV lies as {self._layout} here and as {target.layout} there; move it by tokens")
         descriptor = target.descriptor
         outgoing = self._outgoing.pop(sequence.request.request_id, None)
-        if outgoing is not None and outgoing.descriptor != descriptor:  # left from an abandoned move
+        if outgoing is not None and outgoing.descriptor != descriptor:
             self._transport.detach(outgoing.window)
             outgoing = None
         if outgoing is None:
@@ -199,7 +196,7 @@ class KvTransfer:
         if table is outgoing.table:
             same = (before == now for before, now in zip(outgoing.pages, pages, strict=False))
             first = sum(itertools.takewhile(bool, same))
-            # A last block put before may have more tokens by now.
+            # The last block may have more tokens now.
             first = min(first, outgoing.num_tokens // size)
         for number in range(first, len(pages)):
             data = self._arena[pages[number]].cpu()
@@ -209,7 +206,7 @@ class KvTransfer:
         outgoing.num_tokens = min(num_tokens, len(pages) * size)
 
     def sent(self, outgoing: Outgoing, sequence: Sequence) -> KvSent:
-        """The KV put by `send` and still the sequence's: empty if its pages were freed meanwhile."""
+        """KV put by `send`; empty if the pages were freed meanwhile."""
         request_id, pages = sequence.request.request_id, outgoing.pages
         self.drop(request_id)
         self._outgoing[request_id] = outgoing
@@ -226,7 +223,7 @@ class KvTransfer:
         self.threads.submit(self._transport.detach, outgoing.window)
 
     def drop_all_but(self, request_ids: Container[str]) -> None:
-        """Close the windows of requests that have ended."""
+        """Close the windows of ended requests."""
         for request_id in list(self._outgoing):  # `send` may remove entries meanwhile
             if request_id not in request_ids:
                 self.drop(request_id)
@@ -240,12 +237,9 @@ class KvTransfer:
 class RequestMoves:
     """Held requests: pages and adapter stay, and no tokens are gained.
 
-    A leaving request is held between two steps until a resume or abort; `prefill_only`: after its first
-    token.  An arriving request is announced once all known tokens but the last are
-    computed, or, awaiting KV, once pages are allocated; a step computes the tokens of the resume.
-
-    sequences: of the engine, by request id.  threads: for `kv_send`.  Any thread calls `answer_beside`, the
-    engine's own thread the rest.
+    A leaving request is held between two steps; `prefill_only`: after its first token.  An arriving request
+    is announced with all tokens but the last computed or, for KV, with allocated pages.  Any thread calls
+    `answer_beside`.
     """
 
     def __init__(
@@ -264,7 +258,7 @@ class RequestMoves:
         self._prefills: list[Sequence] = []
 
     def watch(self, sequence: Sequence) -> None:
-        """Watch a queued request; a held request is announced when ready."""
+        """Watch a queued request."""
         if sequence.request.held:
             self._coming.append(sequence)
         elif self._kv.enabled and not sequence.request.generated:
@@ -278,9 +272,9 @@ class RequestMoves:
         self._kv.drop_all_but(self._sequences)
 
     def announce(self) -> list[TokenOutput]:
-        """Keep requests with a first token; an output without tokens for each ready one."""
+        """Hold requests with a first token; an output without tokens for each ready request."""
         for sequence in self._prefills:
-            if sequence.num_generated and sequence.num_left > 0:  # the token is drawn, or will be
+            if sequence.num_generated and sequence.num_left > 0:
                 sequence.held = sequence.kept = True
         self._prefills = [one for one in self._prefills if self._is_live(one) and not one.kept]
         if not self._coming:
@@ -316,13 +310,11 @@ class RequestMoves:
         return True
 
     def kv_window(self, request_id: str) -> KvWindow | None:
-        """Window for the KV of an announced request; None: the request computes the KV."""
+        """Window for an announced request; None: the request computes the KV."""
         return self._kv.window(request_id)
 
     def kv_send(self, request_id: str, window: KvWindow) -> KvSent:
-        """Put a request's KV into its target's window: full blocks while running, the rest once held (see
-        `KvTransfer.send`).
-        """
+        """Put a request's KV into its target's window."""
         sequence = self._find(request_id)
         outgoing = self._kv.send(sequence, window)
         if not self._is_live(sequence):
@@ -331,7 +323,7 @@ class RequestMoves:
         return self._kv.sent(outgoing, sequence)
 
     def send_rest(self, held: HeldRequest, request_id: str, window: KvWindow | None) -> Future[HeldRequest]:
-        """The held request, with all KV put into the window, if any."""
+        """The held request, after its KV is in the window."""
         if window is None:
             done: Future[HeldRequest] = Future()
             done.set_result(held)
@@ -348,7 +340,7 @@ class RequestMoves:
     def hold(self, request_id: str, since: int) -> HeldRequest:
         """Hold the request; returns the answer's tokens from number `since` on.
 
-        Outputs with all tokens were emitted before.  Raises ValueError if the request is not running.
+        Raises ValueError if not running.
         """
         sequence = self._find(request_id)
         sequence.held = True
@@ -363,9 +355,9 @@ class RequestMoves:
     def resume(
         self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int, unshared: bool
     ) -> None:
-        """Resume a request with further tokens of the answer, and KV as in `KvSent`.
+        """Resume a request with further tokens, and KV as in `KvSent`.
 
-        KV without room is computed instead.  Raises ValueError likewise.
+        Without room for the KV, the request computes it.  Raises ValueError as `hold`.
         """
         sequence = self._find(request_id)
         sequence.extend(tokens)
@@ -380,7 +372,7 @@ class RequestMoves:
         self._kv.close()
 
     def loads(self) -> list[RequestLoad]:
-        """Load of each request, and the waits of requests without a step."""
+        """Load of each request."""
         now_s = self._clock.now_s()
         return [self._load(sequence, now_s) for sequence in self._sequences.values()]
 
@@ -411,7 +403,7 @@ def make_moves(
     scheduler: Scheduler[Sequence],
     clock: Clock,
 ) -> RequestMoves:
-    """Moves of an engine with this first rank.  open_transport: see `KvTransfer`."""
+    """Moves of an engine."""
     return RequestMoves(sequences, scheduler, clock, KvTransfer(rank.arena, rank.layout, open_transport))
 
 

@@ -33,13 +33,10 @@ class Pause:
 class Pauses:
     """Pauses by owner, in the engine's thread, between two steps.
 
-    A delayed request enters the engine at the end of its pauses, so it gets the adapter version of that
-    time, or after a sleep.  A held request keeps pages and version.  A scope with a term of a weighted sum
-    covers the sum.
+    A delayed request enters at the end of its pauses or of a sleep, with the adapter version of that time.  A
+    held request keeps pages and version.  A scope with a term of a weighted sum covers the sum.
 
-    sequences: of the engine, by request id.  compiling: requests in wait for a grammar.  drop: removes a
-    request without an output.  handle: executes a command with its time of arrival.  put: queues an entry
-    for the engine's thread.  sleep_orders: empty in an engine that is awake.
+    drop: removes a request without an output.
     """
 
     def __init__(
@@ -78,14 +75,14 @@ class Pauses:
 
     @property
     def held(self) -> set[str]:
-        """Ids of the requests that pauses hold."""
+        """Ids of requests held by pauses."""
         return {sequence.request.request_id for sequence in self._held}
 
     def start(self, scope: PauseScope, mode: PauseMode, timeout_s: float) -> Callable[[], bool]:
         """Pause the scope for at most timeout_s; replaces the owner's earlier pause.
 
-        abort: covered requests end.  keep: they gain no tokens.  wait: they go on to their ends.  Returns
-        the condition for the end of the last running request; immediate except for wait.
+        keep: covered requests gain no tokens.  wait: they go on to their ends.  The returned condition is the
+        last request's end; immediate except for wait.
         """
         if scope.owner in self._pauses:
             self._pauses.pop(scope.owner).timer.cancel()
@@ -101,14 +98,14 @@ class Pauses:
         return lambda: mode != "wait" or pause not in self._pauses.values() or not self._runs(scope)
 
     def end(self, owner: str | None) -> None:
-        """End the owner's pause; None: all pauses."""
+        """End the owner's pause; None: all."""
         for name in [*self._pauses] if owner is None else [owner]:
             if (pause := self._pauses.pop(name, None)) is not None:
                 pause.timer.cancel()
         self.apply()
 
     def abort(self, scope: PauseScope) -> None:
-        """End all covered requests with the reason "abort"."""
+        """End all covered requests."""
         for request_id, sequence in list(self._sequences.items()):
             if self._is_in(scope, sequence.request):
                 self._handle(Abort(request_id), sequence.arrival_s)
@@ -117,9 +114,9 @@ class Pauses:
                 self._handle(Abort(request_id), arrival_s)
 
     def delay(self, command: Generate, arrival_s: float) -> bool:
-        """Delay a covered request; False for another request, and for the arrival of a moved request.
+        """Delay a covered request; False for other and for moved requests.
 
-        Under wait, the rest of a begun answer is not delayed.
+        Under wait, a begun answer is not delayed.
         """
         request = command.request
         modes: tuple[PauseMode, ...] = ("abort", "keep") if request.generated else get_args(PauseMode)
@@ -129,21 +126,21 @@ class Pauses:
         return True
 
     def add(self, command: Generate, arrival_s: float) -> None:
-        """Delay a request, covered or not, to the next end of a pause or of a sleep."""
+        """Delay a request to the next end of a pause or sleep."""
         self._delayed[command.request.request_id] = command, arrival_s
 
     def forget(self, request_id: str) -> bool:
-        """Drop a delayed request; False for an unknown id."""
+        """Drop a delayed request, if known."""
         return self._delayed.pop(request_id, None) is not None
 
     def leave(self, request_id: str) -> None:
-        """A move holds the request from now on."""
+        """A move holds the request now."""
         self._held.discard(self._sequences[request_id])
 
     def apply(self) -> None:
-        """Hold and resume requests, and admit delayed requests, by the current pauses.
+        """Hold, resume and admit requests by the current pauses.
 
-        A sleeping engine admits no delayed request: apply again after the sleep.
+        A sleeping engine admits none: apply again after the sleep.
         """
         for sequence in list(self._sequences.values()):
             covered = self._covers(sequence.request, "keep")

@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 class Sequence:
     """Prompt and generated tokens, the computed part, and pages.
 
-    tokens[:num_computed] have KV in `table`.  counted: the prompt is in the engine's counters. cold_tokens:
-    tokens to compute before the adapter's arrival; 0: resident.  base_tokens: first tokens, without an
-    activated adapter; their KV is the base's.  unshared: computed on weights that carry
-    another adapter; later KV is not for the prefix cache. Further flags: see
-    `scheduling.views.Schedulable`. A last token below 0 is unknown: the running step draws it.
-    limit_tokens: limit of the total length.  seed: of the noise; None: greedy.  problem: ends the request.
-    kept: held with the first token, so all KV is computed.  record: of the prompt's report until the first
-    token, or of all tokens' experts.
+    tokens[:num_computed] have KV in `table`.  A last token below 0 is unknown: the running step draws it.
+    base_tokens: first tokens with the base's KV, before an activated adapter.  unshared: computed on weights
+    with another adapter. seed: None: greedy.  problem: ends the request.  kept: held with the first token and
+    all KV.  record: of the prompt's report until the first token, or of all tokens' experts.  Further flags:
+    see `Schedulable`.
     """
 
     request: GenerateRequest
@@ -70,12 +67,12 @@ class Sequence:
         self.held, self.awaits_kv = request.held, request.awaits_kv
         self.tokens = [*request.prompt_token_ids, *request.generated]
         self.adapter_uid = None if self.adapter is None else self.adapter.uid
-        """The adapter's version, None for the base."""
+        """None for the base."""
         self.table = BlockTable(self.adapter_uid)
 
     @property
     def is_held_by_order(self) -> bool:
-        """True in a pause that keeps requests, or a move."""
+        """True in a pause with `keep`, or a move."""
         return self.held
 
     @property
@@ -89,20 +86,20 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to compute: all but an answer's last, known or not."""
+        """Tokens to compute: all but an answer's last."""
         ends = self.tokens[-1] < 0 and self.num_left <= 0
         return len(self.tokens) - self.num_computed - ends
 
     def expect(self, number: int) -> None:
-        """Add an unknown token: number `number` of the running step's draws."""
+        """Add an unknown token: draw `number` of the running step."""
         self.tokens.append(-1 - number)
 
     def extend(self, tokens: Seq[int]) -> None:
-        """Add tokens of the answer that another instance computed."""
+        """Add another instance's tokens."""
         self.tokens += tokens
 
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Add the sampled token; returns the finish reason, if any."""
+        """Add the sampled token; returns the finish reason."""
         if self.tokens[-1] < 0:
             self.tokens[-1] = token
         else:
@@ -134,12 +131,10 @@ class Sequence:
 
 
 def check_request(request: GenerateRequest, info: ModelInfo) -> None:
-    """Raises ValueError for a request that no engine can run: an empty or too long prompt, an answer
-    without room for a token, an unknown token id.
-    """
+    """Raises ValueError for an impossible request."""
     prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
     limit = info.max_model_len
-    most = limit if sampling.hidden_state else limit - 1  # nobody reads the token after a hidden state
+    most = limit if sampling.hidden_state else limit - 1  # the token after a hidden state is not read
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if len(prompt) > most:

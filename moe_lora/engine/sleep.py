@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep of an engine: its memory is given back, and requests are refused, until it wakes up."""
+"""Sleep of an engine: frees memory and refuses requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Sleep:
-    """For the engine's thread.  order: the current sleep.
+    """For the engine's thread.
 
-    put: queues an entry for this thread.  abort: ends all requests.
+    put: queues an entry for this thread.
     """
 
     def __init__(self, core: EngineCore, put: Callable[[Entry], None], abort: Callable[[], None]) -> None:
@@ -45,10 +45,9 @@ class Sleep:
         *,
         drops_weights: bool,
     ) -> Steps[None]:
-        """Free the arenas, for kv_cache, and drop the weights if asked to, once no request runs.
+        """Free the arenas (kv_cache) and the weights, once no request runs.
 
-        mode: wait: running requests go on to their ends; keep: they compute their KV again after the sleep.
-        Raises TimeoutError after timeout_s, and stays awake.
+        keep: requests compute their KV again afterwards.  Raises TimeoutError, and stays awake.
         """
         self._check_mode()
         with self._alone():
@@ -78,7 +77,7 @@ class Sleep:
             (yield self._on_all_ranks(MemoryOrder(tuple(steps)))).result()
 
     def stop(self, parts: Collection[SleepPart]) -> Steps[None]:
-        """Wake these parts up.  Raises ConfigError for a checkpoint that can't be read any more."""
+        """Wake these parts up.  Raises ConfigError for an unreadable checkpoint."""
         with self._alone():
             if "weights" in parts and not self._has_weights:
                 (yield self._on_all_ranks(MemoryOrder(("read_weights",)))).result()
@@ -92,7 +91,7 @@ class Sleep:
                 self._core.transfers.send()
 
     def _check_mode(self) -> None:
-        """Raises ConfigError for an engine that can't give memory back."""
+        """Raises ConfigError for an engine that can't free its memory."""
         rank = self._core.rank
         if rank.device.type != "cpu":
             raise ConfigError(
@@ -106,7 +105,7 @@ class Sleep:
             )
 
     def _on_all_ranks(self, order: MemoryOrder) -> Future[None]:
-        """In a short thread of its own: a lasting one would keep OpenMP's workers from the steps."""
+        """In a short thread: a lasting thread would keep OpenMP's workers from the steps."""
         rank, followers = self._core.rank, self._core.transfers.followers
         followers.tell(order)
 

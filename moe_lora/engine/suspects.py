@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reruns a failed CPU step in parts: one adapter's error ends the requests of that adapter only."""
+"""Reruns a failed CPU step in parts: an adapter's error ends only its requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = Scheduled[sequence.Sequence]
 
 @dataclass
 class Found:
-    """Results of the parts.  num_done: parts that succeeded.  adapters, requests: failed, with errors."""
+    """num_done: successful parts.  adapters, requests: failed, with errors."""
 
     num_done: int = 0
 
@@ -30,10 +30,9 @@ class Found:
 def run_apart(
     plan: Iterable[Item], error: Exception, runner: ModelRunner, complete: Callable[[Sequence[Item]], None]
 ) -> Found:
-    """Run the items of each adapter alone, and each request of the base model.
+    """Run each adapter's items, and each request of the base model, alone.
 
-    plan: of the step that raised `error`.  complete: computes some items, and keeps their tokens.
-    Raises `error` if no part succeeds and a row of padding fails too: the engine is broken, not an adapter.
+    complete: computes items.  Raises `error` if no part succeeds and a row of padding fails too.
     """
     parts: dict[object, list[Item]] = {}
     for item in plan:

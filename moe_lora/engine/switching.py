@@ -21,11 +21,10 @@ def switch(
 ) -> None:
     """Have the sequences compute prompt and answer so far again, with this version.
 
-    The sequences release pages and hold of the old version: no KV of a version is read by another.  A
-    sequence keeps tokens, holds by pauses and moves, seed, grammar and report.  KV on the way from another
-    instance is dropped.  No step may be under way.
+    Versions share no KV.  Tokens, pauses, moves, seed, grammar and report stay.  Arriving KV is dropped.  No
+    step may be under way.
     """
-    for sequence in reversed(sequences):  # each one goes before the others
+    for sequence in reversed(sequences):
         assert sequence.tokens[-1] >= 0, "a running step draws the last token"
         scheduler.restart(sequence)
         before = sequence.adapter

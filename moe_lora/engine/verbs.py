@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verbs of an engine by name: methods, and their types for links.
-
-A new method is a verb of the engine: `EngineClient.call` finds the method by name, wherever the engine
-runs. Imports no torch: front ends read the annotations.
-"""
+"""Verbs of an engine by name.  Imports no torch: front ends read the annotations."""
 
 from __future__ import annotations
 
@@ -40,24 +36,24 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
-"""A verb that waits: for another thread's future, or for a condition between two steps."""
+"""Waits for another thread's future, or for a condition between steps."""
 Sources = Sequence[bytes]
-"""Descriptors of windows with an adapter, in order of preference."""
+"""Descriptors of windows, in order of preference."""
 
 
 def of_adapter(method: Method) -> Method:
-    """Mark a verb for front ends: the controller runs the verb on all instances that have the adapter.
+    """Mark a verb: the controller runs the verb on all instances that have the adapter.
 
-    The first argument is the adapter's name, and the result is an AdapterInfo.
+    Takes the adapter's name first, and returns an AdapterInfo.
     """
     method.is_of_adapter = True  # type: ignore[attr-defined]
     return verb(method)
 
 
 def of_instances(method: Method) -> Method:
-    """Mark a verb for front ends: the controller runs the verb on all instances.
+    """Mark a verb: the controller runs the verb on all instances.
 
-    The result is None, or a list; the controller joins the lists.
+    Returns None, or a list; the controller joins lists.
     """
     method.is_of_instances = True  # type: ignore[attr-defined]
     return verb(method)
@@ -66,8 +62,7 @@ def of_instances(method: Method) -> Method:
 class EngineVerbs:
     """The verbs of one engine, called by the thread that owns `core`.
 
-    files: the thread that reads adapters, while steps go on.  pauses, asleep: None before the first pause and
-    the first sleep.
+    pauses, asleep: None before the first use.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class EngineVerbs:
     ) -> Steps[None]:
         """As `Pauses.start`; returns once no covered request computes.  clears_cache: then clear the cache.
 
-        waits: False: return at once.  Raises TimeoutError at the pause's end before the last request's.
+        Raises TimeoutError if the pause ends before the last request.
         """
         if self.pauses is None:
             self.pauses = self._make_pauses()
@@ -140,7 +135,7 @@ class EngineVerbs:
 
     @of_instances
     def abort_requests(self, scope: PauseScope) -> None:
-        """End all covered requests with the reason "abort"."""
+        """End all covered requests."""
         if self.pauses is None:
             self.pauses = self._make_pauses()
         self.pauses.abort(scope)
@@ -165,7 +160,7 @@ class EngineVerbs:
 
     @of_instances
     def sleep_orders(self) -> list[SleepOrder]:
-        """The current sleep; empty in an engine that is awake."""
+        """Empty while awake."""
         return [] if self.asleep is None or not self.asleep.order.parts else [self.asleep.order]
 
     @of_instances
@@ -174,7 +169,7 @@ class EngineVerbs:
         self._core.adapters.clear_history(lambda name: True)
 
     def delay_asleep(self, command: Generate, arrival_s: float) -> bool:
-        """Delay a request from before a sleep to its end; False in an engine that is awake."""
+        """Delay a request from before a sleep; False while awake."""
         if not self.sleep_orders():
             return False
         self.pauses = self.pauses or self._make_pauses()
@@ -192,27 +187,23 @@ class EngineVerbs:
     ) -> Steps[AdapterInfo]:
         """Read a PEFT directory and serve the adapter; with `replace`, as a new version of the name.
 
-        Running requests finish on the old version.  version: the new number; None: the last number and one.
-        content_hash: of the content to serve (`AdapterInfo.content_hash`); None: the directory's current
-        content.
+        Running requests finish on the old version.  version: None: the last number and one.  content_hash:
+        None: the current content.
         """
         packed = (yield self._files.submit(self._core.read_adapter, name, path, content_hash)).result()
         return self._core.add_adapter(packed, path, replace=replace, version=version)
 
     @verb
     def unload_adapter(self, name: str, waits: bool = True) -> Steps[None]:
-        """Refuse new requests for the adapter, wait for its last running one, and free its memory.
-
-        waits: False: return at once; the last request frees the memory.
-        """
+        """Refuse new requests for the adapter, wait for the last, and free its memory."""
         uids = self._core.remove_adapter(name)
         yield lambda: not (waits and self._core.adapters_in_use(uids))
 
     @of_adapter
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        """Pin an adapter to the device, or undo the pin; a new version of the name keeps the pin.
+        """Pin an adapter to the device, or undo the pin; a new version keeps the pin.
 
-        Raises AdapterNotFoundError, or CapacityError if no room is left for one request.
+        Raises AdapterNotFoundError, or CapacityError without room for a request.
         """
         adapters = self._core.adapters
         adapter = adapters.current(name)
@@ -233,7 +224,7 @@ class EngineVerbs:
     def hold_request(
         self, request_id: str, since: int, window: KvWindow | None = None
     ) -> Future[HeldRequest]:
-        """As `RequestMoves.hold`, and `RequestMoves.send_rest`."""
+        """As `RequestMoves.hold` and `send_rest`."""
         held = self._core.moves.hold(request_id, since)
         if self.pauses is not None:
             self.pauses.leave(request_id)
@@ -252,7 +243,7 @@ class EngineVerbs:
 
     @verb
     def request_loads(self) -> list[RequestLoad]:
-        """As `RequestMoves.loads`; requests of a pause count as free."""
+        """As `RequestMoves.loads`; paused requests count as free."""
         loads = self._core.moves.loads()
         if self.pauses is None:
             return loads
@@ -265,13 +256,13 @@ class EngineVerbs:
 
     @verb
     def kv_send(self, request_id: str, window: KvWindow) -> Future[KvSent]:
-        """As `RequestMoves.kv_send`, in another thread."""
+        """As `RequestMoves.kv_send`."""
         moves = self._core.moves
         return moves.threads.submit(moves.kv_send, request_id, window)
 
 
 class PoolVerbs:
-    """Further verbs of an engine with a pool."""
+    """Verbs of an engine with a pool."""
 
     def __init__(self, engine: EngineVerbs, core: EngineCore, pool: PoolAdapters, files: Executor) -> None:
         self._engine = engine
@@ -288,7 +279,7 @@ class PoolVerbs:
         version: int,
         content_hash: str | None = None,
     ) -> Steps[PoolEntry]:
-        """Read a PEFT directory, serve the adapter and hold the bytes for other instances."""
+        """As `load_adapter`, and hold the bytes for other instances."""
         yield from self._engine.load_adapter(name, path, replace, version, content_hash)
         return self._pool.entry(*self._core.known_adapter(name))
 
@@ -303,7 +294,7 @@ class PoolVerbs:
 
     @verb
     def pool_hold(self, content_hash: str, sources: Sources) -> Steps[bytes | None]:
-        """Hold a known adapter; returns the descriptor for peers.  The reply is the confirmation."""
+        """Hold a known adapter; returns the descriptor for peers."""
         if not self._pool.knows(content_hash):
             raise AdapterNotFoundError(f"no adapter of content {content_hash} is loaded")
         held = (yield self._files.submit(self._pool.fetch_held, content_hash, sources)).result()
@@ -319,7 +310,7 @@ class PoolVerbs:
 
     @verb
     def pool_sources(self, sources: Mapping[str, Sources]) -> None:
-        """Set the sources of these adapters (content hashes)."""
+        """Set the sources of these content hashes."""
         for content_hash, places in sources.items():
             if self._pool.knows(content_hash):
                 self._pool.set_sources(content_hash, places)

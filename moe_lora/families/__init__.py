@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: a file each, data alone; here the table of their names in config.json.
+"""Model families: a file each, data alone; here the table of names in config.json.
 
-docs/guides/families.md tells how to add a family.
+See docs/guides/families.md.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _NAMES = {
         *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     ),
 }
-"""Module of a family -> its values of model_type, and of architectures."""
+"""Module -> values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)
 _SPARSE = ("deepseek_v32", "DeepseekV32ForCausalLM", "glm_moe_dsa", "GlmMoeDsaForCausalLM")
 """Models of DeepSeek Sparse Attention, refused by name."""
 
 
 def family_named(name: str) -> Family:
-    """The family of that module.  Raises ConfigError for an unknown name."""
+    """Raises ConfigError for an unknown name."""
     if name not in _NAMES:
         raise ConfigError(f"family={name!r} is {_unsupported()}")
     family: Family = importlib.import_module(f"{__name__}.{name}").FAMILY
@@ -61,15 +61,12 @@ def family_named(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json: by model_type, or without a model_type by architectures.
-
-    Raises ConfigError for an unknown family.
-    """
+    """By model_type, else by architectures.  Raises ConfigError."""
     return family_named(_name_in(config))
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Sizes of the model of a config.json.  A config without a dtype counts as bfloat16.
+    """Sizes of a config.json's model.  Without a dtype, bfloat16 counts.
 
     Raises ConfigError, with the key, for an unsupported family or option, or a missing or impossible value.
     """
@@ -78,12 +75,12 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Layers of the model of a config.json.  Raises ConfigError as `shape_of`."""
+    """Layers of a config.json's model.  Raises ConfigError as `shape_of`."""
     return family_of(config).spec(shape_of(config), config)
 
 
 def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config.json of the same model with its first layers only.  Raises ConfigError if it has fewer."""
+    """The config.json of the first layers only.  Raises ConfigError for too few."""
     return family_of(config).cut(config, num_layers)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AFMoE (Arcee Trinity): gated attention, norms before and after, layers with a window or without rotation.
 
-Windows and rotation belong to the same layers.  The attention's gate and the MLP's gate are both gate_proj.
+The attention's gate and the MLP's gate are both gate_proj.
 """
 
 from __future__ import annotations

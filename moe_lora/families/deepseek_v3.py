@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3, R1 and Kimi-K2: latent attention, dense layers at the start, corrected sigmoid gates.
-
-Layers for multi-token prediction are not read.
-"""
+"""DeepSeek-V3, R1 and Kimi-K2: latent attention, dense layers at the start, corrected sigmoid gates."""
 
 from __future__ import annotations
 

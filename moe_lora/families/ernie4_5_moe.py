@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE-4.5-MoE: alternating pairs in rotation, dense layers at the start, corrected gates, shared experts.
-
-Layers for multi-token prediction are not read.
-"""
+"""ERNIE-4.5-MoE: rotation of neighbours, leading dense layers, corrected gates, shared experts."""
 
 from __future__ import annotations
 

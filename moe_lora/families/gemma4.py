@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4 MoE: a dense MLP beside routed experts, heads of two sizes, K as V in layers of full attention.
-
-Of a multimodal checkpoint the language model alone is read.
-"""
+"""Gemma 4 MoE: a dense MLP beside routed experts, heads of two sizes, K as V in layers of full attention."""
 
 from __future__ import annotations
 

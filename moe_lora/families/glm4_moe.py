@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.5 to 4.7: leading dense layers, a shared expert, sigmoid gates with a correction, partial rotation.
-
-The layer after the last is for multi-token prediction and is not read.
-"""
+"""GLM-4.5 to 4.7: leading dense layers, a shared expert, corrected sigmoid gates, partial rotation."""
 
 from __future__ import annotations
 

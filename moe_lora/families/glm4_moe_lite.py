@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.7-Flash: latent attention, dense layers by list, a shared expert, corrected sigmoid gates.
-
-The layer after the last is for multi-token prediction and is not read.
-"""
+"""GLM-4.7-Flash: latent attention, dense layers by list, a shared expert, corrected sigmoid gates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Granite-MoE: top k, then softmax; Granite's multipliers.
 
-transformers 5 renamed input_linear, output_linear and router.layer, and kept the shapes.
+transformers 5 renamed modules, and kept the shapes.
 """
 
 from __future__ import annotations

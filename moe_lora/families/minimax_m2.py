@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiniMax-M2: sigmoid gates with a correction, RMS norms over all heads of q and of k, partial rotation.
+"""MiniMax-M2: corrected sigmoid gates, RMS norms over all heads of q and of k, partial rotation.
 
-Released files have Mixtral's names; transformers 5 renames modules.  Layers after the last predict further
-tokens and are not read.
+Released files have Mixtral's names; transformers 5 renames modules.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral: 8 large experts a layer.  transformers 5 fused them and renamed block_sparse_moe to mlp."""
+"""Mixtral: 8 large experts a layer.  transformers 5 fused the experts."""
 
 from __future__ import annotations
 

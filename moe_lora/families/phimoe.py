@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phi-3.5-MoE: layer norm with biases, a sparsemixer gate, LongRoPE.
 
-transformers 5 fused the experts, and renamed block_sparse_moe to mlp and gate to router.
+transformers 5 fused the experts, and renamed modules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5-MoE and 3.6: as Qwen3-Next, with a matrix for each projection.
 
-Of a multimodal checkpoint the language model alone is read.  Positions of text have one number, so the
-interleaved rotation of images is the plain rotation.
+A position of text is one number, so the interleaved rotation of images is the plain rotation.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 FAMILY = Family(
     title="Qwen3-MoE",
     tool_format="hermes",
-    # intermediate_size is that of dense layers, which are not supported.
+    # intermediate_size itself is of dense layers, which are not supported.
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
     supported={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     layers=_layers,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, a shared expert behind a gate."""
+"""Qwen3-Next: Gated DeltaNet in most layers, else gated attention; a shared expert behind a gate."""
 
 from __future__ import annotations
 

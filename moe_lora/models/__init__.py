@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder models: one layer stack, described per family by a specification and a weight map."""
+"""Decoder models: one layer stack; specification and weight map per family."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of a layer's token mixing for some families: latent attention, heads of two sizes, Gated DeltaNet.
+"""Forms of token mixing: latent attention, heads of two sizes, Gated DeltaNet.
 
-Legend: T token rows, N heads (value heads of a DeltaNet), M KV heads, P size of a head without rotation,
-R rotated dims, C width of the latent or channels of the convolution, W its width, D size of a head,
-V size of a value head.
+Legend: T token rows, N heads (value heads of a DeltaNet), M KV heads, P size of a head without rotation, R
+rotated dims, C width of the latent or channels of the convolution, W its width, D size of a head, V size of a
+value head.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moe_lora.kernels.reference import rotate
 from .linear import ExpertLinear, Fp32Vector, LoraLinear, parameter
 
 LATENT_EPS = 1e-6
-"""Of the norms of both latents, whatever rms_norm_eps is."""
+"""Of the latents' norms, whatever rms_norm_eps is."""
 
 
 class LatentAttention(nn.Module):
     """o(V_n(softmax(scale * (K_n(q_n) c + rotated q_n k)) c)) of each head n over latents c and rotated k.
 
-    The pages behind the channel hold c and k, as K and as V of one KV head.  kv_b_proj's K part acts on the
-    query, and the V part acts on the attention's output.  Each row needs its own adapter's delta alone.
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, the absorbed form.
+    The pages hold c and k, as K and as V of one KV head.  kv_b_proj's K part acts on the query, the V part on
+    the output. Each row needs only its own adapter's delta. Source: DeepSeek-V2 (arXiv 2405.04434), section
+    2.1.2, the absorbed form.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
 
 
 def unit_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm without a weight, over the last dim; computed in fp32."""
+    """RMS norm without a weight, over the last dim, in fp32."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -94,9 +94,8 @@ class HeadNorm(nn.Module):
 class SizedAttention(nn.Module):
     """o(softmax(norm(q) @ norm(k)) norm(v)) of a layer's heads, q and k rotated after the norm.
 
-    Layers with a window have heads of one size, layers of full attention heads of another size.  V is the
-    output of k_proj where the site has no v.  cos and sin have the columns of the layers with a
-    window first, then those of the full layers.
+    Heads have one size in layers with a window, another in full layers.  V is k_proj's output where the site
+    has no v.  cos and sin have the columns of the layers with a window first.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -132,8 +131,7 @@ class SizedAttention(nn.Module):
 class DeltaNet(nn.Module):
     """out(norm(heads) * silu(z)), with heads of the gated delta rule over silu(conv(q, k, v)).
 
-    Replaces attention.  The state of each sequence lies behind the channel.
-    Source: Gated DeltaNet (arXiv 2412.06464).
+    The state of each sequence lies behind the channel.  Source: Gated DeltaNet (arXiv 2412.06464).
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack of decoder layers between an embedding and a vocabulary head."""
+"""Decoder layers between an embedding and a vocabulary head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Norm(nn.Module):
-    """RMS norm, or layer norm with or without a bias, over the last dim; computed in fp32."""
+    """RMS norm, or layer norm with or without a bias, over the last dim, in fp32."""
 
     def __init__(self, size: int, spec: ModelSpec, *, kind: str | None = None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Norm(nn.Module):
 
 
 class OffsetNorm(Norm):
-    """`Norm` with a weight in fp32 whatever the model's dtype: 1 + the stored weight."""
+    """`Norm` with a weight in fp32: 1 + the stored weight."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> OffsetNorm:
         return super()._apply(lambda held: fn(held).float(), recurse)
@@ -54,10 +54,7 @@ def norm_of(size: int, spec: ModelSpec, *, kind: str | None = None) -> Norm:
 
 
 class NormedQkv(LoraLinear):
-    """`LoraLinear` of q, k and v, then RMS norms over all heads of q and over all heads of k.
-
-    spec: sizes of the shard.
-    """
+    """`LoraLinear` of q, k and v, then RMS norms over all heads of q and of k."""
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         shape = spec.shape
@@ -72,7 +69,7 @@ class NormedQkv(LoraLinear):
 
 
 class DividedNormedQkv(NormedQkv):
-    """`NormedQkv` of a rank's heads.  Ranks add up their sums of squares, each KV head once."""
+    """`NormedQkv` of a rank's heads.  Ranks add up sums of squares, each KV head once."""
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         super().__init__(spec, shard)
@@ -93,14 +90,14 @@ class DividedNormedQkv(NormedQkv):
 
 
 def qkv_linear(spec: ModelSpec, shard: ModelShard) -> LoraLinear:
-    """The projection to q, k and v."""
+    """The projection to q, k, v."""
     if not spec.full_qk_norm:
         return LoraLinear(spec.shape, "qkv", bias=spec.attention_bias or spec.qkv_bias)
     return (DividedNormedQkv if shard.tensor_parallel > 1 else NormedQkv)(spec, shard)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV behind the channel.  spec: sizes of the shard."""
+    """Grouped-query attention over the channel's paged KV."""
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
@@ -143,7 +140,7 @@ class Attention(nn.Module):
 
 
 class GatedAttention(Attention):
-    """`Attention` with outputs of heads scaled by the sigmoid of another projection of x."""
+    """`Attention` with heads' outputs scaled by the sigmoid of another projection."""
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__(spec, layer, shard)
@@ -173,7 +170,7 @@ class GatedQueries(Attention):
 
 
 def attention_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
-    """Attention of a layer, also over latents, or Gated DeltaNet in its place.  spec: sizes of the shard."""
+    """Attention, or Gated DeltaNet in its place."""
     shape = spec.shape
     if shape.global_heads is not None:
         from .attention_forms import SizedAttention
@@ -215,9 +212,9 @@ class ScaledNormedAdd(NormedAdd):
 
 
 class DecoderLayer(nn.Module):
-    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), scale 1 in most families.
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)).
 
-    spec: sizes of the shard.  With output norms, see `NormedAdd`.
+    With output norms, see `NormedAdd`.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
@@ -252,7 +249,7 @@ LayerForward = Callable[..., torch.Tensor]
 class CausalLM(nn.Module):
     """Token ids in, logits of chosen rows out; attention state lies behind the channels.
 
-    spec: of the whole model; `self.spec` has the shard's sizes.  shard: None: the whole model.
+    spec: of the whole model; `self.spec` has the shard's sizes.
     """
 
     inverse_frequencies: torch.Tensor
@@ -276,14 +273,14 @@ class CausalLM(nn.Module):
         self.head_bias = parameter(len(shard.vocabulary)) if spec.head_bias else None
 
     def own_head(self, embedding: nn.Parameter) -> nn.Parameter:
-        """This shard's head: rows of a tied embedding, in the embedding's memory."""
+        """This shard's head: a tied embedding's rows, in place."""
         rows = self.shard.vocabulary
         if len(rows) == len(embedding):
             return embedding
         return nn.Parameter(embedding[rows.start : rows.stop], requires_grad=False)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of each row's rotation: [T, rotated dims / 2] fp32."""
+        """cos and sin of each row: [T, rotated dims / 2] fp32."""
         angle = positions.float().unsqueeze(1) * self.inverse_frequencies
         factor = self.spec.rope.attention_factor
         return angle.cos() * factor, angle.sin() * factor
@@ -300,8 +297,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """Logits [len(logit_rows), vocab] fp32; with a divided head at rank 0 only, elsewhere undefined.
 
-        tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: rows that need
-        logits. layer_forward: runs a layer (compiled or eager).  outer: deltas of the embedding and the head.
+        tokens, positions: [T] int64.  live: [T] bool, False for padding.  layer_forward: compiled or eager.
+        outer: deltas of embedding and head.
         """
         cos, sin = self.rope(positions)
         x = F.embedding(tokens, self.embedding)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint directory by name: safetensors files, plain or quantised."""
+"""Tensors of a checkpoint directory by name, plain or quantised."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ INDEX_NAME = "model.safetensors.index.json"
 _NUM_READERS = 4
 """Threads that wait for files."""
 _GAP_BYTES = 1 << 20
-"""Advice joins tensors with at most these bytes between them."""
+"""Advice joins tensors with smaller gaps."""
 
 
 class Checkpoint:
     """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index.
 
-    config: its config.json, which names the quantisation scheme.
-
-    Raises ConfigError for a missing or damaged file.
+    config: names the quantisation scheme.  Raises ConfigError for a missing or damaged file.
     """
 
     def __init__(self, model_dir: Path, config: Mapping[str, Any] | None = None) -> None:
@@ -67,7 +65,7 @@ class Checkpoint:
         self.scheme = scheme_of(config or {}, self._metadata)
 
     def _metadata(self) -> dict[str, str]:
-        """Metadata of the files' headers; lists of names are joined."""
+        """Metadata of the files' headers, joined."""
         joined: dict[str, str] = {}
         names: list[str] = []
         for path in sorted(set(self.file_of.values())):
@@ -128,10 +126,7 @@ class Checkpoint:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
-        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns.
-
-        See `MappedFile.read_into`.
-        """
+        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns."""
         file = self._mapped(self.file_of[piece.key])
         if piece.transform is not None or not file.fits(piece.key, out):
             return False
@@ -139,12 +134,12 @@ class Checkpoint:
         return True
 
     def will_read(self, pieces: Iterable[Piece]) -> None:
-        """Let the kernel read the pieces' tensors ahead."""
+        """Let the kernel read the tensors ahead."""
         for path, keys in self._by_file(pieces).items():
             self._mapped(path).will_read(keys)
 
     def release(self, pieces: Iterable[Piece]) -> None:
-        """Wait for all reads, and give back the mapped pages of the pieces' tensors."""
+        """Wait for all reads, and free the tensors' mapped pages."""
         while self._reads:
             self._reads.pop().result()
         for path, keys in self._by_file(pieces).items():
@@ -178,7 +173,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class MappedFile:
-    """A safetensors file, whose mapped pages can be given back.
+    """A safetensors file with mapped pages.
 
     Raises AdapterError for a damaged header, and OSError.
     """
@@ -190,7 +185,7 @@ class MappedFile:
         self._map = mmap.mmap(self._file.fileno(), 0, sharing, access)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A view of the mapping.  Raises KeyError for an unknown key."""
+        """A view of the mapping.  Raises KeyError."""
         entry = self._entries[key]
         dtype, count = getattr(torch, entry.dtype.removeprefix("torch.")), math.prod(entry.shape)
         if count == 0:
@@ -199,13 +194,13 @@ class MappedFile:
         return flat.view(entry.shape)
 
     def fits(self, key: str, out: torch.Tensor) -> bool:
-        """True if `read_into` can fill `out`: of equal shape and dtype, in the host's memory without gaps."""
+        """True if `read_into` can fill `out`: equal shape and dtype, on the host without gaps."""
         entry = self._entries[key]
         alike = entry.dtype == str(out.dtype) and entry.shape == tuple(out.shape)
         return alike and out.is_cpu and out.is_contiguous() and out.numel() > 0
 
     def read_into(self, key: str, out: torch.Tensor) -> None:
-        """Read the whole tensor into `out`, past the mapping.  Raises OSError."""
+        """Read the whole tensor, past the mapping.  Raises OSError."""
         held, place = out.view(-1).view(torch.uint8).numpy().data, self._entries[key].span[0]
         while held:
             size = os.preadv(self._file.fileno(), [held], place)
@@ -214,11 +209,11 @@ class MappedFile:
             held, place = held[size:], place + size
 
     def will_read(self, keys: Iterable[str]) -> None:
-        """Let the kernel read these tensors ahead."""
+        """Let the kernel read ahead."""
         self._advise(keys, mmap.MADV_WILLNEED)
 
     def release(self, keys: Iterable[str]) -> None:
-        """Give back the pages of these tensors; a later access maps them again."""
+        """Free these tensors' pages; a later access maps the pages again."""
         self._advise(keys, mmap.MADV_DONTNEED)
 
     def _advise(self, keys: Iterable[str], advice: int) -> None:

@@ -13,13 +13,13 @@ from torch._dynamo import lookup_backend
 from .causal_lm import DecoderLayer
 
 _Code = Callable[..., Sequence[torch.Tensor]]
-_noted = threading.local()  # call: this thread's last compiled code, its operands and its result
+_noted = threading.local()  # this thread's last compiled code, its operands and its result
 
 
 def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
     """A graph's usual code; records its calls.
 
-    Engines share compiled code, and the code outlives them, so it must not refer to an engine.
+    Engines share compiled code, and the code outlives engines, so it must not refer to an engine.
     """
     code = lookup_backend("inductor")(graph, inputs)
 
@@ -34,8 +34,7 @@ def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
 class _Call(NamedTuple):
     """A layer's compiled code and its operands.
 
-    held: operands; the layer's weights are in place.  given: place among the operands -> number of a step's
-    tensor.  num_rows: places of the number of rows.
+    held: weights, in place.  given: place among the operands -> number of a step's tensor.
     """
 
     code: _Code
@@ -47,12 +46,11 @@ class _Call(NamedTuple):
 class CompiledLayers:
     """`DecoderLayer.forward` compiled; same arguments, same result.
 
-    The compiler's checks before each call (layer, weights, rows) take a quarter of the time outside kernels
-    in a CPU decode step. In an engine's steps only the number of rows changes: dtype, device and weights
-    stay. So the compiler runs once per layer and number of rows (once for all numbers above 1 if the code
-    is dynamic); later calls go to the compiled code.
+    The compiler's checks before each call take a quarter of the time outside kernels in a CPU decode step.
+    In an engine only the number of rows changes, so the compiler runs once per layer and number (once above 1
+    if dynamic).
 
-    Weights may change in place only. The code keeps its number of threads.
+    Weights may change in place only.
     """
 
     def __init__(self, num_buckets: int) -> None:
@@ -77,7 +75,7 @@ class CompiledLayers:
         if call is None:
             return self._first(layer, step)
         code, held, given, rows = call
-        operands: list[Any] = held.copy()  # a kept reference to a step's tensors would fill the memory
+        operands: list[Any] = held.copy()  # a kept reference would fill the memory
         for place, number in given:
             operands[place] = step[number]
         for place in rows:
@@ -85,7 +83,7 @@ class CompiledLayers:
         return code(*operands)[0]
 
     def _first(self, layer: DecoderLayer, step: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Call the compiler; record the compiled code if the code was the only effect."""
+        """Call the compiler; record the compiled code if the only effect."""
         torch._dynamo.config.recompile_limit = self._recompile_limit  # per thread
         _noted.call = None
         y = self._compiled(layer, *step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with LoRA deltas: one dense site, or one site of all experts."""
+"""Linear layers with LoRA deltas: one dense site, or all experts' site."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def site_index(shape: ModelShape, name: str) -> int:
 
 
 def parameter(*size: int) -> nn.Parameter:
-    """An uninitialised weight that the loader fills."""
+    """An uninitialised weight for the loader."""
     return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
@@ -41,7 +41,7 @@ def site_linear(
     site: int,
     first_expert: int,
 ) -> torch.Tensor:
-    """Base layer and deltas of a site in one operation."""
+    """Base layer and deltas in one operation."""
     rest = (bias, ids_TK, site, first_expert)
     if isinstance(weight, QuantisedWeight):
         held = (weight.data, weight.scale, weight.zero)
@@ -50,7 +50,7 @@ def site_linear(
 
 
 class LoraLinear(nn.Module):
-    """y = x @ weight.T + bias + deltas, for all modules of one dense site at once."""
+    """y = x @ weight.T + bias + deltas, for all modules of one dense site."""
 
     weight: nn.Parameter | QuantisedWeight
 
@@ -71,7 +71,7 @@ class LoraLinear(nn.Module):
 
 
 class Fp32Linear(LoraLinear):
-    """`LoraLinear` without bias, with weight and output in fp32 whatever the model's dtype."""
+    """`LoraLinear` without bias, with weight and output in fp32."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp32Linear:
         return super()._apply(lambda held: fn(held).float(), recurse)
@@ -86,7 +86,7 @@ class Fp32Linear(LoraLinear):
 
 
 class Fp32Vector(nn.Module):
-    """A weight of one dimension in fp32 whatever the model's dtype."""
+    """A vector in fp32."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -97,9 +97,9 @@ class Fp32Vector(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """As `LoraLinear`, once per expert: row t*K + k of y is computed by expert ids[t, k].
+    """As `LoraLinear`, once per expert: expert ids[t, k] computes row t*K + k of y.
 
-    experts: local experts, in the order of the weight's first dim.
+    experts: local, in the order of the weight's first dim.
     """
 
     weight: nn.Parameter | QuantisedWeight
@@ -115,7 +115,7 @@ class ExpertLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, ids_TK: torch.Tensor, channel: torch.Tensor, order: torch.Tensor | None
     ) -> torch.Tensor:
-        """ids: local experts, or -1 for rows with output 0.  order: `MoeMlp.choose`'s."""
+        """ids: local experts, or -1 for rows with output 0."""
         if ops.fuses_sites(x):
             return site_linear(channel, x, self.weight, self.bias, ids_TK, self.site, self.experts.start)
         ops.lora_begin(channel, x, ids_TK, self.site)
@@ -136,7 +136,7 @@ class ExpertLinear(nn.Module):
         activation: str,
         limit: float,
     ) -> torch.Tensor:
-        """`glu` of `forward`; a single operation if an order is given."""
+        """`glu` of `forward`; a single operation with an order."""
         if order is None or isinstance(self.weight, QuantisedWeight):
             return glu(self(x, ids_TK, channel, order), activation, limit)
         ops.lora_begin(channel, x, ids_TK, self.site)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint directory (config.json, safetensors) to a model with its weights.
-
-A rank reads the parts of tensors that lie in its own parameters.
-"""
+"""From a checkpoint directory to a model with its weights."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from .random_weights import RandomCheckpoint
 
 _NORMED = ("q_norm", "k_norm")
-"""Norms of a `NormedQkv`, in the order of the site's modules."""
+"""Norms of a `NormedQkv`, in module order."""
 _CACHE_LINE, _HUGE_PAGE = 64, 2 << 20
 
 
@@ -51,13 +48,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldRanges:
-    """whole: shape of a parameter of the whole model.  held: a rank's ranges of each dim, in local order."""
+    """whole: shape in the whole model.  held: a rank's ranges of each dim, in local order."""
 
     whole: tuple[int, ...]
     held: tuple[tuple[range, ...], ...]
 
     def cuts(self, index: tuple[Any, ...]) -> list[Cut]:
-        """Cuts of a tensor that fills `index` of the whole parameter; empty if the rank needs no part."""
+        """Cuts of a tensor that fills `index` of the whole parameter."""
         given = (*index, *[slice(None)] * (len(self.whole) - len(index)))
         dims = [_overlaps(*one) for one in zip(given, self.whole, self.held, strict=True)]
         return [
@@ -82,7 +79,7 @@ def _overlaps(given: Any, size: int, held: Iterable[range]) -> list[tuple[slice 
 
 
 def held_ranges(model: CausalLM) -> dict[str, HeldRanges]:
-    """Ranges of all parameters of the rank's model, by name."""
+    """Ranges of the rank's parameters, by name."""
     shard = model.shard
     found = {name: _undivided(tuple(weight.shape)) for name, weight in model.named_parameters()}
     for name, module in model.named_modules():
@@ -135,7 +132,7 @@ logger = logging.getLogger(__name__)
 Source: TypeAlias = "Checkpoint | RandomCheckpoint"
 Target = torch.Tensor | QuantisedWeight
 Stored = dict[str, dict[int, "torch.Tensor | StoredWeight"]]
-"""Opened tensors, by parameter and number of the local piece."""
+"""Opened tensors, by parameter and local piece."""
 
 
 def load_model(
@@ -148,9 +145,7 @@ def load_model(
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    shard: None: the whole model; other weights are neither allocated nor read. quantisation: applied while
-    reading, a few rows at a time; None: keep the checkpoint's formats.  show: called after each parameter,
-    with bytes.
+    quantisation: applied while reading; None: keep the checkpoint's formats.
     """
     spec, checkpoint, weights = _opened(model_dir)
     return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
@@ -173,7 +168,7 @@ def random_model(
     quantisation: Quantisation | None = None,
     show: Show = silent,
 ) -> CausalLM:
-    """As `load_model`, with this config.json and the weights of a `RandomCheckpoint`."""
+    """As `load_model`, with a `RandomCheckpoint`."""
     from .random_weights import RandomCheckpoint
 
     spec = model_spec(config)
@@ -182,13 +177,13 @@ def random_model(
 
 
 def refill(model: CausalLM, model_dir: Path) -> None:
-    """Read the weights of `load_model` again into place.  Raises ConfigError, also for other tensors."""
+    """Read the weights again into place.  Raises ConfigError, also for other tensors."""
     _, checkpoint, weights = _opened(model_dir)
     _fill(model, checkpoint, weights, {}, silent)
 
 
 def refill_random(model: CausalLM, config: Mapping[str, Any], device: torch.device) -> None:
-    """Make the weights of `random_model` again in place."""
+    """Make the random weights again in place."""
     from .random_weights import RandomCheckpoint
 
     checkpoint = RandomCheckpoint(model.spec, config, device)
@@ -196,7 +191,7 @@ def refill_random(model: CausalLM, config: Mapping[str, Any], device: torch.devi
 
 
 def held_weights(model: CausalLM) -> list[torch.Tensor]:
-    """The tensors that a checkpoint fills."""
+    """The tensors from a checkpoint."""
     quantised = (one for one in model.modules() if isinstance(one, QuantisedWeight))
     return [
         *(weight.data for weight in model.parameters()),
@@ -224,7 +219,7 @@ def _loaded(
 
 def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
     spec = model.spec
-    # `to_empty` imports sympy, over half a second: torch computes a meta tensor's strides in Python.
+    # `to_empty` imports sympy, over half a second.
     if device.type == "cpu":
         model._apply(_side_by_side([*model.parameters(), *model.buffers()]))
     else:
@@ -237,9 +232,9 @@ def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
 
 
 def _side_by_side(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a tensor like each of these, from one block of memory on huge pages; a tied one once.
+    """Returns a tensor like each of these, from one block of memory on huge pages.
 
-    A matrix of a few MB alone has few whole huge pages: a step of 443 M weights took 1.2 times as long.
+    A matrix of a few MB alone has few huge pages: a step of 443 M weights took 1.2 times as long.
     """
 
     def room(one: torch.Tensor) -> int:
@@ -266,8 +261,7 @@ def _hold_quantised(
 ) -> Stored:
     """Replace parameters of a model without storage by `QuantisedWeight`s.
 
-    Returns the tensors opened to read their formats.  Raises ConfigError for a dynamic format on a GPU, and
-    for a shape unfit for the format.
+    Returns the opened tensors.  Raises ConfigError for a dynamic format on a GPU, and for an unfit shape.
     """
     layers = linear_layers(model)
     head: list[tuple[nn.Module, str, str]] = [(model, "head", "head")]
@@ -315,7 +309,7 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def linear_layers(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
-    """Quantisable layers: each with its weight's attribute and parameter name."""
+    """Quantisable layers, with attribute and parameter name."""
     return [
         (module, "weight", f"{name}.weight")
         for name, module in model.named_modules()
@@ -325,7 +319,7 @@ def linear_layers(model: CausalLM) -> list[tuple[nn.Module, str, str]]:
 
 
 def _chosen(form: Format, pieces: list[Piece], ranges: HeldRanges) -> WeightLayout:
-    """Layout in the requested format.  Blocks of rows shrink if a part of the weight ends inside a block."""
+    """The requested layout.  Blocks of rows shrink if a part of the weight ends inside a block."""
     if form.row_group == 1:
         return WeightLayout(form)
     row_group = math.gcd(form.row_group, *_first_rows(pieces, ranges))
@@ -366,8 +360,8 @@ def _as_stored(
 def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Stored, show: Show) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Each value is copied once, from the file into place; absent experts are not read.  stored: is
-    emptied.  Raises ConfigError naming a tensor that is missing, misshapen or unexpected.
+    Each value is copied once.  Empties `stored`.  Raises ConfigError for a missing, misshapen or unexpected
+    tensor.
     """
     targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
     targets |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}
@@ -395,7 +389,7 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
 
 
 def _held_pieces(pieces: list[Piece], ranges: HeldRanges) -> list[tuple[int, Piece, list[Cut]]]:
-    """Number, piece and cuts of the pieces that the rank holds, in part."""
+    """Number, piece and cuts of the rank's pieces."""
     return [(i, one, cuts) for i, one in enumerate(pieces) if (cuts := ranges.cuts(one.index))]
 
 

@@ -28,7 +28,7 @@ def has_bias(shard: ModelShard, site_name: str) -> bool:
 
 
 class DenseMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)).  spec: sizes of the shard.  kind: start of the sites' names."""
+    """down(silu(gate(x)) * up(x)).  kind: start of the sites' names."""
 
     def __init__(self, spec: ModelSpec, shard: ModelShard, kind: str = "") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class DenseMlp(nn.Module):
 class MoeMlp(nn.Module):
     """Weighted sum of the chosen experts' outputs, in expert order.
 
-    spec: sizes of the shard.  Ranks with the experts send outputs of absent experts.
+    Other ranks send outputs of absent experts.
     """
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
@@ -80,8 +80,7 @@ class MoeMlp(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row, -1 in rows of padding.
 
-        The third item is rows by local expert, for a GPU's kernels; None for other devices and quantised
-        weights.
+        Third: rows by local expert, for a GPU's kernels; None on CPU and for quantised weights.
         """
         if logits_TE.is_cuda:
             num_held = len(self.experts) if self.takes_order() else 0
@@ -122,7 +121,7 @@ class MoeMlp(nn.Module):
     def summand(
         self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's part of the output.  seen: by the gate, None = x."""
+        """This rank's part of the output.  seen: by the gate; None: x."""
         logits_TE = self.gate(x if seen is None else seen, channel)
         weights_TK, ids_TK, order = self.choose(logits_TE, live_T, channel)
         own_TK = ids_TK if self.holds_all else self.held(ids_TK)
@@ -139,7 +138,7 @@ class MoeMlp(nn.Module):
         return y
 
     def takes_order(self) -> bool:
-        """True if a GPU computes some expert layers from rows by expert."""
+        """True if a GPU uses rows by expert."""
         return not all(isinstance(one.weight, QuantisedWeight) for one in (self.gate_up, self.down))
 
     def held(self, ids_TK: torch.Tensor) -> torch.Tensor:
@@ -148,7 +147,7 @@ class MoeMlp(nn.Module):
 
 
 class SharedMoeMlp(MoeMlp):
-    """`MoeMlp` plus an expert of all tokens, scaled by the sigmoid of its gate if there is one."""
+    """`MoeMlp` plus an expert of all tokens, scaled by its gate's sigmoid, if any."""
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
         super().__init__(spec, shard)
@@ -195,7 +194,7 @@ class SparseMixerMlp(MoeMlp):
 class DenseBesideMlp(MoeMlp):
     """norm(dense(norm(x))) + norm(experts(norm(x))), with experts chosen by norm(x) / sqrt(H).
 
-    The weight of a chosen expert is multiplied by the expert's scale.  x: without a norm of the layer.
+    The expert's scale multiplies the weight.
     """
 
     def __init__(self, spec: ModelSpec, shard: ModelShard) -> None:
@@ -227,7 +226,7 @@ class DenseBesideMlp(MoeMlp):
 
 
 def mlp_of(spec: ModelSpec, layer: int, shard: ModelShard) -> nn.Module:
-    """The MLP of a layer.  spec: sizes of the shard."""
+    """The MLP of a layer."""
     shape = spec.shape
     if layer in shape.dense_layers:
         return DenseMlp(spec, shard, "dense_")

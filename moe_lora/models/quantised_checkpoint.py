@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantise a checkpoint's linear layers in the format of compressed-tensors.
-
-Legend: N output width, K input width.
-"""
+"""Quantise a checkpoint's linear layers in compressed-tensors' format."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from .quantised_weight import Quantisation, rows_at_once
 from .weights import Piece, is_as_stored, linear_weight_map, refuse_unexpected, weight_map
 
 SHARD_BYTES = 1 << 30
-"""Size of a file, unless a single tensor is larger: a file is buffered before its write."""
+"""Size of a file, unless a tensor is larger: a file is buffered before its write."""
 _WEIGHTS = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
     *(".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
@@ -43,9 +40,9 @@ _WEIGHTS = (
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the new checkpoint: a matrix in a format, or (form None) an unchanged tensor.
+    """A tensor of the new checkpoint: in a format, or (form None) unchanged.
 
-    source: its pieces; whole: shape of the source; index: part of the source.  is_fp32: fp32 in any model.
+    whole: shape of the source.  index: part of the source.
     """
 
     key: str
@@ -69,12 +66,11 @@ def quantise_checkpoint(
 ) -> None:
     """Write a quantised checkpoint to `out`, a new folder, with the other files beside the weights.
 
-    Values and scales equal those of loading in `dtype` with this quantisation. Blocks of fp8 rows begin
-    with each matrix of the file.  Experts become separate layers.  Needs memory for two files of
-    SHARD_BYTES; `out` appears once complete.
+    Values and scales equal those of loading in `dtype`.  Experts become separate layers.  Needs memory for
+    two files of SHARD_BYTES; `out` appears once complete.
 
-    Raises ConfigError for a quantised checkpoint, an existing or partial folder, a weight unfit for the
-    format, or a full disk.
+    Raises ConfigError for a quantised checkpoint, an existing or partial folder, an unfit weight, or a full
+    disk.
     """
     config = read_config(model_dir)
     section = config.get("quantization_config")
@@ -100,7 +96,7 @@ def quantise_checkpoint(
         config |= _changes(config, parts, quantisation, dtype)
         (begun / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for path in begun.glob("*.safetensors"):
-            shutil.copymode(begun / INDEX_NAME, path)  # safetensors creates files readable by the owner only
+            shutil.copymode(begun / INDEX_NAME, path)  # safetensors creates files for the owner only
         begun.rename(out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} can't be written: {error}; nothing is left of it") from error
@@ -109,7 +105,7 @@ def quantise_checkpoint(
 
 
 def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) -> list[_Part]:
-    """All tensors of the new checkpoint.  Raises ConfigError for a shape unfit for the format."""
+    """All tensors of the new checkpoint.  Raises ConfigError for an unfit shape."""
     with torch.device("meta"):
         model = CausalLM(spec)
     sources, written = weight_map(spec, checkpoint), linear_weight_map(spec)
@@ -144,7 +140,7 @@ def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) 
 
 
 def _source(pieces: list[Piece], index: tuple[Any, ...]) -> tuple[Piece, tuple[Any, ...]]:
-    """The piece behind an index of a parameter, and the place in the piece."""
+    """The piece behind an index of a parameter, and the place there."""
     for piece in pieces:
         if piece.index == index:
             return piece, ()
@@ -194,7 +190,7 @@ def _write_weights(
 
 
 def _tensors(part: _Part, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A part's tensors by name.  Raises ConfigError for a wrong shape or infinite values."""
+    """A part's tensors.  Raises ConfigError for a wrong shape or infinite values."""
     stored = checkpoint.tensor(part.source)
     assert isinstance(stored, torch.Tensor)
     where, form = f"{part.source.key} in {checkpoint.model_dir}", part.form
@@ -246,7 +242,7 @@ def _changes(
     }
     kept = [part.key.removesuffix(".weight") for part in parts if part.form is None and len(part.shape) == 2]
     if not quantisation.head and "lm_head" not in kept:
-        kept.append("lm_head")  # tied: readers see a layer, though the files have no tensor for the head
+        kept.append("lm_head")  # tied: readers see a layer without a tensor
     section = {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -261,7 +257,7 @@ def _changes(
 
 
 def _packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Fields as stored: int8 [R, K] as int32 [R, K * bits / 32], its last word padded."""
+    """int8 [R, K] as int32 [R, K * bits / 32], the last word padded."""
     codes = values.view(torch.uint8) + (1 << bits - 1)
     codes = torch.nn.functional.pad(codes, (0, -values.shape[1] % (32 // bits)))
     if bits == 4:

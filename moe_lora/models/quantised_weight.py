@@ -20,21 +20,19 @@ from moe_lora.kernels.quantised import Format, format_of
 
 from .stored_weight import StoredWeight
 
-_AT_ONCE = 1 << 18  # weights; the quantiser's temporaries are several times as large
+_AT_ONCE = 1 << 18  # weights; temporaries are several times as large
 
 
 def rows_at_once(width: int, row_group: int) -> int:
-    """Rows of a matrix to quantise together, a multiple of row_group."""
+    """Rows to quantise together, a multiple of row_group."""
     return max(1, _AT_ONCE // width // row_group) * row_group
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A format for linear layers of attention, MLP and experts; router, norms and embeddings are
-    unchanged.
+    """A format for linear layers of attention, MLP and experts.
 
-    form: None: the model's dtype, whatever the checkpoint's format.  head: includes the vocabulary head; a
-    tied embedding stays unquantised.
+    form: None: the model's dtype.  head: includes the vocabulary head; a tied embedding stays unquantised.
     """
 
     form: Format | None
@@ -42,7 +40,7 @@ class Quantisation:
 
 
 def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quantisation | None:
-    """The settings' quantisation; None: the checkpoint's formats."""
+    """None: the checkpoint's formats."""
     if quantize == "checkpoint":
         return None
     if quantize == "none":
@@ -55,11 +53,7 @@ def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quanti
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Layout of a weight.
-
-    wide: fp32 scales, for scales beyond the precision of the model's dtype.  zeros: the format has zero
-    points.
-    """
+    """wide: fp32 scales, beyond the precision of the model's dtype.  zeros: with zero points."""
 
     form: Format
     wide: bool = False
@@ -69,9 +63,9 @@ class WeightLayout:
 def common_layout(
     stored: Sequence[StoredWeight], first_rows: Iterable[int], dtype: torch.dtype
 ) -> WeightLayout | None:
-    """The layout of all parts of a weight unchanged; None for several formats.
+    """The unchanged layout of all parts of a weight; None for several formats.
 
-    first_rows: first row of each part in its matrix: no block of rows may cross parts.
+    first_rows: of each part: no block of rows may cross parts.
     """
     forms = {replace(one.form, row_group=1) for one in stored}
     if len(forms) != 1:
@@ -97,7 +91,7 @@ class QuantisedWeight(nn.Module):
     zero: torch.Tensor | None
 
     def __init__(self, weight: torch.Tensor, layout: WeightLayout) -> None:
-        """weight: gives shape, dtype and device.  Raises ValueError for a shape unfit for the format."""
+        """weight: gives shape, dtype and device.  Raises ValueError for an unfit shape."""
         super().__init__()
         self.shape, self.dtype, self.form = weight.shape, weight.dtype, layout.form
         self.form_text = self.form.text
@@ -129,8 +123,7 @@ class QuantisedWeight(nn.Module):
     def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight) -> None:
         """Write `weight` into the part of the matrices at index (expert, rows).
 
-        Values in the same format are copied, others quantised; a few rows at a time to save memory.  Raises
-        ValueError for weights without finite scale.
+        Copies values in the same format, else quantises.  Raises ValueError without a finite scale.
         """
         if len(self.shape) == 2:
             self._fill_rows((), index[0] if index else slice(None), weight)
@@ -175,6 +168,6 @@ class QuantisedWeight(nn.Module):
         )
 
     def dequantised(self) -> torch.Tensor:
-        """The dequantised weights: [N, K] or [E, N, K] of the model's dtype."""
+        """[N, K] or [E, N, K] of the model's dtype."""
         held = quantised.QuantisedOperand(self.form, self.data, self.scale, self.zero)
         return quantised.dequantise(held, self.num_out, self.shape[-1], self.dtype)

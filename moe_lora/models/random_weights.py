@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights of a model's real sizes, for runs that need only its speed.
-
-Legend: N output width, K input width.
-"""
+"""Random weights of a model's real sizes, for measurements of speed."""
 
 from __future__ import annotations
 
@@ -30,12 +27,11 @@ _CODES_STD = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)
 
 
 class RandomCheckpoint:
-    """Replaces a `loader.Checkpoint`: tensors by name, each created on access.
+    """Replaces a `Checkpoint`: tensors by name, each created on access.
 
-    A matrix [N, K] is uniform with variance 1 / K, so that activations and logits stay in range; an
-    embedding has variance 1, norms are ones, biases small.  Values depend only on name and type of device:
-    equal over ranks and restarts.  MXFP4 experts have random codes.  Raises ConfigError for another
-    quantised config.json.
+    A matrix [N, K] (N outputs, K inputs) is uniform with variance 1 / K, an embedding has variance 1, norms
+    are ones. Values depend only on name and type of device: equal over ranks and restarts.  MXFP4 experts
+    have random codes.  Raises ConfigError for another quantised config.json.
     """
 
     scheme = None
@@ -52,9 +48,9 @@ class RandomCheckpoint:
         with torch.device("meta"):
             model = CausalLM(spec)
         self.weights: WeightMap = linear_weight_map(spec)
-        """All experts, with a separate tensor for each linear layer."""
+        """A separate tensor for each linear layer."""
         for name, pieces in self.weights.items():
-            if isinstance(pieces[0].transform, HeadRows):  # one tensor for each parameter made of it
+            if isinstance(pieces[0].transform, HeadRows):
                 self.weights[name] = [Piece(name)]
         parameters = dict(model.named_parameters())
         self._shapes = {
@@ -65,7 +61,7 @@ class RandomCheckpoint:
         self._last_codes: tuple[str, torch.Tensor] | None = None
         for name in self.weights if method == "mxfp4" else ():
             if name.endswith(("mlp.gate_up.weight", "mlp.down.weight")):
-                # A pair of tensors tells the loader that the weight is quantised.
+                # A pair of tensors marks a quantised weight.
                 self.weights[name] = [
                     replace(one, extra_keys=(one.key + _SCALES,)) for one in self.weights[name]
                 ]
@@ -78,7 +74,7 @@ class RandomCheckpoint:
         return False
 
     def will_read(self, pieces: Iterable[Piece]) -> None:
-        """No effect, as of `release`: no file is read."""
+        """No effect: no file is read."""
 
     release = will_read
 

@@ -30,7 +30,7 @@ READ = (
 class StoredWeight:
     """A matrix [N, K] in a file, as values and scales; copied on access only.
 
-    values: of some rows, as `quantised.put` takes them.  scale: [N / row_group, G].  zero: int8 [N, G].
+    values: of some rows.  scale: [N / row_group, G].  zero: int8 [N, G].
     """
 
     form: Format
@@ -40,7 +40,7 @@ class StoredWeight:
     zero: torch.Tensor | None = None
 
     def scales(self, row_group: int) -> torch.Tensor:
-        """[N / row_group, G], row_group a divisor of the format's; the last group may be partial."""
+        """[N / row_group, G]; row_group divides the format's."""
         repeats = self.form.row_group // row_group
         if repeats == 1:
             return self.scale
@@ -58,7 +58,7 @@ class StoredWeight:
         return dequantise(QuantisedOperand(form, data, held, zero), q.shape[0], q.shape[1], dtype)
 
     def part(self, rows: slice, columns: slice) -> StoredWeight:
-        """Some rows and some of their inputs.  Raises ValueError for a cut inside a group of inputs."""
+        """Some rows and inputs.  Raises ValueError for a cut inside a group of inputs."""
         num_out, width = self.shape
         if (rows, columns) == (slice(0, num_out), slice(0, width)):
             return self
@@ -109,11 +109,7 @@ Reader = tuple[tuple[str, ...], Callable[..., StoredWeight]]
 
 @dataclass(frozen=True)
 class Scheme:
-    """A quantisation scheme of checkpoints.
-
-    name: as in config.json.  suffix: of a weight's first tensor; read: a weight's name -> tensors and their
-    meaning.
-    """
+    """read: a weight's name -> tensors and their meaning."""
 
     name: str
     present: Callable[[str, Container[str]], bool]
@@ -123,8 +119,7 @@ class Scheme:
 def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str]]) -> Scheme | None:
     """The scheme in config.json's quantization_config.
 
-    None: unquantised, or in the family's own format (see `weights`). metadata: of the checkpoint's files,
-    written by torchao.  Raises ConfigError for unsupported schemes.
+    None: unquantised, or in the family's own format.  Raises ConfigError.
     """
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")
@@ -280,14 +275,14 @@ def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _integers(bits: int, group_size: int, width: int) -> Format:
-    """The format of integers of up to 4 or 8 bits; at 4 bits a whole output is a group."""
+    """The format of integers; at 4 bits a whole output is a group."""
     if bits <= 4:
         return format_of("int4", group_size or width)
     return format_of("int8", group_size if group_size != width else 0)
 
 
 def _torchao(metadata: Mapping[str, str]) -> Scheme:
-    """torchao's flattened X._weight_qdata, _scale, _zero_point, and their kind in the metadata."""
+    """torchao's X._weight_qdata, _scale, _zero_point; the kind is in the metadata."""
     try:
         kinds = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     except (KeyError, ValueError, TypeError) as error:
@@ -318,7 +313,7 @@ def _refuse_torchao(name: str, kind: Mapping[str, Any]) -> None:
 def _of_torchao(
     kind: Mapping[str, Any], q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None
 ) -> StoredWeight:
-    """One matrix of torchao; its block gives the shape of a scale's group."""
+    """One matrix of torchao; its block gives a scale's group."""
     num_out, width = _matrix(q)
     data = kind["_data"]
     *others, block_rows, group = data.get("block_size") or (num_out, width)

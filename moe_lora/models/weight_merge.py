@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges one adapter into the base weights in place, and restores the weights.
 
-Legend: E local experts, N output width of a site, H input width, R LoRA rank.
-
-Merged weights W_a = round(W + scale * B A) take W's place in memory, in the rows of each targeted module of
-the fused weights.  An unmerge copies the original bytes back from the host: weights stay bit-identical over
-any number of merges (dLoRA subtracts, and drifts).  The router is never merged: a rounded correction could
-choose other experts for rows of another adapter.
-
-The unit is one site of one layer, so that a step merges or unmerges a bounded number of bytes.
+Legend: E local experts, N output width of a site, H input width, R LoRA rank. An unmerge copies the original
+bytes back from the host: weights stay bit-identical over any number of merges (dLoRA subtracts, and drifts).
+The router is never merged: a rounded correction could choose other experts for another adapter's rows.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from .causal_lm import CausalLM
 from .linear import ExpertLinear, LoraLinear
 
 NEVER_MERGED = ("router",)
-"""Sites with deltas always beside the weights."""
+"""Sites with deltas beside the weights."""
 
 _SCRATCH = 1 << 21
 """fp32 numbers (8 MB) for products: bounds a merge's memory, and fits a CPU's caches."""
@@ -37,9 +32,9 @@ _SCRATCH = 1 << 21
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """Places of an adapter's A and B on this device: slot `slot` of a table into arena.
+    """Places of an adapter's A and B on this device.
 
-    Reads its part of the table once, after a wait for the device; invalid after a change of the slot.
+    Reads the table once, after a wait for the device; invalid after a change of the slot.
     """
 
     arena: torch.Tensor
@@ -53,7 +48,7 @@ class HeldAdapter:
 
     @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[L, X] each: offsets of A and B, and the scale."""
+        """[L, X] each: offsets of A and B, scale."""
         slots = self.slots
         return self._column(slots.a_offset), self._column(slots.b_offset), self._column(slots.scale)
 
@@ -63,7 +58,7 @@ class HeldAdapter:
     def delta_operands(
         self, layer: int, site: Site, entry: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """B [N, R] and A [R, H], both fp32, and the scale of one entry of a layer's offset table."""
+        """B [N, R] and A [R, H], both fp32, and the scale of one entry."""
         a_offset, b_offset, scale = (column[layer, entry].item() for column in self._places)
         width = site.out_features[(entry - site.entry_base) % len(site.modules)]
         lora_rank = int(self.lora_ranks[layer, entry])
@@ -73,7 +68,7 @@ class HeldAdapter:
 
 
 def can_be_merged(model: CausalLM) -> bool:
-    """True if no weight of the model is quantised."""
+    """True without quantised weights."""
     sites = (module for layer in model.layers for module in layer.modules())
     weights = (module.weight for module in sites if isinstance(module, LoraLinear | ExpertLinear))
     return all(isinstance(weight, torch.nn.Parameter) for weight in weights)
@@ -82,7 +77,7 @@ def can_be_merged(model: CausalLM) -> bool:
 class WeightMerge:
     """The weights of one rank's model, and their merge state.
 
-    merged: [L, sites] bool.  One adapter at a time: unmerge all of an adapter before the next.
+    merged: [L, sites] bool.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -103,7 +98,7 @@ class WeightMerge:
         self._scratch: torch.Tensor | None = None
 
     def pieces(self, held: HeldAdapter, sites: frozenset[int]) -> list[tuple[int, int]]:
-        """All (layer, site) pieces that the adapter changes at these sites, in a step's order."""
+        """The pieces that the adapter changes at these sites, in a step's order."""
         ranks = held.lora_ranks
         return [
             (layer, number)
@@ -112,11 +107,11 @@ class WeightMerge:
         ]
 
     def num_bytes(self, piece: tuple[int, int]) -> int:
-        """Bytes of the site's weights, all modules and experts."""
+        """Bytes of the site's weights."""
         return self._weights[piece].nbytes
 
     def bytes_of(self, modules: Collection[str]) -> int:
-        """Bytes of all weights of this rank that an adapter with these target modules changes."""
+        """Bytes of this rank's weights that these target modules change."""
         changed = 0
         for (_, number), weight in self._weights.items():
             site = self.shape.sites[number]
@@ -125,12 +120,12 @@ class WeightMerge:
         return changed
 
     def kept_bytes(self) -> int:
-        """Host memory of original weights; each counts once."""
+        """Host memory of original weights."""
         return sum(original.nbytes for original in self._originals.values())
 
     @torch.inference_mode()
     def fold_in(self, piece: tuple[int, int], held: HeldAdapter) -> None:
-        """W = round(W + scale * B A) at one site of one layer."""
+        """W = round(W + scale * B A) at one piece."""
         assert not self.merged[piece]
         for entry, _, rows in self._parts(piece, held):
             key = piece, entry
@@ -141,7 +136,7 @@ class WeightMerge:
         self.merged[piece] = True
 
     def _add_product(self, rows: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
-        """rows = round(rows + scale * b a), some rows at a time."""
+        """rows = round(rows + scale * b a), some at a time."""
         if self._scratch is None:
             self._scratch = torch.empty(_SCRATCH, dtype=torch.float32, device=rows.device)
         num_rows = max(1, _SCRATCH // rows.shape[1])
@@ -159,7 +154,7 @@ class WeightMerge:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Write all original bytes back, also of pieces with a partial failure."""
+        """Write all original bytes back, also after a partial failure."""
         for (piece, entry), original in self._originals.items():
             self._rows(piece, entry).copy_(original)
         self.merged[:] = False
@@ -168,7 +163,7 @@ class WeightMerge:
     def rounding(
         self, piece: tuple[int, int], held: HeldAdapter, num_rows: int = 32
     ) -> Iterator[tuple[int, float, float]]:
-        """The rounding error of a merge in this dtype, for each module that the adapter changes.
+        """The rounding error of a merge in this dtype, for each changed module.
 
         Yields its number, |W_a - W - delta|^2 and |delta|^2, norms over about num_rows rows of one expert.
         """
@@ -187,7 +182,7 @@ class WeightMerge:
             yield module, float(lost), float(delta.square().sum())
 
     def checksum(self) -> str:
-        """Checksum of the mergeable weights; reads weights once."""
+        """Checksum of the mergeable weights."""
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self._weights):
             digest.update(self._weights[key].detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint tensors of each parameter of the layer stack, by the family's names.
+"""The checkpoint tensors of each parameter, by the family's names.
 
 Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .random_weights import RandomCheckpoint
 
-RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints; config.json has the same values
-NUM_NAMED = 5  # unexpected tensors in an error message
+RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints
+NUM_NAMED = 5
 logger = logging.getLogger(__name__)
 
 
@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 class Piece:
     """One checkpoint tensor and its part of a model parameter.
 
-    `index` addresses the parameter (slices and expert numbers); `transform` maps the checkpoint's tensor
-    (and those of `extra_keys`) to that part's shape, if possible as a view.  is_stacked: has a matrix for
-    each expert.
+    `index` addresses the parameter; `transform` maps the tensors of `keys` to that part's shape, if possible
+    as a view. is_stacked: has a matrix for each expert.
     """
 
     key: str
@@ -48,7 +47,7 @@ class Piece:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All checkpoint tensors of the piece."""
+        """The piece's checkpoint tensors."""
         return self.key, *self.extra_keys
 
 
@@ -56,7 +55,7 @@ class Piece:
 class HeadRows:
     """kv_b_proj [heads * (K + V), latent] as [heads, latent, K] or [heads, V, latent].
 
-    read: makes the matrix of a quantised checkpoint's tensors, None = a plain tensor.
+    read: makes a quantised matrix; None: a plain tensor.
     """
 
     sizes: MlaShape
@@ -109,7 +108,7 @@ SITES = {
 
 
 def weight_map(spec: ModelSpec, checkpoint: Container[str]) -> WeightMap:
-    """Pieces of every parameter.  checkpoint: names of its tensors, which tell the form of the MLP."""
+    """Pieces of every parameter.  checkpoint: tensor names, for the form of the MLP."""
 
     def form(family: Family, prefix: str) -> tuple[Place, ...]:
         for places in family.mlp:
@@ -201,7 +200,7 @@ AS_STORED = (_plus_one, _rows)
 
 
 def is_as_stored(piece: Piece) -> bool:
-    """True if the tensor keeps its form in a new checkpoint."""
+    """True if a new checkpoint keeps the form."""
     return piece.transform in AS_STORED or isinstance(piece.transform, HeadRows)
 
 
@@ -210,9 +209,9 @@ def _bias_of(key: str) -> str:
 
 
 def stored_pieces(weights: WeightMap, scheme: Scheme, tensors: Container[str], num_experts: int) -> WeightMap:
-    """The map with quantised tensors read by the scheme, and a separate matrix per expert.
+    """The map with quantised tensors read by the scheme, a matrix per expert.
 
-    tensors: names in the checkpoint.  Raises ConfigError for a transposed or interleaved weight.
+    Raises ConfigError for a transposed or interleaved weight.
     """
     return {
         name: [made for piece in pieces for made in _stored(piece, scheme, tensors, num_experts)]
@@ -309,21 +308,21 @@ def _fused(stored: slice, transposed: bool, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _by_expert(num_experts: int, is_down: bool, stacked: torch.Tensor) -> torch.Tensor:
-    """[E*F, H] -> [E, F, H], of down [E, H, F].  Other shapes stay unchanged for the loader's error."""
+    """[E*F, H] -> [E, F, H], of down [E, H, F].  Other shapes stay, for the loader's error."""
     inner, rest = divmod(stacked.shape[0], num_experts)
     by_expert = stacked if rest else stacked.view(num_experts, inner, *stacked.shape[1:])
     return _transposed(by_expert) if is_down else by_expert
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector stays unchanged for the loader's error."""
+    """A vector stays, for the loader's error."""
     return tensor.mT if tensor.dim() > 1 else tensor
 
 
 def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint, weights: WeightMap) -> None:
-    """Raise ConfigError for checkpoint tensors that no part of the model uses.
+    """Raise ConfigError for unused checkpoint tensors.
 
-    A tied head may be there too, equal to the embedding: transformers uses another one.
+    A tied head may be there, equal to the embedding.
     """
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
     left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of sequences for a step: one scheduler for the engine and for the simulator.  No torch here."""
+"""Choice of sequences for a step, for engine and simulator.  No torch here."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of a scheduler beyond one lane: of several tenants or priorities, and of background requests.
-
-Background requests compute in steps without other requests.
-"""
+"""Queues of several tenants or priorities, and of background requests."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ LEAST_CREDIT = 2048.0
 
 
 class TenantQueue(RequestQueue[Sequence]):
-    """Starts requests by tokens per tenant, within a tenant by priority, then in the order of `waiting`.
+    """Starts requests by tokens per tenant, then priority, then order of `waiting`.
 
-    counter: tokens per tenant.  waiting: the queue until now.  in_vain: no other tenant could use the
-    returned slots.
+    in_vain: no other tenant could use the returned slots.
     """
 
     def __init__(
@@ -36,7 +32,7 @@ class TenantQueue(RequestQueue[Sequence]):
         self.in_vain = False
         self._max_num_seqs = max_num_seqs
         self._max_returned = max_num_seqs
-        """Slots to return at once: as many as found another tenant's request lately."""
+        """As many as found another tenant's request lately."""
         for sequence in waiting:
             self.append(sequence)
 
@@ -53,8 +49,8 @@ class TenantQueue(RequestQueue[Sequence]):
         self.counter.dequeue(sequence.tenant)
 
     def to_preempt(self, running: list[Sequence], loading: list[Sequence]) -> list[Sequence]:
-        """Running requests to preempt in a full batch: the tenants exceed their shares of the slots, and
-        another tenant is next.
+        """Running requests to preempt in a full batch: their tenants exceed their shares, and another is
+        next.
         """
         if self.in_vain or len(running) + len(loading) < self._max_num_seqs:
             return []
@@ -68,8 +64,8 @@ class TenantQueue(RequestQueue[Sequence]):
     def note_preempted(self, preempted: list[Sequence]) -> None:
         """Return fewer slots from now on if some of these requests took the slots again.
 
-        The other tenant then lacks pages or an adapter's slot.  If all were taken again, no slot is
-        returned until a request ends.
+        The other tenant then lacks pages or an adapter's slot.  If all slots were taken again, return none
+        until a request ends.
         """
         num_used = sum(sequence.gave_way for sequence in preempted)
         self.in_vain = self.in_vain or not num_used
@@ -80,16 +76,15 @@ class TenantQueue(RequestQueue[Sequence]):
 class Background(Generic[Sequence]):
     """Gives the scheduler background requests while no other request is there.
 
-    The queue of other requests, with its tenants, never has a background request.  When another request
-    arrives, the next plan first puts all background requests back.  Their filled blocks stay in the prefix
-    cache.  Requests here count as waiting for their adapters, whose versions stay.
+    An arriving request puts all background requests back at the next plan.  Requests here count as waiting,
+    so versions of their adapters stay.
     """
 
     def __init__(self, scheduler: Scheduler[Sequence], adapters: Adapters[Any]) -> None:
         self._scheduler, self._adapters = scheduler, adapters
         self._parked: RequestQueue[Sequence] = RequestQueue()
         self._arrived: list[Sequence] = []
-        """Other requests since the last plan."""
+        """Arrived since the last plan."""
         self._others: TenantQueue[Sequence] | None = None
         """Queue of other requests while background requests run."""
 
@@ -108,14 +103,14 @@ class Background(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove an ended or aborted sequence outside of the scheduler's queues."""
+        """Remove a sequence outside the scheduler's queues."""
         for group in (self._parked, self._arrived):
             if sequence in group:
                 group.remove(sequence)
                 self._dequeue(sequence)
 
     def turn(self) -> None:
-        """Before a plan: change between background and other requests if due."""
+        """Change between background and other requests if due."""
         scheduler = self._scheduler
         if self._arrived and self._others is not None:
             self._put_back(self._others)
@@ -123,7 +118,7 @@ class Background(Generic[Sequence]):
             if scheduler.running or scheduler.loading or scheduler.waiting or not self._parked:
                 return
             if scheduler.tenants is None:
-                scheduler.count_tenants()  # tokens of background requests count for no tenant
+                scheduler.count_tenants()  # background requests count for no tenant
             self._others = scheduler.tenants
             scheduler.waiting, scheduler.tenants = RequestQueue(), None
         scheduler.waiting.extend(self._parked)

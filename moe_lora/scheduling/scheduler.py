@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: sequences and numbers of tokens of the next step."""
+"""Continuous batching: the next step's sequences and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ LOOK_AHEAD = 16
 class StepLimits:
     """Limits of a step, and the wait in seconds before a request overtakes.
 
-    max_host_tokens: limit of prompt tokens of loading adapters in a step shared with other requests. Host
-    workers compute these tokens (Readiness.HOST_COMPUTABLE), divided by
-    `policies.admission.host_start.fair_shares`.  After the prompt the request waits for the adapter: no
-    decode step waits for the host. Source: Toppings section 4.1.
+    max_host_tokens: limit of prompt tokens of loading adapters in a shared step.  Host workers compute these
+    tokens (HOST_COMPUTABLE), divided by `fair_shares`; no decode step waits for the host.  Source: Toppings
+    section 4.1.
     """
 
     max_num_seqs: int
@@ -43,15 +42,13 @@ class StepLimits:
 class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
-    loading: sequences with an adapter or history on the way to the device.  waiting: sequences without
-    holds. queue: orders the waiting requests; None: first come, first served.  tenants: `waiting`, from the
-    second tenant or priority on.  background: from the first background request on.
+    loading: sequences with an adapter or history on the way.  tenants: `waiting`, from the second tenant or
+    priority on.
 
-    Progress: the first running request (else the first loaded request) keeps all holds to the end.  Without
-    a free page, all younger requests release pages and no request is admitted in that schedule. Then only
-    this request, pins and running copies hold pages; copies end, and copied pages can be evicted.  Leases
-    of a LoRA Server are kept too, so the request waits for no other instance.  A request still without
-    pages is impossible (`oldest`).
+    Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page, all
+    younger requests release pages and no request is admitted in that schedule.  Then only this request, pins
+    and running copies hold pages; copies end, and copied pages can be evicted.  A request still without pages
+    is impossible (`oldest`).
     """
 
     def __init__(
@@ -79,10 +76,10 @@ class Scheduler(Generic[Sequence]):
         self.clock = clock
         self._limits = limits
         self.held_back = False
-        """True if at the last plan a request found no slot for an adapter."""
+        """True if a request found no slot at the last plan."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] | None = None
-        """None: all requests of the step need a host."""
+        """None: all requests need a host."""
 
     @property
     def num_waiting(self) -> int:
@@ -92,7 +89,7 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_deferred(self) -> int:
-        """Of `num_waiting`, sequences that wait for bytes or for a slot of their adapter."""
+        """Sequences that wait for bytes or an adapter's slot."""
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
 
     @property
@@ -121,7 +118,7 @@ class Scheduler(Generic[Sequence]):
         self.background.add(sequence)
 
     def count_tenants(self) -> None:
-        """Queue requests by tenant from now on.  Earlier tokens count for the first tenant."""
+        """Queue requests by tenant.  Earlier tokens count for the first tenant."""
         from moe_lora.policies.admission.fairness import DECODE_COST, PREFILL_COST, VirtualTokenCounter
 
         from .queues import LEAST_CREDIT, TenantQueue
@@ -133,10 +130,10 @@ class Scheduler(Generic[Sequence]):
         self.waiting = self.tenants = TenantQueue(counter, self.waiting, self._limits.max_num_seqs)
 
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
-        """The next step's work, with reserved pages.  Empty if no sequence can run.
+        """The next step's work, with reserved pages.
 
-        only: adapters (None among them: the base model) with computing sequences, at most max_num_seqs;
-        other sequences keep holds.  All adapters compute for None, or if no sequence of `only` can.
+        only: adapters (None: the base model) with computing sequences.  All adapters compute for None, or if
+        no sequence of `only` can.
         """
         if self.background is not None:
             self.background.turn()
@@ -178,7 +175,7 @@ class Scheduler(Generic[Sequence]):
         return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """After the planned step's compute: filled blocks become visible to lookups."""
+        """After the step's compute: filled blocks become visible to lookups."""
         now_s = self.clock.now_s()
         for item in plan:
             sequence = item.sequence
@@ -192,17 +189,17 @@ class Scheduler(Generic[Sequence]):
                 self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 
     def charge(self, sequence: Sequence) -> None:
-        """A token of the sequence came without a draw of a step."""
+        """A token came without a draw of a step."""
         self._num_sampled += 1
         if self.tenants is not None:
             self.tenants.counter.decode(sequence.tenant, sequence.share)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate pages for a loading sequence's awaited KV; False, without pages, if there are too few."""
+        """Allocate pages for a loading sequence's awaited KV; False if there are too few."""
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove an ended or aborted sequence from any queue."""
+        """Remove a sequence from any queue."""
         if self.tenants is not None:
             self.tenants.in_vain = False
         for group in (self.running, self.loading):
@@ -225,7 +222,7 @@ class Scheduler(Generic[Sequence]):
             self._preempt(self.running[-1])
 
     def restart(self, sequence: Sequence) -> None:
-        """Put back a running or loading sequence.  The adapter of a waiting sequence may change then."""
+        """Put back a started sequence, for a change of adapter."""
         self._told = []
         if sequence in self.running:
             self._preempt(sequence)
@@ -234,9 +231,7 @@ class Scheduler(Generic[Sequence]):
             self._put_back(sequence)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens; without pages, preempt the youngest.  The last sequence
-        waits with all holds.
-        """
+        """Plan a running sequence's next tokens; without pages, preempt the youngest."""
         num_tokens = self._num_tokens(sequence, sequence.num_computed, budget, plan)
         while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
             if self.loading:
@@ -254,7 +249,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens
 
     def _num_tokens(self, sequence: Sequence, start: int, budget: int, plan: dict[Sequence, int]) -> int:
-        """Tokens from `start` for this step; 0 for a loading adapter if the wait is quicker than the host."""
+        """Tokens from `start` for this step; 0 if waiting is quicker than the host."""
         num_uncomputed = sequence.num_uncomputed + sequence.num_computed - start - sequence.held
         if start < sequence.base_tokens:
             num_uncomputed = sequence.base_tokens - start
@@ -269,7 +264,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int] | None:
-        """Shares of a step for prompts of loading adapters; None: no other requests."""
+        """Shares for prompts of loading adapters; None: no other requests."""
         if not self._has_warm():
             return None
         from moe_lora.policies.admission.host_start import fair_shares
@@ -325,7 +320,7 @@ class Scheduler(Generic[Sequence]):
         return victims
 
     def _match(self, sequence: Sequence, now_s: float) -> None:
-        """Look up computed tokens; none for awaited KV, to keep the sequence's state.
+        """Look up computed tokens; none for awaited KV.
 
         Uncomputed tokens count for the tenant, once.
         """
@@ -388,7 +383,7 @@ class Scheduler(Generic[Sequence]):
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Start a loaded sequence if pages are available, if need be from younger loading sequences."""
+        """Start a loaded sequence, if need be with pages of younger loading sequences."""
         table = sequence.table
         num_tokens = self._num_tokens(sequence, table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
@@ -415,8 +410,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences after a failed load, prompts without a host, and loading sequences with a
-        lost history; record ended loads.
+        """Put back sequences after a failed load, prompts without a host, and sequences with a lost
+        history.
         """
         for where in (self.running, self.loading):
             for sequence in [one for one in where if one.cold_tokens or where is self.loading]:

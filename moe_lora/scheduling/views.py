@@ -18,10 +18,9 @@ from moe_lora.policies.admission import admission
 class Waits:
     """Times before the first step, in seconds of the scheduler's clock.
 
-    admitted_s: plan of the sequence's first step.  loading_s, adapter_s: start of the wait for bytes, and
-    arrival of the adapter; None: no wait, not arrived.  adapter_load_s, kv_load_s: waits for its adapter,
-    and then for its history.  held_back_s: start of the wait for an adapter's slot.
-    num_preemptions: of the sequence so far.
+    admitted_s: plan of the first step.  loading_s: start of the wait for bytes.  adapter_s: arrival of the
+    adapter. adapter_load_s, kv_load_s: waits for adapter, then history.  held_back_s: start of the wait for a
+    slot.
     """
 
     admitted_s: float | None = None
@@ -34,29 +33,27 @@ class Waits:
 
     @property
     def is_held_back(self) -> bool:
-        """True from the lack of an adapter's slot until the first step."""
+        """True from the lack of a slot until the first step."""
         return self.held_back_s is not None and self.admitted_s is None
 
     def load(self, now_s: float) -> None:
-        """Record the hold of adapter and history; their bytes may still load."""
+        """Adapter and history are held; the bytes may still load."""
         self.loading_s, self.adapter_s = now_s, None
 
     def loaded(self, now_s: float) -> None:
-        """Adapter and history are on the device; loads after a preemption don't count as wait."""
+        """Adapter and history are on the device; loads after a preemption don't count."""
         if self.admitted_s is None and self.loading_s is not None and self.adapter_s is not None:
             self.adapter_load_s += self.adapter_s - self.loading_s
             self.kv_load_s += now_s - self.adapter_s
         self.loading_s = None
 
     def queue_s(self, arrival_s: float, now_s: float) -> float:
-        """Time without loads from arrival to admission (until now before admission): for the running step,
-        for its turn, for room.
-        """
+        """Time without loads from arrival to admission (or now)."""
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         return admitted_s - arrival_s - self.adapter_load_s - self.kv_load_s
 
     def adapter_wait_s(self, now_s: float) -> float:
-        """Part of the queueing: from the lack of an adapter's slot until the start of its load."""
+        """From the lack of an adapter's slot until the start of its load."""
         if self.held_back_s is None:
             return 0.0
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
@@ -69,14 +66,13 @@ Adapter = TypeVar("Adapter", contravariant=True)
 class Schedulable(Protocol):
     """A sequence.  The scheduler sets plain attributes; the caller appends tokens.
 
-    table: KV pages, in the namespace of the adapter, or with base_tokens of the base.  num_computed: tokens
-    with KV in the table; counted after a step, reset with the release of pages.  num_cached: part found in
-    the cache at admission.  matched: the prompt was looked up in the cache.  adapter_hit: the adapter was
-    resident at arrival.  cold_tokens: `tokens` to compute before its arrival; 0: resident.  base_tokens:
-    first tokens, computed without the adapter; later KV is not for the prefix cache; 0: the adapter computes
-    all.  held: the last token is not computed now. awaits_kv: KV arrives from elsewhere, into pages allocated
-    by the caller; reset with the release of pages. gave_way: preempted for another tenant. unshared: further
-    KV is not for the prefix cache; set by the caller.  computes_prompt: uses no cached prefix.
+    table: KV pages, in the adapter's namespace, or with base_tokens the base's.  num_computed: tokens with KV
+    in the table; counted after a step, reset with the pages.  num_cached: found in the cache at admission.
+    matched: the prompt was looked up.  adapter_hit: resident at arrival.  cold_tokens: to compute before the
+    adapter's arrival.  base_tokens: first tokens, computed without the adapter; later KV is not for the
+    prefix cache.  held: the last token is not computed now.  awaits_kv: KV arrives into the caller's pages;
+    reset with the pages.  gave_way: preempted for another tenant.  unshared: further KV is not for the prefix
+    cache; set by the caller.  computes_prompt: uses no cached prefix.
     """
 
     table: BlockTable
@@ -94,17 +90,17 @@ class Schedulable(Protocol):
 
     @property
     def adapter(self) -> Any:
-        """As in `Adapters`; None: the base model."""
+        """None: the base model."""
         ...
 
     @property
     def adapter_uid(self) -> Namespace:
-        """The adapter in policies, and its namespace in the cache."""
+        """The adapter's namespace in the cache."""
         ...
 
     @property
     def tenant(self) -> str:
-        """Tenant, as in `policies.admission.fairness.CompetingView`, like the next two."""
+        """As in `CompetingView`, like the next two."""
         ...
 
     @property
@@ -115,7 +111,7 @@ class Schedulable(Protocol):
 
     @property
     def cache_salt(self) -> str:
-        """Shares cached prompts with sequences of the same salt only."""
+        """Shares cached prompts within the same salt only."""
         ...
 
     @property
@@ -145,11 +141,11 @@ class Adapters(Protocol[Adapter]):
 
     @property
     def waits_for_others(self) -> bool:
-        """True if an adapter's readiness may depend on another process."""
+        """True if readiness may depend on another process."""
         ...
 
     def enqueue(self, adapter: Adapter) -> None:
-        """Count a waiting request of the adapter, without a hold."""
+        """Count a waiting request, without a hold."""
         ...
 
     def dequeue(self, adapter: Adapter) -> None:
@@ -163,25 +159,23 @@ class Adapters(Protocol[Adapter]):
     def acquire(self, adapter: Adapter, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: not held for lack of room.  again: the request held the adapter before.  num_tokens: of the
-        request; orders the layers if host workers compute the first ones.
+        again: the request held the adapter before.  num_tokens: orders the layers if host workers compute the
+        first.
         """
         ...
 
     def has_unused_lease(self, adapter: Adapter) -> bool:
-        """True if other engines wait for a slot kept without a request."""
+        """True if other engines wait for a slot unused here."""
         ...
 
     def readiness(self, adapter: Adapter) -> Readiness:
-        """State of an acquired adapter: loaded, or prompts computable without.
-
-        NO_ROOM: the load failed.
-        """
+        """State of an acquired adapter.  NO_ROOM: the load failed."""
         ...
 
     def pays_on_host(self, adapter: Adapter, num_tokens: int, on_host: int) -> bool:
-        """True if host workers compute these prompt tokens of a HOST_COMPUTABLE adapter sooner than the
-        device after the load.  on_host: the workers' other tokens in the step.
+        """True if host workers compute these prompt tokens sooner.
+
+        on_host: the workers' other tokens in the step.
         """
         ...
 
@@ -195,7 +189,7 @@ Sequence = TypeVar("Sequence", bound=Schedulable)
 
 @dataclass(eq=False, slots=True)
 class Scheduled(Generic[Sequence]):
-    """`num_tokens` of a sequence from the first uncomputed token; `samples` if the last token is included."""
+    """`num_tokens` from the first uncomputed token; `samples` if the last token is included."""
 
     sequence: Sequence
     num_tokens: int
@@ -206,9 +200,9 @@ class Scheduled(Generic[Sequence]):
 
 
 class RequestQueue(deque[Sequence], Generic[Sequence]):
-    """Waiting requests in the order of their arrival, preempted requests first.
+    """Waiting requests by arrival, preempted requests first.
 
-    order: sorts the requests that may start.  The default is first come, first served.
+    order: sorts the requests that may start.
     """
 
     def __init__(self, order: Callable[[Iterable[Sequence]], Iterable[Sequence]] = list) -> None:
@@ -217,7 +211,7 @@ class RequestQueue(deque[Sequence], Generic[Sequence]):
 
 
 def shortest_first(requests: Iterable[Sequence]) -> list[Sequence]:
-    """Preempted requests, then the others by `policies.admission.admission.shortest_first`."""
+    """Preempted requests, then the shortest."""
     return sorted(
         admission.shortest_first(requests), key=lambda request: not request.matched or request.gave_way
     )

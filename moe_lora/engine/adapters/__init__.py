@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of an engine: versions, places of bytes, and ways to the device."""
+"""Adapters of an engine: versions, bytes, ways to the device."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters outside the arenas: versions, packed bytes, sizes on a rank, failures."""
+"""Adapters outside the arenas: versions, bytes, sizes, failures."""
 
 from __future__ import annotations
 
@@ -39,21 +39,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADS = 3
-"""Failed loads in a row before the requests of the adapter end."""
+"""Failed loads in a row before requests end."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PASSING = (OSError, StorageError, AdapterError, PeerGoneError, PeerUnreachableError, SignalTimeoutError)
-"""Maybe temporary causes: of a disk, its files, a peer, a network."""
+"""Maybe temporary causes."""
 
 
 @dataclass(eq=False)
 class AdapterVersion:
     """One version of an adapter.
 
-    uid: namespace in the cache.  num_running: requests that hold the version, also during a load.
-    num_waiting: requests before their hold.  num_pages: on this device.  slot: while ready there.
-    loading_slot: since the start of the load.  lease: of the LoRA Server.  merged: partly in the weights,
-    or soon.  leaseless: the weights carry the LoRA Server's whole part.  asker: tenant of the last holding
-    request.
+    uid: namespace in the cache.  num_running: requests that hold the version.  num_waiting: requests before
+    their hold.  lease: of the LoRA Server.  merged: partly in the weights, or soon.  leaseless: the weights
+    carry the LoRA Server's whole part.  asker: tenant of the last holding request.
     """
 
     uid: int
@@ -79,25 +77,21 @@ class AdapterVersion:
 
     @property
     def is_idle(self) -> bool:
-        """True without holding or waiting requests and without merged parts."""
+        """True without requests and merged parts."""
         return not (self.num_running or self.num_waiting or self.merged)
 
 
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: files without a name, private to this process.  store: files of this store. before_removal:
-    called before a file's removal, returns once no other process will open the file; None: files stay.
-    host: workers that read the store; closed with this object. others_fallback_rows: for `counters`, of the
-    engine's other ranks.
+    in_files: files private to this process.  before_removal: returns once no process will open the file;
+    None: files stay. host: workers that read the store; closed with this object.
     """
 
     on_change: Callable[[], None] | None = None
-    """Called from another thread when a request that waits for an adapter may start."""
+    """Called from another thread when a request may start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called from another thread with a failed adapter's content hash and another process's error; the
-    next `keep` serves the adapter again.
-    """
+    """Called from another thread with another process's error; the next `keep` serves the adapter again."""
 
     def __init__(
         self,
@@ -120,16 +114,16 @@ class AdapterStore:
 
     @property
     def leases(self) -> LeasedAdapters | None:
-        """This store, as a LoRA Server's client."""
+        """As a LoRA Server's client."""
         return None
 
     @property
     def pool(self) -> PoolAdapters | None:
-        """This store, as a part of the pool."""
+        """As a part of the pool."""
         return None
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """The slow part of a later `keep`, for another thread.  Raises CapacityError likewise."""
+        """The slow part of a later `keep`, for another thread.  Raises CapacityError."""
         if self._store is not None:
             return _stored(packed, self._store)
         if self._in_files:
@@ -142,9 +136,9 @@ class AdapterStore:
             self._store.remove(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Keep an adapter until as many `forget`s; returns the adapter's kept form.
+        """Keep an adapter until as many `forget`s; returns the kept form.
 
-        path: its PEFT directory, for later reads.  Raises CapacityError without room.
+        path: of the PEFT directory.  Raises CapacityError without room.
         """
         if self._store is not None:
             packed = _stored(packed, self._store)
@@ -177,11 +171,11 @@ class AdapterStore:
         return "host" if self._store is None and not self._in_files else "disk"
 
     def host_has(self, content_hash: str) -> bool:
-        """True if host workers can compute a kept adapter's deltas."""
+        """True if host workers can compute the adapter's deltas."""
         return self.host is not None and content_hash not in self._without_host
 
     def stop_host(self, content_hash: str) -> None:
-        """Hide an adapter from host workers after a failure, until the next load from a file."""
+        """Hide an adapter from host workers until the next `keep`."""
         self._without_host.add(content_hash)
 
     def counters(self) -> dict[str, int]:
@@ -218,8 +212,7 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
 class ShardSizes:
     """Pages of adapters' layers on the rank with the most.
 
-    kept: entries of each rank ([X] bool).  shard: of the first rank, of equal size on each; None: matrices
-    are whole.
+    kept: [X] bool of each rank.  shard: of the first rank; None: whole matrices.
     """
 
     def __init__(
@@ -236,7 +229,7 @@ class ShardSizes:
         self._all_kept = all(entries.all() for entries in kept) and shard is None
 
     def is_computed_here(self, packed: PackedAdapter) -> bool:
-        """True for pairs on the head or the embedding, and scaled columns: no host worker computes these."""
+        """True for pairs on head or embedding, and scaled columns: host workers don't compute these."""
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
@@ -251,7 +244,7 @@ class ShardSizes:
 
 
 def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int]:
-    """The largest rank of the adapters at each site, the outer sites last."""
+    """The largest rank at each site, outer sites last."""
     sites = (*shape.sites, *shape.outer_sites)
     entries = np.zeros(sites[-1].entry_base + 1, dtype=np.int64)
     for layer in (layer for packed in adapters for layer in packed.layers):
@@ -262,16 +255,16 @@ def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int
 
 @dataclass(frozen=True)
 class Failure:
-    """retry_s: the engine's time of the next allowed load by a request; None: needs a new load call."""
+    """retry_s: time of the next allowed load; None: needs a new load call."""
 
     reason: str
     retry_s: float | None = None
 
 
 class AdapterFailures:
-    """Failures by adapter version, until a load of the adapter succeeds.
+    """Failures by version, until a load succeeds.
 
-    Belongs to the engine's thread; any thread may call `report`.  reports: content hash and error, unread.
+    For the engine's thread; any thread may call `report`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -281,13 +274,13 @@ class AdapterFailures:
         self.reports: queue.SimpleQueue[tuple[str, Exception]] = queue.SimpleQueue()
 
     def report(self, content_hash: str, error: Exception) -> None:
-        """Record another process's failure, for the engine's thread."""
+        """Record another process's failure."""
         self.reports.put((content_hash, error))
 
     def load_failed(self, adapter: AdapterVersion, error: Exception, *, may_repeat: bool = True) -> bool:
-        """Record a failed load; True if the adapter's requests must end, False for another try at once.
+        """Record a failed load; True if the adapter's requests must end.
 
-        may_repeat: False if the loader has retried already.
+        may_repeat: False if the loader has retried.
         """
         number = self._num_loads[adapter.uid] = self._num_loads.get(adapter.uid, 0) + 1
         passing = isinstance(error, PASSING)
@@ -301,9 +294,9 @@ class AdapterFailures:
         return True
 
     def compute_failed(self, adapter: AdapterVersion, error: Exception, *, may_pass: bool = False) -> None:
-        """Record an error of a step that computed this adapter alone.
+        """Record an error of a step with this adapter alone.
 
-        may_pass: other adapters of the step failed too, so the cause may lie elsewhere.
+        may_pass: other adapters failed too.
         """
         may_pass = may_pass or isinstance(error, (MemoryError, *PASSING))
         self._note(
@@ -311,7 +304,7 @@ class AdapterFailures:
         )
 
     def loaded(self, adapter: AdapterVersion) -> None:
-        """A load to the device succeeded: ends a failure with a pause only."""
+        """A load succeeded: ends a failure with a pause only."""
         self._num_loads.pop(adapter.uid, None)
         failure = self.by_version.get(adapter.uid)
         if failure is not None and failure.retry_s is not None:
@@ -322,12 +315,12 @@ class AdapterFailures:
         self.by_version.pop(uid, None)
 
     def problem(self, adapter: AdapterVersion) -> str | None:
-        """Reason why the adapter is unavailable; None: available."""
+        """Reason of the failure; None: available."""
         failure = self.by_version.get(adapter.uid)
         return None if failure is None else failure.reason
 
     def check(self, adapter: AdapterVersion) -> None:
-        """Raises AdapterFailedError while the adapter is unavailable; a failure ends with its pause."""
+        """Raises AdapterFailedError for an unavailable adapter; a failure ends with its pause."""
         failure = self.by_version.get(adapter.uid)
         if failure is None:
             return
@@ -336,7 +329,7 @@ class AdapterFailures:
         del self.by_version[adapter.uid]
 
     def message(self, adapter: AdapterVersion) -> str:
-        """Text for clients about a failed adapter."""
+        """Text for clients."""
         failure = self.by_version[adapter.uid]
         way_out = "load it again once that is mended"
         if failure.retry_s is not None:

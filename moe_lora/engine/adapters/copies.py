@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's copies between both arenas, and from adapter files to the device.
+"""One rank's copies between arenas, and from adapter files to the device.
 
-Orders name pages, slots and content hashes only: valid on every rank of an instance.
+Orders name pages, slots and content hashes only: valid on every rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 class BringAdapter:
     """Load an adapter to the device and set `slot`.
 
-    layer_first_pages: first page of each layer, -1 for an empty layer.  pages: on the host; None = from the
-    adapter's file.  first_group: number of first layers loaded last; each layer serves at once
-    (`policies.admission.host_start.load_order`); None: all serve at the end.
+    layer_first_pages: -1 for an empty layer.  pages: None: from the adapter's file.  first_group: number of
+    first layers loaded last; each layer serves at once (`load_order`); None: all serve at the end.
     """
 
     slot: int
@@ -46,7 +45,7 @@ class BringAdapter:
 
 @dataclass(frozen=True)
 class ClearSlot:
-    """Make `slot` empty: no deltas."""
+    """Empty `slot`."""
 
     slot: int
 
@@ -54,13 +53,13 @@ class ClearSlot:
 RankOrder = Copy | BringAdapter | ClearSlot
 
 Steps: TypeAlias = Iterator[int]
-"""Executes an order piece by piece: yields bytes of a piece, complete at the next step."""
+"""Executes an order piece by piece: yields a piece's bytes, complete at the next step."""
 
 
 class Arenas:
     """Memory of a rank by pages.
 
-    device, host: [P, page_bytes] uint8, from 1-D tensors; host None: there is no host arena.
+    device, host: [P, page_bytes] uint8, from 1-D tensors.
     """
 
     def __init__(self, device: torch.Tensor, host: torch.Tensor | None, page_bytes: int) -> None:
@@ -72,9 +71,7 @@ class Arenas:
 class RankCopier:
     """Executes orders in one rank's memory.
 
-    kept: [X] bool, entries of adapters on this rank.  find: content hash -> the packed adapter, mapped or in
-    memory.  pool: adapters to fetch; None: all are local.  shard: of sharded matrices; None: matrices are
-    whole.
+    kept: [X] bool, entries on this rank.  pool: None: adapters are local.  shard: None: whole matrices.
     """
 
     def __init__(
@@ -102,13 +99,13 @@ class RankCopier:
         assert pool is None or self._kept is None, "adapters are fetched whole"
 
     def fetches(self, order: RankOrder) -> bool:
-        """True if the order waits for another process, or a disk."""
+        """True if the order waits for a process or disk."""
         if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
             return False
         return not self._pool.holds(order.content_hash)
 
     def begin(self, order: RankOrder) -> Steps:
-        """Steps of the order, on CUDA on the current stream.  The adapter may be forgotten meanwhile."""
+        """Steps of the order, on the current CUDA stream.  The adapter may be forgotten meanwhile."""
         if isinstance(order, Copy):
             return self._copy(order)
         if isinstance(order, ClearSlot):
@@ -130,7 +127,7 @@ class RankCopier:
         return self._fetch(order, reader)
 
     def ended(self, content_hash: str) -> None:
-        """Orders for this adapter are over, done or not."""
+        """Orders for this adapter are over."""
         if self._pool is not None:
             self._pool.take_from_host(content_hash)
 
@@ -223,7 +220,7 @@ def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, in
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.is_cpu and target.is_cpu:
-        # numpy copies on this thread and releases Python's lock; torch would start threads.
+        # numpy copies on this thread without Python's lock; torch would start threads.
         np.copyto(target.numpy(), source.numpy())
     else:
         target.copy_(source, non_blocking=True)

@@ -22,10 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedAdapters(AdapterStore):
-    """`AdapterStore` with adapters registered at the LoRA Server, which leases them to instances.
+    """`AdapterStore` with adapters at the LoRA Server.
 
-    Requests wait for a lease; without a connection to the server requests start, with deltas computed here.
-    Other arguments: as in `AdapterStore`, for the local part.
+    Without a connection, requests start with deltas computed here.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class LeasedAdapters(AdapterStore):
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
-        """By content hash, to restore the server's host store after a loss."""
+        """To restore the server's host store after a loss."""
         self._leases = server.leases(self._take, self._fail)
 
     @property
@@ -52,18 +51,15 @@ class LeasedAdapters(AdapterStore):
         return self
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """Put the adapter into the server's host store, from any thread."""
+        """Put the adapter into the server's host store; thread-safe."""
         self._server.store.put(packed)
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """No effect: the server's host store serves all instances, and keeps contents."""
+        """No effect: the server's host store serves all instances."""
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store, instead of this process's memory.
-
-        Raises CapacityError for an adapter beyond the server's capacity.
-        """
+        """Mapped from the server's host store.  Raises CapacityError."""
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
         try:
@@ -91,7 +87,7 @@ class LeasedAdapters(AdapterStore):
             self._leases.unregister(content_hash)
 
     def acquire(self, adapter: AdapterVersion) -> bool:
-        """True with a lease, or if no lease can come; else a lease is requested."""
+        """True with a lease, or if none can come; else requests a lease."""
         if adapter.uid in self._held:
             return True
         adapter_id = adapter.packed.content_hash
@@ -110,7 +106,7 @@ class LeasedAdapters(AdapterStore):
         return True
 
     def is_unused(self, adapter: AdapterVersion) -> bool:
-        """True for a lease without requests of any version of this content."""
+        """True for a lease without requests of this content."""
         adapter_id = adapter.packed.content_hash
         if self._leases.lease(adapter_id) is None:
             return False
@@ -118,7 +114,7 @@ class LeasedAdapters(AdapterStore):
         return not any(other.num_running for other in users)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """Return the lease, or cancel the request for one."""
+        """Release the lease, or cancel its request."""
         adapter_id = adapter.packed.content_hash
         with self._lock:
             self._held.pop(adapter.uid, None)
@@ -127,7 +123,7 @@ class LeasedAdapters(AdapterStore):
                 self._leases.release(adapter_id)
 
     def resident(self) -> Iterator[AdapterVersion]:
-        """Adapters usable by requests now."""
+        """Adapters usable now."""
         return iter(list(self._held.values()))
 
     def counters(self) -> dict[str, int]:

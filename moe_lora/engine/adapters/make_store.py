@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of an engine's adapters by the settings: beside the weights, in a pool, or leased."""
+"""The store of an engine's adapters: beside the weights, in a pool, or leased."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from moe_lora.dist.transport.contract import Transport
 
 PEER_TIMEOUT_S = 10.0
-"""Time limit for a layer from an instance; then the next holder is tried."""
+"""Time limit for a layer; then the next holder is tried."""
 
 
 def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """Contents of adapters.
-
-    With a LoRA Server the server's store keeps the contents; this instance never removes them.
-    """
+    """Contents of adapters; a LoRA Server's store never loses contents."""
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store
@@ -61,10 +58,7 @@ def make_store(
     contents: AdapterContents,
     undo: ExitStack,
 ) -> AdapterStore:
-    """Adapters in files if other processes read them, or if memory is for the host arena.
-
-    undo: ends the started parts.
-    """
+    """Adapters in files if other processes read them, or if memory is for the host arena."""
 
     def started(where: HostStore | None) -> HostWorkers | None:
         if not config.host_workers:
@@ -107,7 +101,7 @@ def make_store(
 
 
 def instance_transport(config: EngineConfig, name: str) -> Transport:
-    """Transport of one-sided copies between instances, of the pool's kind if there is a pool."""
+    """Transport of one-sided copies between instances, of the pool's kind if any."""
     from moe_lora.dist.transport.contract import make_transport
 
     options: dict[str, Any] = {}

@@ -30,10 +30,9 @@ logger = logging.getLogger(__name__)
 class AdapterManager:
     """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
 
-    contents: reads adapters.  leases: of the LoRA Server, which computes some or all sites; an adapter is
-    ready when leased and the local part is loaded. num_pages: limit of adapters on the device, beside one
-    request's KV.  host_loads: decides when prompts begin on host workers; None: whenever possible.
-    versions: by uid, with replaced versions still in use.
+    leases: of the LoRA Server; an adapter is ready when leased and the local part is loaded.  num_pages:
+    limit on the device, beside one request's KV.  host_loads: decides when prompts begin on host workers;
+    None: whenever possible.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class AdapterManager:
         self.leases = leases = store.leases
         self.versions: dict[Namespace, AdapterVersion] = {}
         self.waits_for_others = leases is not None
-        """True if an adapter's readiness may depend on another process."""
+        """True if readiness may depend on another process."""
         self.page_bytes = sizes.page_bytes
         self._cache = cache
         self._sizes = sizes
@@ -67,7 +66,7 @@ class AdapterManager:
         self._pinned: set[AdapterVersion] = set()
         self.to_bring: list[AdapterVersion] = []
         self.on_drop: Callable[[Namespace], None] | None = None
-        """Called with a version's uid after its last trace is gone."""
+        """Called with the uid after a version's last trace is gone."""
         self._refused_pages = sys.maxsize
         self.num_preloaded = 0
         if host_loads is not None:
@@ -76,11 +75,10 @@ class AdapterManager:
     def add(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterVersion:
-        """Serve `packed` under the adapter's name from now on; a new version keeps the pin.
+        """Serve `packed` under its name from now on; a new version keeps the pin.
 
-        version: number, equal on several engines; None: last number and one. Raises AdapterExistsError for
-        a taken name without `replace`, CapacityError if the adapter can never fit.  A failed adapter may
-        always be replaced.
+        version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`
+        unless failed, CapacityError.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -105,20 +103,20 @@ class AdapterManager:
         return adapter
 
     def current(self, name: str) -> AdapterVersion:
-        """The version for new requests of `name`.  Raises AdapterNotFoundError."""
+        """The version for new requests.  Raises AdapterNotFoundError."""
         if name not in self._current:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         return self._current[name]
 
     def usable(self, name: str) -> AdapterVersion:
-        """As `current`.  Raises AdapterFailedError while the adapter is unavailable."""
+        """As `current`.  Raises AdapterFailedError for an unavailable adapter."""
         adapter = self.current(name)
         if adapter.uid in self.failures.by_version:
             self.failures.check(adapter)
         return adapter
 
     def remove(self, name: str) -> None:
-        """Refuse new requests for `name`; its memory is freed after the last request."""
+        """Refuse new requests; the last request frees the memory."""
         adapter = self.current(name)
         del self._current[name]
         self._retire(adapter)
@@ -164,7 +162,7 @@ class AdapterManager:
         )
 
     def enqueue(self, adapter: AdapterVersion) -> None:
-        """Count a waiting request of the adapter, without a hold."""
+        """Count a waiting request, without a hold."""
         adapter.num_waiting += 1
 
     def dequeue(self, adapter: AdapterVersion) -> None:
@@ -180,11 +178,10 @@ class AdapterManager:
     def acquire(self, adapter: AdapterVersion, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: not held for lack of room; a lease that came meanwhile is kept, unused. again: the request
-        held the adapter before.  num_tokens: of the request.
+        NO_ROOM: not held; a lease that came meanwhile stays.  again: the request held the adapter before.
         """
         adapter.asker = self._cache.asker
-        if self.leases is not None and not adapter.leaseless:  # lease first: the slower part
+        if self.leases is not None and not adapter.leaseless:
             leased = self.leases.acquire(adapter)
             if not adapter.num_pages:
                 self._cache.note_remote(adapter.uid, leased)
@@ -197,7 +194,7 @@ class AdapterManager:
         return readiness
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:
-        """True if other engines wait for a slot kept for this engine without a request."""
+        """True if other engines wait for a slot unused here."""
         return self.leases is not None and self.leases.is_unused(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
@@ -207,10 +204,7 @@ class AdapterManager:
         return readiness
 
     def stop_host(self, failed: Mapping[int, Exception]) -> set[AdapterVersion]:
-        """Make requests of failed adapters wait for the device.
-
-        failed: errors of host workers by content number.  Returns the versions of these adapters.
-        """
+        """Make requests of failed adapters wait for the device; returns the versions."""
         if not failed:
             return set()
         found = set()
@@ -227,7 +221,7 @@ class AdapterManager:
         return found
 
     def pays_on_host(self, adapter: AdapterVersion, num_tokens: int, on_host: int) -> bool:
-        """True if host workers compute these prompt tokens sooner than the device would."""
+        """True if host workers compute these prompt tokens sooner."""
         now_s = self._clock.now_s()
         return self.host_loads is None or self.host_loads.pays(adapter.uid, num_tokens, on_host, now_s)
 
@@ -248,7 +242,7 @@ class AdapterManager:
         )
 
     def hold_merged(self, adapter: AdapterVersion) -> bool:
-        """Keep a ready adapter on the device for a merge; False if not ready."""
+        """Keep a ready adapter on the device for a merge, if ready."""
         if not self.is_ready(adapter):
             return False
         self._cache.hold(adapter.uid, self._clock.now_s(), again=True)
@@ -256,13 +250,13 @@ class AdapterManager:
         return True
 
     def release_merged(self, adapter: AdapterVersion) -> None:
-        """Undo `hold_merged`; an adapter unloaded meanwhile is freed with its last request."""
+        """Undo `hold_merged`; the last request frees an unloaded adapter."""
         adapter.merged = adapter.leaseless = False
         self._cache.let_go(adapter.uid, self._clock.now_s())
         self._settle(adapter)
 
     def give_lease_back(self, adapter: AdapterVersion) -> None:
-        """Release the lease: the weights carry the LoRA Server's whole part."""
+        """Release the lease: the weights carry the LoRA Server's part."""
         if self.leases is not None:
             adapter.leaseless = True
             self.leases.release(adapter)
@@ -270,19 +264,19 @@ class AdapterManager:
     def take_lease_again(self, adapter: AdapterVersion) -> bool:
         """Acquire the lease before an unmerge.
 
-        False: requests need a lease and none has come, so the adapter must stay merged.
+        False: requests need a lease, so the adapter must stay merged.
         """
         if adapter.leaseless and self.leases is not None:
             adapter.leaseless = bool(adapter.num_running) and not self.leases.acquire(adapter)
         return not adapter.leaseless
 
     def clear_history(self, names: Callable[[str | None], bool]) -> None:
-        """Make the cached prefixes of these adapters unfindable.  names: of the base model with None."""
+        """Make cached prefixes unfindable.  names: of the base model with None."""
         found = [uid for uid, adapter in self.versions.items() if names(adapter.name)]
         self._cache.clear_history([*found, None] if names(None) else found)
 
     def evict_all(self) -> None:
-        """Free all pages of adapters and prefixes.  No request and no copy may be under way."""
+        """Free all pages.  No request and no copy may be under way."""
         for adapter in self._pinned:
             self._cache.unpin(adapter.uid)
         self.to_bring.clear()
@@ -296,8 +290,9 @@ class AdapterManager:
         self.bring_pinned()
 
     def pin(self, adapter: AdapterVersion) -> None:
-        """Load the adapter and keep it; with a LoRA Server, only the local part.  Raises CapacityError if
-        no room is left for a request.
+        """Load the adapter's local part and keep it.
+
+        Raises CapacityError without room for a request.
         """
         if adapter.pinned:
             return
@@ -309,7 +304,7 @@ class AdapterManager:
         self.bring_pinned()
 
     def bring_pinned(self) -> None:
-        """Load pinned adapters that had no room before; call repeatedly."""
+        """Load pinned adapters without room so far."""
         for adapter in list(self.to_bring):
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
@@ -326,11 +321,10 @@ class AdapterManager:
             self._cache.unpin(adapter.uid)
 
     def preload(self, names: Iterable[str]) -> int:
-        """Load adapters ahead of requests, the first ones if room is short; returns the number loaded or
-        loading.
+        """Load adapters ahead of requests, in order; returns the number loaded or loading.
 
-        Room is made as for a request's adapter: adapters in use stay, and no preload evicts another
-        preload.  Unknown names and adapters without a local part are skipped. Source: dLoRA, section 5.1.
+        Adapters in use stay, and no preload evicts another.  Skips unknown names.  Source: dLoRA, section
+        5.1.
         """
         found = [self._current[name] for name in names if name in self._current]
         found = [adapter for adapter in found if adapter.num_pages]
@@ -348,7 +342,7 @@ class AdapterManager:
         return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
 
     def _admit(self, adapter: AdapterVersion) -> None:
-        """Admit an adapter; `adapter.packed` becomes the kept form.  Raises CapacityError."""
+        """Admit an adapter; sets the kept form.  Raises CapacityError."""
         with ExitStack() as undo:
             layer_pages = self._sizes.layer_pages(adapter.packed)
             adapter.num_pages = sum(layer_pages)
@@ -394,7 +388,7 @@ class AdapterManager:
                 self._drop(adapter)
 
     def _hold(self, adapter: AdapterVersion, *, again: bool, num_tokens: int = 1) -> Readiness:
-        """Within a round, a failed search for few pages is not repeated for more."""
+        """Within a round, a failed search is not repeated for more pages."""
         if adapter.num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
             return Readiness.NO_ROOM
         now_s, before = self._clock.now_s(), self._cache.readiness(adapter.uid)
@@ -411,7 +405,7 @@ class AdapterManager:
         return readiness
 
     def _check_fits(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if an adapter of this size can never be on the device."""
+        """Raises CapacityError if this size can never fit."""
         if not adapter.num_pages:
             return
         if len(self._pinned) >= self.num_slots:
@@ -428,7 +422,7 @@ class AdapterManager:
             )
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if one more pin leaves no slot or no room for another adapter's request."""
+        """Raises CapacityError if the pin leaves no slot or room for another adapter's request."""
         name = adapter.name
         if self.leases is not None and not adapter.num_pages:
             raise CapacityError(

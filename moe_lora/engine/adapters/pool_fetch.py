@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Open windows of pool peers, and counters, of one instance.
+    """Open windows of pool peers, and counters.
 
-    A shared-memory window is detached after use, so that the peer can free the memory; a network peer's
-    last window stays attached with the connection. counts: since the start.  peer_fetches, disk_fetches:
-    adapters by the source of the last layer. failed_sources: failed peers and directories.
+    A shared-memory window is detached after use, so that the peer can free the memory; a network peer's last
+    window stays with the connection.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -43,7 +42,7 @@ class Peers:
             self.transport.detach(before)
 
     def count(self, name: str, number: int = 1) -> None:
-        """From any thread."""
+        """Thread-safe."""
         with self._lock:
             self.counts[name] += number
 
@@ -54,9 +53,8 @@ logger = logging.getLogger(__name__)
 class LayerReader:
     """The layers of one adapter, from the first working source.
 
-    sources: descriptors of peers' windows in order of preference, read at the start.  read_again: reads the
-    PEFT directory into this process's memory.  A failed source is replaced by the next, even in the middle:
-    all sources hold equal bytes.  For one thread.
+    sources: windows in order of preference.  A failed source is replaced even in the middle: all sources hold
+    equal bytes. For one thread.
     """
 
     def __init__(
@@ -80,16 +78,16 @@ class LayerReader:
         return [length for _, length in self._layout.data]
 
     def read_head(self, out: torch.Tensor | None = None) -> PackedAdapter:
-        """The adapter with its tables and scales in `out` (uint8 [head_bytes]), without data.
+        """The adapter with tables and scales in `out` (uint8 [head_bytes]), without data.
 
-        Raises AdapterError if no source is left.
+        Raises AdapterError.
         """
         head = torch.empty(self._layout.head_bytes, dtype=torch.uint8) if out is None else out
         self._get(0, head)
         return adapter_without_data(self.facts, head)
 
     def read(self, number: int, out: torch.Tensor) -> None:
-        """out = the data of layer `number`: uint8, of its size, on the CPU.  Raises AdapterError likewise."""
+        """out = the data of layer `number`: uint8, on the CPU.  Raises AdapterError likewise."""
         start, length = self._layout.data[number]
         assert len(out) == length
         if length:
@@ -98,10 +96,7 @@ class LayerReader:
                 self._peers.count("fetched_bytes", length)
 
     def read_whole(self, memory: torch.Tensor) -> PackedAdapter:
-        """The adapter in `memory` (uint8 [layout.num_bytes]), with checked content.
-
-        Raises AdapterError if no source has that content.
-        """
+        """The adapter in `memory` (uint8 [layout.num_bytes]), checked.  Raises AdapterError."""
         while True:
             self.read_head(memory[: self._layout.head_bytes])
             for number, (start, length) in enumerate(self._layout.data):
@@ -172,10 +167,9 @@ class LayerReader:
 
 
 def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> PackedAdapter:
-    """Copy each layer's data to a target, uint8 of the layer's size; returns the adapter without data.
+    """Copy each layer's data to a target, uint8; returns the adapter without data.
 
-    For a GPU through two page-locked buffers, so that a read overlaps a copy; else directly.  Raises
-    AdapterError.
+    For a GPU through two page-locked buffers: a read overlaps a copy.  Raises AdapterError.
     """
     done = False
     try:
@@ -192,7 +186,7 @@ def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> Packed
 
 
 def fetch_whole(reader: LayerReader) -> PackedAdapter:
-    """The adapter in this process's memory, with checked content.  Raises AdapterError."""
+    """The adapter in memory, checked.  Raises AdapterError."""
     done = False
     try:
         packed = reader.read_whole(torch.empty(layout_of(reader.facts).num_bytes, dtype=torch.uint8))

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 48
-"""File descriptors left for other uses: adapter reads, fetches, connections."""
+"""File descriptors left for adapter reads, fetches, connections."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An adapter in a window of this process: its tensors are the window's memory."""
+    """An adapter with tensors in a window."""
 
     packed: PackedAdapter
     window: Window
@@ -51,12 +51,9 @@ class Held:
 class PoolAdapters(AdapterStore):
     """`AdapterStore` with local bytes for some adapters only.
 
-    An adapter given to `keep` with bytes is held, in a window.  Without bytes (`adapter_without_data`) only
-    the facts are kept; each use fetches the bytes. `fetch_held` and `hold` turn the second state into the
-    first, `drop` the first into the second.  Tables and scales, which are small, stay from the first fetch
-    on. host: workers for loading adapters, with the bytes in the workers' store meanwhile. read: (path,
-    name, content hash) -> the adapter in a PEFT directory.  The engine's thread calls all but `prepare`,
-    `undo_prepare`, `fetch_held`, `give_to_host` and readers from `reader`.
+    `keep` holds an adapter with bytes in a window.  Without bytes only the facts are kept; each use fetches
+    the bytes. `fetch_held` and `hold` lead from the second state to the first, `drop` back.  The engine's
+    thread calls all but `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and readers.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class PoolAdapters(AdapterStore):
         self._paths: dict[str, str] = {}
         self._on_host: set[str] = set()
         self._lock = threading.Lock()
-        """Guards state shared with other threads: _waiting, and the tables in _kept."""
+        """Guards _waiting, and the tables in _kept."""
         self._max_files = allow_many_files()  # each shared-memory window takes two open files
 
     @property
@@ -119,7 +116,7 @@ class PoolAdapters(AdapterStore):
         return super().find(content_hash) if held is None else held.packed
 
     def forget(self, packed: PackedAdapter) -> None:
-        """A held adapter stays as an orphan: other instances may still compute requests of that version."""
+        """A held adapter stays as an orphan: other instances may still compute that version."""
         with self._lock:
             super().forget(packed)
         content_hash = packed.content_hash
@@ -128,7 +125,7 @@ class PoolAdapters(AdapterStore):
             self._paths.pop(content_hash, None)
 
     def orphans(self) -> list[str]:
-        """Content hashes of orphans: held, no longer kept."""
+        """Content hashes held, no longer kept."""
         return [content_hash for content_hash in self._held if content_hash not in self._kept]
 
     def free_orphan(self, content_hash: str) -> None:
@@ -148,13 +145,13 @@ class PoolAdapters(AdapterStore):
         return PoolEntry(info=info, facts=facts_of(packed), source=self.source(packed.content_hash))
 
     def hold(self, held: Held) -> None:
-        """Hold the result of `prepare` or `fetch_held`, unless already held."""
+        """Hold the result of `prepare` or `fetch_held`, once."""
         content_hash = held.packed.content_hash
         if self._held.setdefault(content_hash, held) is not held:
             held.window.free()
 
     def drop(self, content_hash: str) -> None:
-        """Drop the bytes; the adapter stays known.  Running copies end with their first bytes."""
+        """Drop the bytes.  Running copies end with their first bytes."""
         held = self._held.pop(content_hash, None)
         if held is not None:
             if self.knows(content_hash):
@@ -164,8 +161,7 @@ class PoolAdapters(AdapterStore):
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
         """Fetch a known adapter into a window, for `hold`; for another thread.
 
-        sources: as in `set_sources`.  Raises AdapterError if no source has the adapter, StorageError
-        without memory.
+        Raises AdapterError, or StorageError without memory.
         """
         reader = self.reader(content_hash, sources)
         window = self._window(reader.facts)
@@ -180,20 +176,20 @@ class PoolAdapters(AdapterStore):
                 window.free()
 
     def source(self, content_hash: str) -> bytes | None:
-        """The descriptor of a held adapter for peers."""
+        """The descriptor for peers, if held."""
         held = self._held.get(content_hash)
         return None if held is None else held.window.descriptor()
 
     def set_sources(self, content_hash: str, sources: Sequence[bytes]) -> None:
-        """Set the sources of an adapter, in order of preference."""
+        """Set an adapter's sources, in order of preference."""
         self._sources[content_hash] = tuple(sources)
 
     def holds(self, content_hash: str) -> bool:
-        """True if the bytes are held here."""
+        """True if the bytes are here."""
         return content_hash in self._held
 
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
-        """A reader for an adapter that is not held.  sources: None: the current ones at the start."""
+        """A reader for an adapter without bytes.  sources: None: current at the start."""
         facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
 
         def read_again() -> PackedAdapter:
@@ -207,15 +203,13 @@ class PoolAdapters(AdapterStore):
         return LayerReader(facts, list_sources, self._peers, read_again)
 
     def learn_tables(self, packed: PackedAdapter) -> None:
-        """Keep an adapter's fetched tables and scales; from any thread."""
+        """Keep fetched tables and scales; thread-safe."""
         with self._lock:
             if packed.content_hash in self._kept:
                 self._kept[packed.content_hash] = packed
 
     def give_to_host(self, packed: PackedAdapter) -> PackedAdapter:
-        """Copy an adapter to the host workers' store; returns the copy, or the adapter itself without
-        room.
-        """
+        """Copy an adapter to the host workers' store; without room, returns the adapter itself."""
         assert self.host is not None
         self.learn_tables(without_data(packed))
         try:

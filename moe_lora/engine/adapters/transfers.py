@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache's orders on their way: sent to all ranks between steps, confirmed when done."""
+"""The cache's orders: sent to all ranks between steps, confirmed when done."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ FOLLOWERS_LOOK_S = 0.001
 
 
 class Mover(threading.Thread):
-    """Executes submitted orders in sequence, beside the engine's thread.
+    """Executes orders in sequence, beside the engine's thread.
 
-    device: of the arena.  on_done: called from this thread after each copy.  bytes_per_s: limit of the
-    rate; None: unlimited.
+    on_done: called from this thread after each copy.
     """
 
     def __init__(
@@ -54,8 +53,7 @@ class Mover(threading.Thread):
     def submit(self, number: int, steps: Steps) -> None:
         """Queue the steps; `finished` reports their end.
 
-        On CUDA the copy runs after all launches of the calling thread so far: pages of a running step are
-        not touched.
+        On CUDA the copy runs after the calling thread's launches: pages of a running step stay untouched.
         """
         launched = None
         if self._stream is not None:
@@ -64,7 +62,7 @@ class Mover(threading.Thread):
         self._orders.put((number, steps, launched))
 
     def finished(self) -> list[tuple[int, Exception | None]]:
-        """Numbers of copies ended since the last call, each with the error or None."""
+        """Copies ended since the last call, with errors."""
         ended = []
         while not self._done.empty():
             ended.append(self._done.get())
@@ -84,7 +82,7 @@ class Mover(threading.Thread):
     def _take_one(self) -> bool:
         """Execute the next order; False at the end.
 
-        A separate method: a waiting thread must keep no reference to an adapter's memory.
+        A separate method: waiting must keep no adapter's memory.
         """
         order = self._orders.get()
         if order is None or self._closing.is_set():
@@ -119,18 +117,15 @@ _Order = tuple[int, Steps, "torch.cuda.Event | None"]
 class Transfers:
     """Sends the cache's orders to all ranks beside the steps, and confirms them.
 
-    manager: each of its adapters on the device has a slot. copier: of this rank. make_mover: takes a callback
-    for ended copies. interval_s: between the cache's checks for moves ahead of need. A second mover loads
-    adapters from a pool, so that slow peers delay no other copy. Called by the engine's own thread.
+    A second mover loads adapters from a pool: slow peers delay no copy.  Called by the engine's own thread.
 
-    Followers also copy beside steps, and may be slower. A copy counts as done, or failed, once it has ended
-    on all ranks: no step waits for a copy.
+    A copy counts as done, or failed, once ended on all ranks: no step waits.
     """
 
     blocking = False
-    """True: no step starts during an adapter's load (an emulation of S-LoRA)."""
+    """True: no step starts during an adapter's load (emulates S-LoRA)."""
     moves_ahead = True
-    """False: no page moves ahead of need, and none on a clock."""
+    """False: no page moves ahead of need."""
     on_change: Callable[[], None] | None = None
     """Called from another thread after a copy."""
 
@@ -146,9 +141,9 @@ class Transfers:
         followers: Followers,
     ) -> None:
         self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
-        """Called with each adapter at the start of a load."""
+        """Called at the start of a load."""
         self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
-        """Called with each adapter at the end of a load, and the error of a failed load."""
+        """Called at the end of a load."""
         self._cache = cache
         self._host_loads = manager.host_loads
         self._adapters = manager.versions
@@ -173,7 +168,7 @@ class Transfers:
         return bool(self._under_way)
 
     def settle(self) -> None:
-        """Confirm done and failed copies; the cache continues without the failed ones."""
+        """Confirm done and failed copies."""
         if not self._under_way:
             return
         ended = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
@@ -196,8 +191,8 @@ class Transfers:
     def tick(self, batch_size: int) -> float | None:
         """Send new orders; let the cache move pages ahead of need, at intervals.
 
-        batch_size: running requests.  Returns the seconds until the next call; None: at the next event. An
-        idle engine continues until no move is left, then sleeps.
+        Returns the seconds until the next call; None: at the next event.  An idle engine continues until no
+        move is left.
         """
         if self._send():
             self._balanced = False
@@ -217,7 +212,7 @@ class Transfers:
         self._send()
 
     def wait_for_adapters(self) -> bool:
-        """Wait for all loads; True if an adapter was loading."""
+        """Wait for all loads, if any."""
         waited = False
         while any(self._under_way.values()):
             time.sleep(LOOK_S)
@@ -226,10 +221,7 @@ class Transfers:
         return waited
 
     def figures(self, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
-        """Fields of `EngineStats`: bytes in the cache, and orders so far.
-
-        max_kv_pages: limit of pages with KV.
-        """
+        """Fields of `EngineStats`."""
         counters, pages = self._cache.counters, self._cache.usage()
         num_pages = {
             "adapter_load_bytes": counters.pages_loaded,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of an engine: one interface, wherever the engine runs."""
+"""Clients of an engine, in this process or another."""

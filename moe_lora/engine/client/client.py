@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between a front end and an engine, and a client of an engine loop in this process."""
+"""The interface between front end and engine, and a client of a local loop."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Reje
 class EngineClient(Protocol):
     """An engine for its front ends: in this process, in another, or several behind a router.
 
-    All methods may be called from one asyncio event loop, concurrently.  Errors: `AdapterNotFoundError` for
-    an unknown adapter, `AdapterExistsError` for a name in use, `AdapterError` for unusable files,
-    `ValueError` for a request that can't run (prompt too long, token id outside the vocabulary),
-    `EngineDeadError` once the engine is gone.
+    For one asyncio event loop.  Errors: `AdapterNotFoundError`, `AdapterExistsError`, `AdapterError` for
+    unusable files, `ValueError` for a request that can't run, `EngineDeadError`.
     """
 
     async def model_info(self) -> ModelInfo: ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        """Yield outputs until one has a finish_reason.  Closing the iterator early aborts the request."""
+        """Yield outputs until a finish_reason.  Closing the iterator aborts the request."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request; its stream ends with finish_reason "abort".  Unknown ids are ignored."""
+        """Stop a request; its stream ends with "abort".  Unknown ids are ignored."""
         ...
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """Run a verb by name (see `engine.verbs`), and return its result.
+        """Run a verb by name, and return its result.
 
-        Raises the errors of the verb, ValueError for an unknown verb, TypeError for wrong arguments.
+        Raises the verb's errors, ValueError for an unknown verb, TypeError.
         """
         ...
 
@@ -53,22 +51,20 @@ class EngineClient(Protocol):
 
 
 class CallableEngine:
-    """An engine with all verbs of `engine.verbs`.  ended: set once the engine is gone."""
+    """An engine with all verbs.  ended: set once the engine is gone."""
 
     ended: threading.Event | asyncio.Event
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
-        """As `EngineClient.call`; EngineDeadError when the engine is gone."""
+        """As `EngineClient.call`; raises EngineDeadError."""
         raise NotImplementedError
 
     def leave(self, request_id: str) -> None:
-        """End a request, and its stream with finish_reason "abort" after the received outputs."""
+        """End a request, and its stream with "abort"."""
         raise NotImplementedError
 
     def fail_request(self, request_id: str, error: EngineDeadError) -> None:
-        """End a request, and its stream with an error after the received outputs; later outputs are
-        dropped.
-        """
+        """End a request and its stream with an error."""
         raise NotImplementedError
 
     async def model_info(self) -> ModelInfo:
@@ -85,13 +81,11 @@ class CallableEngine:
 
 
 Sink = Callable[[TokenOutput | Exception], None]
-"""Receives a request's outputs, in the thread that delivers events."""
+"""Receives a request's outputs, in the delivering thread."""
 
 
 class LoopClient(CallableEngine):
-    """Sends commands and distributes events, in any thread.  See `EngineClient` for the contract.  send:
-    passes a command to the loop.
-    """
+    """Sends commands and distributes events; thread-safe."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
@@ -103,7 +97,7 @@ class LoopClient(CallableEngine):
         self.ended = threading.Event()
 
     def deliver(self, event: Event) -> None:
-        """Distribute an event; called from the loop's or the reader's thread."""
+        """Distribute an event."""
         if isinstance(event, Outputs):
             for output in event.outputs:
                 ended = output.finish_reason is not None
@@ -141,7 +135,7 @@ class LoopClient(CallableEngine):
             future.set_exception(error)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request; `sink` gets its outputs, or the error of a refusal."""
+        """Queue a request; `sink` gets outputs, or a refusal's error."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -151,7 +145,7 @@ class LoopClient(CallableEngine):
         self._send(Generate(request))
 
     def start_call(self, verb: str, *args: Any, **words: Any) -> Future[Any]:
-        """Start a verb in the loop.  Raises TypeError for wrong arguments."""
+        """Start a verb.  Raises TypeError for wrong arguments."""
         if verb in ENGINE_INTERFACE:
             args = ENGINE_INTERFACE.bind(verb, args, words)
         future = _asked()
@@ -188,7 +182,7 @@ class LoopClient(CallableEngine):
                 self.abort_now(request.request_id)
 
     def abort_now(self, request_id: str) -> None:
-        """As `abort`, from any thread; further outputs of the request are dropped."""
+        """As `abort`, from any thread; drops further outputs."""
         self._sinks.pop(request_id, None)
         self._send_abort(request_id)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages and beats between an engine loop and its clients, in one process or over a link (`dist.net`)."""
+"""Messages and beats between an engine loop and its clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BEATS_PER_TIMEOUT = 5
 class PoolEntry:
     """An adapter of an instance, for the pool's directory.
 
-    source: descriptor of the instance's window for peers; None: not held.
+    source: descriptor of a window for peers; None: not held.
     """
 
     info: AdapterInfo
@@ -41,7 +41,7 @@ class PoolEntry:
 
 @dataclass(frozen=True)
 class KvWindow:
-    """Window for the KV of an arriving request, and the layout of its pages."""
+    """Window for an arriving request's KV, and the pages' layout."""
 
     descriptor: bytes
     layout: str
@@ -49,9 +49,7 @@ class KvWindow:
 
 @dataclass(frozen=True)
 class KvSent:
-    """KV in the target's window, of num_tokens of prompt and answer; pages from first_page on were put
-    last.
-    """
+    """KV of num_tokens in the target's window; the last put started at first_page."""
 
     num_tokens: int
     first_page: int
@@ -61,9 +59,8 @@ class KvSent:
 class HeldRequest:
     """A request that gains no tokens for now.
 
-    tokens: of the answer, from the requested position on.  adapter_version: in use.  timing: as if ended
-    now.  unshared: the KV is not for the prefix cache, since weights carried another adapter.  sent: all KV
-    in the target's window.
+    tokens: from the requested position on.  timing: as if ended now.  unshared: weights carried another
+    adapter.
     """
 
     tokens: tuple[int, ...]
@@ -77,9 +74,7 @@ class HeldRequest:
 class RequestLoad:
     """A request of an engine.
 
-    name: the engine's.  num_left: tokens that the answer may still gain.  num_bytes: of the KV of
-    num_tokens.  waited_s: since arrival, without a first step; None: computing.  held: under a move, from
-    or to this engine.
+    waited_s: since arrival; None: computing.  held: under a move.
     """
 
     name: str
@@ -94,7 +89,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """Order to move a request.  name: the engine's for the request; target: an instance's name."""
+    """name: the engine's for the request.  target: an instance."""
 
     name: str
     target: str
@@ -102,7 +97,7 @@ class MoveOrder:
 
 
 class Move(Message, frozen=True):
-    """An order passed on to the request's front end, with the front end's id."""
+    """An order for a front end, with the front end's id."""
 
     request_id: str
     target: str
@@ -110,23 +105,23 @@ class Move(Message, frozen=True):
 
 
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
-"""Methods whose first argument is the id of the caller's request."""
+"""Methods whose first argument is a request's id."""
 
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Fate of running requests: they end, go on to their ends, or gain no tokens until the resume."""
+"""Running requests end, go on to their ends, or gain no tokens until the resume."""
 
 
 SleepPart = Literal["weights", "kv_cache", "scheduling"]
-"""Parts of an engine that sleep and wake up; "scheduling" wakes up with the last part."""
+""""scheduling" wakes up with the last part."""
 
 
 @dataclass(frozen=True)
 class PauseScope:
     """Requests that a pause covers.
 
-    owner: a later pause of the owner replaces the pause.  tenant: None: all requests.  adapters: names or
-    shell patterns of the tenant's adapters.  ids: beginnings of the requests' ids; (): any id.
+    owner: a later pause replaces the pause.  tenant: None: all requests.  adapters: names or shell patterns.
+    ids: beginnings of request ids; (): any.
     """
 
     owner: str = ""
@@ -147,7 +142,7 @@ class PauseScope:
 
 @dataclass(frozen=True)
 class CurrentPause:
-    """A pause of an engine.  left_s: until its end."""
+    """left_s: until the pause's end."""
 
     scope: PauseScope
     mode: PauseMode
@@ -165,7 +160,7 @@ class PauseOrder:
 
 @dataclass(frozen=True)
 class SleepOrder:
-    """A sleep; awake without parts.  drops_weights: the weights are given back too.  mode: the latest."""
+    """A sleep; awake without parts.  mode: the latest."""
 
     parts: frozenset[SleepPart] = frozenset()
     drops_weights: bool = False
@@ -183,7 +178,7 @@ class SleepOrder:
 
 @dataclass(frozen=True)
 class AbortOrder:
-    """An end of all covered requests, also of requests outside of instances.  number: unique."""
+    """An end of all covered requests, also outside of instances."""
 
     scope: PauseScope
     number: int
@@ -191,9 +186,9 @@ class AbortOrder:
 
 @dataclass(frozen=True)
 class DrainOrder:
-    """An operator's last order for an instance: drained or not.
+    """An operator's last order for an instance.
 
-    number: counts up over all instances' orders: the higher is later; 0: no order.
+    number: counts up over all instances' orders; 0: no order.
     """
 
     drained: bool = False
@@ -206,11 +201,10 @@ AliasStep = Literal["rollout", "promote", "rollback", "drop", "remove"]
 
 @dataclass(frozen=True)
 class Alias:
-    """A model name for an adapter, or for two adapters during a rollout.
+    """A model name for an adapter, or for two during a rollout.
 
-    current: the adapter of the requests outside `share`; "": a removed alias.  second: loaded too, or "".
-    share: of the requests, for `second`; 0 after the stage "rollout".  loaded, pinned: by rollouts.  number:
-    counts up over the steps of the cluster's aliases.
+    current: for requests outside `share`; "": a removed alias.  second: loaded too, or "".  share: of the
+    requests, for `second`; 0 after "rollout".  number: counts up over the cluster's steps.
     """
 
     current: str = ""
@@ -223,7 +217,7 @@ class Alias:
 
 
 class KnownAliases(dict[str, Alias]):
-    """Aliases by name, with removed aliases; `|=` adds aliases.
+    """Aliases by name, with removed aliases.
 
     live: without removed aliases; `|=` sets a new mapping.
     """
@@ -238,7 +232,7 @@ class KnownAliases(dict[str, Alias]):
 
 @dataclass(frozen=True)
 class AliasChange:
-    """An operator's step.  A rollout has `to`, an adapter or a version as v8, and a share."""
+    """A rollout has a share and `to`, an adapter or a version as v8."""
 
     step: AliasStep
     to: str = ""
@@ -247,9 +241,9 @@ class AliasChange:
 
 @dataclass(frozen=True)
 class InstanceFacts:
-    """Facts of an engine's process for its front ends.
+    """Facts of an engine's process.
 
-    notes: place (see `step_notes`). drain, aliases: the process's last orders, for a restarted controller.
+    notes: place.  drain, aliases: for a restarted controller.
     """
 
     info: ModelInfo
@@ -306,11 +300,10 @@ class Dead(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A periodic sign of life from an engine.
+    """A periodic sign of life.
 
-    stuck_s: seconds that the loop has spent on one step or command; 0: idle. The others count requests of
-    other connections than the receiver's: decoding, without a token yet, and tokens still needed.
-    held_back: a request waits for an adapter's slot.
+    stuck_s: on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens: of other
+    connections. held_back: a request waits for a slot.
     """
 
     stuck_s: float = 0.0
@@ -322,7 +315,7 @@ class Beat(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Call:
-    """Run a method of the engine loop; a `Reply` with the same id follows.  Over a link a call frame."""
+    """Run a method of the engine loop; a `Reply` with the same id follows."""
 
     call_id: int
     method: str
@@ -338,7 +331,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the loop and drop running requests.  Never over a link."""
+    """End the loop and drop requests.  Never over a link."""
 
 
 Command = Generate | Abort | Call | Stop
@@ -349,10 +342,9 @@ Entry = Command | Callable[[], None]
 
 
 class Inbox(queue.SimpleQueue[tuple[Entry, float]]):
-    """A queue of commands and calls for the loop's thread.
+    """A queue of entries for the loop's thread, with arrivals in seconds.
 
-    clock: of the engine.  `get` returns an entry and its arrival in seconds, read in the thread of `put`.
-    answers: True for a call about a move that is answered beside a step, in any thread.
+    answers: True for a call about a move, answered beside a step, in any thread.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -381,9 +373,7 @@ class Heartbeat:
 
 
 class Pulse:
-    """Time that a thread spends on one piece of work; set by the thread, read by others.  held_back: see
-    `Beat`.
-    """
+    """Time of a thread's current work; read by other threads."""
 
     held_back = False
 
@@ -392,11 +382,11 @@ class Pulse:
         self._since_s: float | None = None
 
     def work(self) -> None:
-        """The thread starts a short piece of work."""
+        """Start a short piece of work."""
         self._since_s = self._clock.now_s()
 
     def rest(self) -> None:
-        """The thread waits for work."""
+        """Wait for work."""
         self._since_s = None
 
     def stuck_s(self) -> float:
@@ -405,7 +395,7 @@ class Pulse:
 
 
 class Hearing:
-    """Times of an engine's last progress and last beat."""
+    """Times of the last progress and beat."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or WallClock()
@@ -416,13 +406,13 @@ class Hearing:
         self._heard_s = max(self._heard_s, self._beat_s - beat.stuck_s)
 
     def restart_clock(self) -> None:
-        """Restart both times after a gap in this process."""
+        """Restart after a gap in this process."""
         self._heard_s = self._beat_s = self._clock.now_s()
 
     def unheard_s(self) -> float:
-        """Seconds since the last beat: several intervals if the engine's process is stopped or cut off."""
+        """Seconds since the last beat: several intervals if the process is stopped or cut off."""
         return self._clock.now_s() - self._beat_s
 
     def silent_s(self) -> float:
-        """Seconds since the engine's last progress."""
+        """Seconds since the last progress."""
         return self._clock.now_s() - self._heard_s

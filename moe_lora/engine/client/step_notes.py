@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes of an engine's current work, readable after the engine's death by front ends of the same host.
 
-An engine notes the adapters of the next step, and of running loads, in shared memory that outlives the
-process while a reader has the memory open.  A front end opens the memory when the engine dials in.  After
-the death the front ends of the host share the memory.  A lock admits one trial of a noted adapter at a
-time, and the memory names the trial (`dist.cluster.suspects`).
+The shared memory outlives the process while a reader has it open.  After the death, a lock admits one trial
+of a noted adapter at a time (`suspects`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _SIZE = _TRIAL_START + _LENGTH.size + TRIAL_BYTES
 
 
 class StepNotes:
-    """The writing side: one engine's notes.  Any thread may call."""
+    """The writing side: one engine's notes.  Thread-safe."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
@@ -47,11 +45,11 @@ class StepNotes:
 
     @property
     def place(self) -> str:
-        """Place of the notes for processes of this host, as in `ReadNotes`."""
+        """Place of the notes for `ReadNotes`."""
         return f"{host_of_processes()} {os.getpid()} {self._file}"
 
     def step(self, adapters: Collection[str]) -> None:
-        """A step that computes these adapters starts now; an empty set: no step of an adapter runs."""
+        """A step with these adapters starts; an empty set: without adapters."""
         if adapters != self._step:
             with self._lock:
                 self._step = adapters
@@ -59,7 +57,7 @@ class StepNotes:
 
     @contextmanager
     def load(self, adapter: str) -> Iterator[None]:
-        """A load of the adapter lasts as long as the context."""
+        """A load lasts as long as the context."""
         self.start_load(adapter)
         try:
             yield
@@ -84,7 +82,7 @@ class StepNotes:
             self._write()
 
     def _write(self) -> None:
-        """Fill the other area, then switch to it, so that a reader finds whole notes at any time."""
+        """Fill the other area, then switch: a reader finds whole notes."""
         text = b""
         for name in sorted({*self._step, *self._loads}):
             one = name.encode() + b"\n"
@@ -98,10 +96,7 @@ class StepNotes:
 
 
 class ReadNotes:
-    """The reading side.  place: an engine's `StepNotes.place`.
-
-    Empty for a place on another host, or without an engine's notes.
-    """
+    """The reading side; empty on another host, or without notes."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -110,7 +105,7 @@ class ReadNotes:
         self.readable = self._memory is not None
 
     def try_lock(self) -> bool:
-        """Acquire the notes for a trial; False if another front end of the host has a trial."""
+        """Lock the notes for a trial, unless locked."""
         if self._file is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,13 +114,13 @@ class ReadNotes:
         return True
 
     def unlock(self) -> None:
-        """Release the notes, as the end of this process does."""
+        """Unlock, as the end of this process does."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     @property
     def trial(self) -> tuple[str, ...]:
-        """Words of the last trial; (): no trial, or a good end."""
+        """Words of the last trial; (): none, or a good end."""
         if self._memory is None:
             return ()
         (length,) = _LENGTH.unpack_from(self._memory, _TRIAL_START)
@@ -142,7 +137,7 @@ class ReadNotes:
             _LENGTH.pack_into(self._memory, _TRIAL_START, len(text))
 
     def adapters(self) -> frozenset[str]:
-        """Names of the adapters in the engine's notes."""
+        """Names of the noted adapters."""
         if self._memory is None:
             return frozenset()
         area, length = _HEAD.unpack_from(self._memory, 0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter merged into the weights: decisions and changes of weights."""
+"""Merges of an adapter into the weights: decisions and changes."""

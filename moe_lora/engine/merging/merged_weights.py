@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged state of one rank's weights, and the routing of rows on merged weights."""
+"""Merged state of one rank's weights, and the routing of rows there."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """An adapter as all ranks know it.  slot: on the device, -1 if the LoRA Server computes the whole
-    adapter.
-    """
+    """slot: -1 if the LoRA Server computes the whole adapter."""
 
     uid: int
     slot: int
@@ -35,10 +33,9 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """Merge or unmerge these pieces of the adapter.  last: afterwards the adapter is fully merged or
-    unmerged.
+    """Merge or unmerge these pieces; without pieces: restore all original weights.
 
-    Without pieces: restore all original weights, also after an error.
+    last: afterwards the adapter is fully merged or unmerged.
     """
 
     adapter: MergedAdapter
@@ -50,9 +47,8 @@ class MergeOrder:
 class MergedWeights:
     """One rank's weights and their merge state.
 
-    leased: sites of the LoRA Server; the merged adapter's A and B for these sites are beside the arena.
-    kept: [X] bool, entries of these sites on this rank.  find: content hash -> the packed adapter.  verify:
-    compare the weights' checksum with the first after each unmerge.
+    leased: sites of the LoRA Server, with A and B beside the arena.  kept: [X] bool, entries of these sites
+    here.  verify: compare the weights' checksum after each unmerge.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class MergedWeights:
         self._checksum = weights.checksum() if verify else None
         self._held: HeldAdapter | None = None
         self._copied: tuple[str, HeldAdapter] | None = None
-        """The last adapter copied beside the arena, by content hash."""
+        """The last adapter copied, by content hash."""
         shape = weights.shape
         self._local = frozenset(range(len(shape.sites))) - leased
         backend.backends[-Source.LOCAL] = LocalBackend(
@@ -92,20 +88,20 @@ class MergedWeights:
 
     @property
     def any_merged(self) -> bool:
-        """True if steps must take merged weights into account."""
+        """True if steps need `corrected`."""
         return self.adapter is not None and bool(self.weights.merged.any())
 
     def pieces(self, adapter: MergedAdapter) -> list[Piece]:
-        """All pieces that the adapter changes, in a step's order."""
+        """All pieces of the adapter, in a step's order."""
         places = self._places(adapter)
         return sorted(piece for held, sites in places for piece in self.weights.pieces(held, sites))
 
     def rounding(self, adapter: MergedAdapter, piece: Piece) -> Iterator[tuple[int, float, float]]:
-        """See `WeightMerge.rounding`; for an adapter on the device, merged or not."""
+        """See `WeightMerge.rounding`; for an adapter on the device."""
         return self.weights.rounding(piece, self._place_of(piece, self._places(adapter)))
 
     def carry_out(self, order: MergeOrder) -> None:
-        """Change this rank's weights; raises EngineDeadError if verified weights differ from the original."""
+        """Change this rank's weights; raises EngineDeadError if verified weights differ."""
         if not order.pieces:
             self.weights.restore()
             self._end_carrying(order.adapter)
@@ -134,7 +130,7 @@ class MergedWeights:
             )
 
     def corrected(self, routing: RowRouting, sources: list[Source], route: int, num_live: int) -> RowRouting:
-        """`routing` on these weights.  sources: of each group.  route, num_live: see `on_merged_weights`."""
+        """`routing` on these weights.  sources: by group.  route, num_live: see `on_merged_weights`."""
         assert self.adapter is not None
         subtracted = np.zeros(len(sources), TERM)
         subtracted["adapter"] = -1
@@ -143,9 +139,7 @@ class MergedWeights:
         subtracted["slot"] = np.where(local, self.adapter.slot, 0)
         groups = np.array(routing.groups) + len(sources) * self.weights.merged
         corrected = on_merged_weights(routing, groups.tolist(), route, subtracted, num_live)
-        if (
-            self.needs_no_server and route >= 0
-        ):  # otherwise sites without the adapter would still call the server
+        if self.needs_no_server and route >= 0:  # else sites without the adapter would call the server
             of_route = corrected.terms[route]
             of_route[of_route["source"] == Source.LEASED] = NO_TERM
         return corrected
@@ -167,16 +161,16 @@ class MergedWeights:
         return next(held for held, sites in places if piece[1] in sites)
 
     def _beside_arena(self, adapter: MergedAdapter) -> HeldAdapter | None:
-        """A and B of the LoRA Server's sites, copied to this device; None without a server.
+        """A and B of the LoRA Server's sites, copied to this device, if any.
 
-        Keeps two adapters: the merged one and a candidate.
+        Keeps the merged adapter and a candidate.
         """
         if not self._leased:
             return None
         if self._held is not None and self.adapter == adapter:
             return self._held
         if self._copied is None or self._copied[0] != adapter.content_hash:
-            self._copied = None  # first: two at once suffice
+            self._copied = None
             self._copied = adapter.content_hash, self._copy(adapter)
         return self._copied[1]
 
@@ -200,17 +194,17 @@ class MergedWeights:
 
 
 ROUNDED_PIECES = 2
-"""Pieces measured between two steps: a few rows of each, at little cost."""
+"""Pieces measured between two steps."""
 
 
 class RoundingErrors:
-    """Rounding errors of merged adapters, measured in parts before each step (see `WeightMerge.rounding`)."""
+    """Rounding errors of merged adapters, measured in parts before each step."""
 
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights
         self._known: dict[str, float] = {}
         self._under_way: dict[str, tuple[list[Piece], dict[tuple[int, int], np.ndarray]]] = {}
-        """By content hash: remaining pieces, and squares so far by site and module."""
+        """Remaining pieces, and squares by site and module."""
         self._num_left = 0
 
     def begin_step(self) -> None:
@@ -223,7 +217,7 @@ class RoundingErrors:
     def of(self, adapter: MergedAdapter) -> float | None:
         """|W_a - W - delta| / |delta|, the largest over modules; None: not measured yet.
 
-        adapter: on the device.  0 without mergeable deltas.
+        0 without mergeable deltas.
         """
         content_hash = adapter.content_hash
         if content_hash in self._known or not self._num_left:

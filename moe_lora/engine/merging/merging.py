@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions on a merged adapter between steps.
+"""Decisions on a merged adapter between steps, on rank 0.
 
-`Merging`, on rank 0, calls the policy before each step; the weights of all ranks follow (`MergedWeights`).
-An error of an adapter on rank 0 restores the weights, and keeps the adapter unmerged until the next load.
-An error of the policy ends merging.  No request fails.  An error of another rank ends the engine.
+An error of an adapter on rank 0 restores the weights, and keeps the adapter unmerged until the next load; an
+error of the policy ends merging.  An error of another rank ends the engine.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _COPY_BYTES, _NUM_COPIES = 64 << 20, 3
 
 @dataclass(frozen=True)
 class MergeLimits:
-    """step_bytes: most bytes of weights a step (and at least one site of one layer).  max_error: limit of an
-    adapter's rounding error (enforced), or for a log line.
+    """step_bytes: of weights a step, at least one piece.  max_error: rounding error, enforced or for a log
+    line.
     """
 
     step_bytes: float
@@ -50,10 +49,7 @@ class MergeLimits:
 
 
 class Merging:
-    """Calls the policy before each step for the merged adapter and the computing requests.
-
-    The weights follow: at once, or within `limits` a step.  host_free: bytes for original weights.
-    """
+    """Calls the policy before each step; the weights follow at once, or within `limits`."""
 
     def __init__(
         self,
@@ -88,7 +84,7 @@ class Merging:
         self._errors = RoundingErrors(runner.merged)
         self._logged: set[str] = set()
         self._carried: AdapterVersion | None = None
-        """Held, partly or fully merged."""
+        """Partly or fully merged."""
         self._pieces: list[Piece] = []
         self._num_in = 0
         self._batching = Batching()
@@ -100,11 +96,9 @@ class Merging:
         return self._carried is not None and self._num_in == len(self._pieces)
 
     def decide(self, requests: list[Sequence], *, held_back: bool) -> frozenset[Uid] | None:
-        """Decide the next step by the policy and change the weights; returns the computing adapters, None
-        for all.
+        """Decide the next step and change the weights; returns the computing adapters, None for all.
 
-        requests: in FCFS order.  held_back: some wait for an adapter's slot: a merged adapter without a
-        request is then unmerged.
+        requests: in FCFS order.  held_back: a request waits for a slot: unmerge an adapter without a request.
         """
         self._start_s, self._swap_s = self._clock.now_s(), 0.0
         self._errors.begin_step()
@@ -136,9 +130,7 @@ class Merging:
             self._move(None, at_once=True)
 
     def took(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """After a step: count, inform the policy, and exclude other requests' KV on these weights from the
-        prefix cache.
-        """
+        """After a step: count, inform the policy, and exclude other requests' KV from the prefix cache."""
         items = list(plan)
         mode: Mode = "unmerged"
         if self._carried is not None and self._num_in:
@@ -199,9 +191,9 @@ class Merging:
         )
 
     def _restore(self, adapter: AdapterVersion, error: Exception) -> None:
-        """Restore the original weights of all ranks, after an error of this adapter.
+        """Restore all ranks' weights, after an error of this adapter.
 
-        Raises `error` if the weights can't be restored.
+        Raises `error` if the restore fails.
         """
         self._refuse(adapter, error)
         carried, self._carried, self._num_in = self._carried, None, 0
@@ -214,16 +206,14 @@ class Merging:
             self._adapters.release_merged(carried)
 
     def _can_be_merged(self, adapter: AdapterVersion) -> bool:
-        """True if the adapter has mergeable parts and no scaled columns, and the host has memory for the
-        originals; found once per set of target modules.
-        """
+        """True with mergeable parts, and host memory for the originals; False with scaled columns."""
         targets, weights = adapter.packed.targets, self._weights.weights
         if adapter.packed.has_columns:
             return False
         if targets not in self._mergeable:
             total = weights.bytes_of(self._changed.union(targets))
             more = total - weights.bytes_of(self._changed)
-            # Memory promised to others but not yet allocated is not free.
+            # Promised memory is not free.
             promised = total - more - weights.kept_bytes()
             free = max(0, self._host_free() - promised) if more else 0
             fits = self._mergeable[targets] = more <= free and weights.bytes_of(targets) > 0
@@ -273,7 +263,7 @@ class Merging:
         self._swap_s += self._clock.now_s() - start_s
 
     def _advance(self, target: AdapterVersion | None, budget: float) -> float | None:
-        """Make a change towards the target; returns the bytes, None without a change to make."""
+        """Change towards the target; returns the bytes, None without a change."""
         if self._carried is not None and self._carried is not target:
             return self._take_out(budget) if self._adapters.take_lease_again(self._carried) else None
         if self._carried is None and target is not None:
@@ -281,7 +271,7 @@ class Merging:
         return None if self._is_whole or target is None else self._fold_in(budget)
 
     def _begin(self, adapter: AdapterVersion) -> bool:
-        """Hold the adapter; False without mergeable parts, or after its removal."""
+        """Hold the adapter; False without mergeable parts, or if not ready."""
         self._pieces = self._weights.pieces(_known(adapter))
         if not self._pieces or not self._adapters.hold_merged(adapter):
             return False
@@ -329,7 +319,7 @@ def _known(adapter: AdapterVersion) -> MergedAdapter:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of the best of a few copies."""
+    """Bytes per second, read and written, of the best copy."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best_s = float("inf")
@@ -350,7 +340,7 @@ def make_merging(
     clock: Clock,
     host_free: Callable[[], int],
 ) -> Merging:
-    """Merging by the settings.  Policies that weigh modes start with times by this device's bandwidth."""
+    """Merging by the settings; first times by this device's bandwidth."""
     assert runner.merged is not None
     versions, weights = adapters.versions, runner.merged.weights
     costs = None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one instance: parts of the model, and a common step."""
+"""The processes of one instance, with parts of the model."""

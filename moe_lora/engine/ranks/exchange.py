@@ -3,18 +3,17 @@
 
 Legend: T token rows, K experts per token, N output width, P ranks.
 
-Ranks send expert outputs to each other, so that every rank has all rows. Rows are moved, never added up:
-each rank sums the same bits in the same order as a rank with all experts.
+Expert rows are moved, never added up: each rank sums the same bits in the same order as a rank with all
+experts.
 
 - `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
-routing, one message per pair.  All ranks know all ids: counts need no message.
+routing.  Counts need no message.
 
 - `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
-bytes.  Sizes don't depend on the ids: no rank waits for a device, and a CUDA graph can hold the exchange.
+bytes.  Sizes don't depend on the ids, so a CUDA graph can hold the exchange.
 
-- `RankSums` (tensor parallelism): ranks exchange summands of all rows and add in rank order: the sum
-depends on no order of arrival or topology, unlike an all-reduce.  Of S bytes a summand, each rank sends
-(P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two, as a ring all-reduce.
+- `RankSums` (tensor parallelism) adds in rank order, independent of arrival.  Of S bytes a summand, each rank
+sends (P-1) S in one round, or from `TWO_ROUNDS_BYTES` on 2 (P-1)/P S in two.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
 Backend: TypeAlias = Any
-"""`ProcessGroupGloo` or `ProcessGroupNCCL`; torch's type stubs lack their methods."""
+"""A ProcessGroup; torch's stubs lack their methods."""
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
 
 
 class RowExchange:
-    """Own rows to every other rank.  num_messages, sent_bytes: since the start."""
+    """Own rows to every other rank."""
 
     def __init__(self, group: Backend, num_experts: int) -> None:
         self.group = group
@@ -49,10 +48,10 @@ class RowExchange:
         self.num_messages = self.sent_bytes = 0
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        """Write every row computed by another rank.  Called by all ranks, in the same order.
+        """Write every row of another rank.  Called by all ranks, in the same order.
 
-        y: [T*K, N]; this rank's rows are set, other rows are zero.  ids: [T, K] int32, expert of each row,
-        -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
+        y: [T*K, N]; this rank's rows are set, the rest is zero.  ids: [T, K] int32, expert of each row, -1
+        for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
         """
         holder = ids.reshape(-1).div(self._experts_per_rank, rounding_mode="floor")
         rows = [(holder == peer).nonzero(as_tuple=True)[0] for peer in range(self._size)]
@@ -105,14 +104,11 @@ class Sums(Protocol):
 
 
 TWO_ROUNDS_BYTES = 1 << 18
-"""Size of a summand from which, with 3 ranks or more, bytes matter more than messages."""
+"""Size from which bytes matter more than messages (3 ranks or more)."""
 
 
 class RankSums:
-    """Sums of all ranks' summands in rank order, and logits gathered by columns.
-
-    num_messages, sent_bytes: since the start, of this rank.
-    """
+    """Sums of summands in rank order, and logits gathered by columns."""
 
     def __init__(self, group: Backend) -> None:
         self.group = group
@@ -137,11 +133,9 @@ class RankSums:
             flat.copy_(_in_order(parts))
 
     def gather(self, logits: torch.Tensor, vocab_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; other ranks' memory is
-        unchanged.
+        """At rank 0 [rows, vocab_size]: the columns of all ranks side by side; elsewhere unchanged.
 
-        logits: [rows, columns of this rank], the first ranks having ceil(vocab_size / P) each.  out: the
-        result's memory; None: allocated.
+        logits: [rows, columns of this rank], ceil(vocab_size / P) at the first ranks.
         """
         num_rows, share = len(logits), -(-vocab_size // self._size)
         if out is None:
@@ -155,7 +149,7 @@ class RankSums:
         for peer in range(1, self._size):
             self._wait(partial(self.group.recv, [_bytes(parts[peer])], peer, 0))
         for columns, part in zip(out.split(share, dim=1), [logits, *parts[1:]], strict=False):
-            columns.copy_(part[:, : columns.shape[1]])  # the last ranks may have no columns
+            columns.copy_(part[:, : columns.shape[1]])
         return out
 
     def _send_to_first(self, sent: torch.Tensor) -> None:
@@ -180,9 +174,7 @@ class RankSums:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """A rank's exchanges: expert outputs of other ranks, and sums.  None: the rank has all experts, or
-    whole sums.
-    """
+    """None: the rank has all experts, or whole sums."""
 
     experts: ExpertExchange | None = None
     sums: Sums | None = None
@@ -223,9 +215,9 @@ def open_group(
     device: torch.device,
     timeout_s: float = EngineConfig.rank_timeout_s,
 ) -> Backend:
-    """A group of an instance's ranks on one host, apart from the process's default group.
+    """A group of an instance's ranks, apart from the default group.
 
-    rendezvous: a file path unique to the instance.  Raises EngineDeadError if a rank does not come.
+    rendezvous: a path unique to the instance.  Raises EngineDeadError.
     """
     try:
         return _opened(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of an instance that computes rank 0's schedule.
+"""A rank that computes rank 0's schedule.
 
 Run as `python -m moe_lora.engine.ranks.follower FD`.
 """
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow(connection: Connection) -> None:
-    """Follow rank 0; the process ends at once when rank 0 ends or hangs up."""
+    """Follow rank 0; the process ends at once with rank 0."""
     with suppress(EOFError, ConnectionError):
         setup: SetUp = _receive(connection)
         end_at_hang_up(connection.fileno(), partial(shutil.rmtree, setup.directory, ignore_errors=True))
@@ -69,7 +69,7 @@ def follow(connection: Connection) -> None:
 
 
 def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, HostWorkers | None]:
-    """Load, allocate, join; reports to rank 0 after each, so rank 0 never waits for a failed rank."""
+    """Load, allocate, join; reports after each, so rank 0 never waits for a failed rank."""
     rank = Rank(setup.config, setup.dist_rank)
     _send(connection, Done())
     size: Allocate = _receive(connection)
@@ -141,7 +141,7 @@ class Answers:
         self._lock = threading.Lock()
 
     def send(self, message: Done | OrderEnded) -> None:
-        """An error without a pickled form becomes a RuntimeError with its text."""
+        """An error that can't be pickled becomes a RuntimeError."""
         if message.error is not None:
             message = replace(message, error=_portable(message.error))
         with self._lock, suppress(ConnectionError):  # rank 0 is gone, and this process ends
@@ -157,7 +157,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class FollowerCopies:
-    """Copies of this rank beside its steps.  send: called with the end of each, also from other threads."""
+    """Copies beside steps.  send: called from any thread."""
 
     def __init__(
         self,
@@ -197,9 +197,9 @@ _SOCKET = "control"
 
 
 def gather_followers(config: EngineConfig) -> Followers:
-    """The other ranks of this torchrun job (all on one host), for `build_engine`.
+    """The other ranks of this torchrun job, all on one host.
 
-    Raises ConfigError if the job's size differs from the settings.
+    Raises ConfigError for another number of ranks.
     """
     store, _, size = _rendezvous()
     if size != config.num_ranks:
@@ -218,7 +218,7 @@ def gather_followers(config: EngineConfig) -> Followers:
 
 
 def follow_rank_0() -> None:
-    """On a rank other than 0: compute the schedule of this torchrun job's rank 0, until the end."""
+    """Follow this torchrun job's rank 0."""
     store, dist_rank, _ = _rendezvous()
     connection = Client(os.path.join(store.get(_DIRECTORY_KEY).decode(), _SOCKET), "AF_UNIX")
     connection.send(dist_rank)

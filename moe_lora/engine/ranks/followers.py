@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's view of the other ranks: processes of this host, a connection each.
 
-Rank 0 schedules.  Messages to followers (`engine.ranks.follower`) arrive in order: set-up, then steps and
-slots to fill.  A hang-up ends followers; each side detects the other's end at once.
+A hang-up ends followers; each side detects the other's end at once.
 """
 
 from __future__ import annotations
@@ -38,19 +37,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
-"""Of ranks that only connect: none computes."""
+"""Ranks connect only: none computes."""
 STOPPED_S = 20.0
-"""Longest stop (SIGSTOP) of a follower. The follower is killed then, and the wait of the ranks ends.
+"""Longest stop (SIGSTOP) of a follower, then killed.
 
-Below `heartbeat_dead_s`: a stopped follower would outlive a killed rank 0."""
+Below `heartbeat_dead_s`: a stopped follower would outlive a killed rank 0.
+"""
 _LOOK_S = 0.5
 HOST_STORE = "adapters"
-"""Packed adapters, in an instance's directory."""
+"""Packed adapters."""
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """A follower's first message.  directory: of this instance, on this host, deleted with the instance."""
+    """A follower's first message.  directory: deleted with the instance."""
 
     config: EngineConfig
     dist_rank: int
@@ -59,7 +59,7 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Allocate arenas of this size, and join the other ranks."""
+    """Allocate arenas, and join the other ranks."""
 
     num_pages: int
     num_host_pages: int
@@ -67,7 +67,7 @@ class Allocate:
 
 @dataclass(frozen=True)
 class BeginOrder:
-    """Execute a `RankOrder` beside later steps."""
+    """Execute an order beside later steps."""
 
     number: int
     order: Any
@@ -75,7 +75,7 @@ class BeginOrder:
 
 @dataclass(frozen=True)
 class OrderEnded:
-    """A follower's message: an order ended there.  error: of a failure."""
+    """An order ended at a follower."""
 
     number: int
     error: Exception | None = None
@@ -98,23 +98,23 @@ class MemoryOrder:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Answer after all earlier messages are done."""
+    """Answer after earlier messages."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A follower's answer.  error: of a failure."""
+    """A follower's answer."""
 
     error: Exception | None = None
 
 
 OrderResult: TypeAlias = tuple[int, Exception | None]
-"""Number of an ended order, and its error."""
+"""Number and error of an ended order."""
 
 
 @dataclass
 class _Ended:
-    """An order, since its end on a first rank.  errors: by rank with an end."""
+    """An order since its first end.  errors: by rank."""
 
     since_s: float
     errors: dict[int, Exception | None] = field(default_factory=dict)
@@ -127,9 +127,8 @@ class _Ended:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: in rank order; empty for a single rank.  folder: see `SetUp.directory`; file permissions
-    replace passwords between the ranks; None for a single rank.  children: followers of this keeper.
-    timeout_s: see `EngineConfig.rank_timeout_s`.
+    connections: in rank order.  folder: file permissions replace passwords.  children: followers of this
+    keeper.
     """
 
     def __init__(
@@ -149,9 +148,9 @@ class Followers:
         self._ended: dict[int, _Ended] = {}
         """Orders with an end on some ranks."""
         self.lagging = False
-        """True while there are such orders."""
+        """True with orders in `_ended`."""
         self.layers: LoadedLayers | None = None
-        """With host workers, for the layers under load."""
+        """For the layers under load."""
 
     @property
     def directory(self) -> Path:
@@ -159,12 +158,12 @@ class Followers:
         return self._folder.path
 
     def set_up(self, config: EngineConfig) -> None:
-        """Start the load of each follower's part of the model; `settle` waits for the end."""
+        """Start the load of each follower's model; `settle` waits for the end."""
         for dist_rank in range(1, len(self._connections) + 1):
             self._send(dist_rank, packed_message(SetUp(config, dist_rank, self.directory)))
 
     def tell(self, message: Any) -> None:
-        """Send to all.  Raises EngineDeadError if one is gone."""
+        """Send to all.  Raises EngineDeadError."""
         data = packed_message(message) if self._connections else b""
         for dist_rank in range(1, len(self._connections) + 1):
             self._send(dist_rank, data)
@@ -176,10 +175,9 @@ class Followers:
             raise self._lost(dist_rank) from error
 
     def settle(self, within_s: float | None = None) -> None:
-        """Wait until all have answered.
+        """Wait until all have answered; raises a follower's error.
 
-        Raises a follower's error. Raises EngineDeadError if one is gone or exceeds the time (None:
-        unlimited).
+        Raises EngineDeadError if a follower is gone, or late (within_s None: unlimited).
         """
         for error in filter(None, self.answers(within_s)):
             raise error
@@ -212,10 +210,9 @@ class Followers:
         return [errors[dist_rank] for dist_rank in sorted(errors)]
 
     def meet(self, join: Callable[[], T]) -> T:
-        """Connect rank 0 with the followers, told to join and to answer; returns the result of `join`.
+        """Connect rank 0 with the joining followers; returns the result of `join`.
 
-        Raises the error of `join`, without a wait for the followers.  Raises EngineDeadError if a follower
-        ends meanwhile or does not answer.
+        Raises the error of `join` without a wait, and EngineDeadError.
         """
         failed, joining = Pipe(duplex=False)
         has_failed = threading.Event()
@@ -224,7 +221,7 @@ class Followers:
             has_failed.set()  # before the other thread sees the hang-up
             joining.close()
 
-        pool = ThreadPool(1)  # a daemon's: this thread notices the end of a follower
+        pool = ThreadPool(1)  # this thread notices the end of a follower
         joined = pool.apply_async(join, error_callback=hang_up)
         pool.close()
         with failed:
@@ -236,7 +233,7 @@ class Followers:
         return result
 
     def _receive(self, dist_rank: int) -> Done | OrderEnded | None:
-        """A follower's next message; None: no message is there.  Raises EngineDeadError."""
+        """A follower's next message, if any.  Raises EngineDeadError."""
         connection = self._connections[dist_rank - 1]
         try:
             message = pickle.loads(connection.recv_bytes()) if connection.poll() else None
@@ -246,9 +243,9 @@ class Followers:
         return message
 
     def ended_everywhere(self, ended: list[OrderResult]) -> list[OrderResult]:
-        """Orders with an end on all ranks since the last call, each with the first error or None.
+        """Orders that ended on all ranks since the last call, with the first error.
 
-        ended: at rank 0, since the last call.  Raises EngineDeadError.
+        ended: at rank 0.  Raises EngineDeadError.
         """
         if not self._connections:
             return ended
@@ -290,10 +287,10 @@ class Followers:
             child.ended.add_done_callback(tell)
 
     def end_stopped(self) -> None:
-        """Kill a child that is stopped for STOPPED_S, from another thread until `close`.
+        """Kill a child stopped for STOPPED_S, from another thread.
 
-        Counts looks in place of seconds: a pause of the whole host harms no follower.  CPU time since the
-        last look starts the count anew: a limiter of CPU use (cpulimit) stops and continues a process.
+        Counts looks in place of seconds: a pause of the whole host harms no follower.  CPU time restarts the
+        count, for a limiter of CPU use.
         """
 
         def look() -> None:
@@ -323,7 +320,7 @@ class Followers:
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
     def attach(self, runner: ModelRunner, rank: Rank) -> None:
-        """Rank 0 learns of other ranks' errors in merges, and on CPU in steps."""
+        """Report other ranks' errors in merges, and on CPU in steps, to rank 0."""
         runner.settle_others = self.settle
         if rank.device.type == "cpu":
             from .regroup import Regroup
@@ -331,7 +328,7 @@ class Followers:
             runner.regroup = Regroup(rank, self)
 
     def loaded_layers(self, own: np.ndarray, num_layers: int) -> LoadedLayers:
-        """Of all ranks.  own: `SlotTable.present` of rank 0.  num_layers: without the sites outside."""
+        """own: `SlotTable.present` of rank 0.  num_layers: without the outer sites."""
         ranks = range(1, len(self._connections) + 1)
         of_ranks = [own, *(shared_layers(self.directory, rank, own.shape) for rank in ranks)]
         own, *others = (one[:, :num_layers] for one in of_ranks)
@@ -339,7 +336,7 @@ class Followers:
         return self.layers
 
     def host_fallback_rows(self) -> int:
-        """Rows that followers computed instead of host workers."""
+        """Followers' rows in place of host workers."""
         if not self._host_counts:
             ranks = range(1, len(self._connections) + 1)
             self._host_counts = [host_counts(self.directory, dist_rank) for dist_rank in ranks]
@@ -348,7 +345,7 @@ class Followers:
     def close(self, *, at_once: bool = False) -> None:
         """End all followers, and delete the instance's files.  Idempotent.
 
-        at_once: don't wait for an orderly end; a follower may hang.
+        at_once: don't wait; a follower may hang.
         """
         if self._ending.is_set():
             return
@@ -361,7 +358,7 @@ class Followers:
 
 
 def start_followers(config: EngineConfig) -> Followers:
-    """Start ranks 1 .. num_ranks - 1 as processes that end with this one."""
+    """Start the other ranks as processes that end with this process."""
     connections: list[Connection] = []
     children: list[Child] = []
     followers = Followers(connections, OwnFolder(), children, config.rank_timeout_s)
@@ -380,9 +377,9 @@ def start_followers(config: EngineConfig) -> Followers:
 
 
 class LoadedLayers:
-    """Layers of each slot, loaded on all ranks of an instance.
+    """Layers of each slot, loaded on all ranks.
 
-    own: [slots, layers] bool, of rank 0.  others: of the followers, in memory shared with them.
+    own: [slots, layers] bool, of rank 0.
     """
 
     def __init__(self, own: np.ndarray, others: Sequence[np.ndarray]) -> None:
@@ -399,12 +396,12 @@ class LoadedLayers:
 
 
 def shared_layers(directory: Path, dist_rank: int, shape: tuple[int, ...]) -> np.ndarray:
-    """`SlotTable.present` of one follower, shared with rank 0.  shape: of the whole table."""
+    """One follower's `SlotTable.present`, shared with rank 0.  shape: of the whole table."""
     path = directory / f"layers-{dist_rank}"
     return np.memmap(path, np.bool_, "r+" if path.exists() else "w+", shape=shape)
 
 
 def host_counts(directory: Path, dist_rank: int) -> np.ndarray:
-    """[1] int64, shared with other ranks: rows that this rank computed instead of host workers."""
+    """[1] int64, shared: rows of this rank in place of host workers."""
     path = directory / f"host-counts-{dist_rank}"
     return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(1,))

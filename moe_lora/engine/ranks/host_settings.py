@@ -31,21 +31,21 @@ _SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_experts", "num_
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """Names of processor and device, on which a profile's times depend."""
+    """Processor and device, for a profile's times."""
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"cpu": cpu_model() or "unknown", "device": named}
 
 
 def model_of(shape: ModelShape, dtype: torch.dtype, weights: str = "none") -> dict[str, int | str]:
-    """Sizes of a model on which times depend.  weights: name of the weight format."""
+    """A model's sizes, for times.  weights: the weight format."""
     sizes: dict[str, int | str] = {name: getattr(shape, name) for name in _SHAPE}
     return sizes | {"dtype": str(dtype).removeprefix("torch."), "weights": weights}
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """num_workers: 0 for none.  tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one per
-    worker; empty: any.  rule: decides when a prompt begins on workers; None: during the adapter's load.
+    """tokens_per_worker: c.  tokens_per_step: see `HostStart`.  cores: one per worker; empty: any.  rule: for
+    the start of prompts on workers; None: during the adapter's load.
     """
 
     num_workers: int = 0
@@ -55,13 +55,13 @@ class HostSettings:
     rule: HostStart | None = None
 
     def loads(self, max_num_batched_tokens: int) -> HostLoads:
-        """Decides when prompts begin on the workers."""
+        """Decides when prompts begin."""
         return HostLoads(self.rule, max_num_batched_tokens)
 
     def workers(self, rank: Rank, store: HostStore | None) -> HostWorkers | None:
-        """The rank's started workers; store: see `HostWorkers`.
+        """The rank's started workers, if any.
 
-        Raises ConfigError if the LoRA Server computes all sites, EngineDeadError if a worker does not start.
+        Raises ConfigError if the LoRA Server computes all sites, EngineDeadError.
         """
         from moe_lora.dist.deltas.session import FrameLayout
         from moe_lora.dist.host_workers.workers import HostWorkers, WorkerTimes
@@ -98,12 +98,10 @@ def host_settings(
     local_sites: Collection[str],
     dist_rank: int = 0,
 ) -> HostSettings:
-    """A rank's host workers by the settings; the profile resolves "auto", and gives c of the largest
-    measured LoRA rank.
+    """A rank's host workers; the profile resolves "auto", and gives c of the largest measured rank.
 
-    local_sites: computed by the rank itself. Raises ConfigError for more workers than cores, for cores that
-    this host lacks, for a profile of another machine or model, for "auto" or host_tpot_budget_ms without a
-    profile, and for a budget below one row.
+    Raises ConfigError for more workers than cores, absent cores, a profile of another machine or model,
+    "auto" or host_tpot_budget_ms without a profile, and a budget below one row.
     """
     if not config.host_workers:
         return HostSettings()
@@ -143,7 +141,7 @@ def host_settings(
 
 
 def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[int, ...]:
-    """This rank's workers' part of host_cores; the number at the end of the instance's name counts."""
+    """This rank's part of host_cores, by the number at the end of the instance's name."""
     from moe_lora.dist.host_workers.workers import check_cores
 
     num_instances, ranks = config.num_instances, config.num_ranks
@@ -162,7 +160,7 @@ def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[
 
 
 def stream_of(device: torch.device) -> Stream | None:
-    """The stream on which a rank's device calls host workers; None if the engine's thread does."""
+    """The stream for calls to host workers; None on CPU."""
     if device.type != "cuda":
         return None
     from moe_lora.dist.deltas.stream_backend import CudaStream

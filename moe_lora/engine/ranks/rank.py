@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of every process of an engine: its share of the weights, an arena, host workers."""
+"""Parts of every process of an engine: weights, an arena, host workers."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Rank:
-    """One of the `num_ranks` processes of an engine, with a loaded part of the model.
+    """One of an engine's processes, with a loaded part of the model.
 
-    Call `allocate` next, then `join` with several ranks, then `make_runner` (`rank_runner`).  shape: of the
-    whole model.  shard: this rank's part.  host_arena: page-locked if the device copies from it.
-    local_sites: sites with deltas computed by this engine.
+    Call `allocate` next, then `join` with several ranks, then `make_runner`.  local_sites: with deltas
+    computed here.
     """
 
     arena: torch.Tensor
@@ -114,17 +113,17 @@ class Rank:
         )
 
     def free_bytes(self) -> int:
-        """Free memory for this rank; on CPU the ranks share the free memory."""
+        """Free memory for this rank; CPU ranks share."""
         free = free_bytes(self.device, most_sharers(self.config))
         return free // self.config.num_ranks if self.device.type == "cpu" else free
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
-        """Allocate the arenas and the slot table.  Raises ConfigError without enough memory."""
+        """Allocate arenas and slot table.  Raises ConfigError without memory."""
         sizes = num_pages * self.layout.page_bytes, num_host_pages * self.layout.page_bytes
         self.arena, self.host_arena, self.slots = allocated(self.config, self.shape, self.device, *sizes)
 
     def free_arenas(self) -> None:
-        """Give their memory back; addresses stay, so steps and captured graphs need no change.  CPU only."""
+        """Free the arenas' memory; addresses stay, so captured graphs stay valid.  CPU only."""
         give_memory_back(self.arena)
         if self.host_arena is not None:
             give_memory_back(self.host_arena)
@@ -135,7 +134,7 @@ class Rank:
             give_memory_back(weight)
 
     def read_weights(self) -> None:
-        """Read the weights again into place.  Raises ConfigError for a checkpoint that is gone or changed."""
+        """Read the weights again into place.  Raises ConfigError for a changed checkpoint."""
         if self.config.load_format == "dummy":
             refill_random(self.model, self.config.hf_config(), self.device)
         else:
@@ -153,12 +152,12 @@ class Rank:
         return Exchanges(experts, sums)
 
     def leave(self) -> None:
-        """Close the connections to the other ranks.  Idempotent."""
+        """Close the connections.  Idempotent."""
         for exchange in self._exchanges:
             exchange.group = None
 
     def meet(self, rendezvous: Path) -> None:
-        """Connect the ranks again; returns once all have come.  rendezvous: of no earlier group."""
+        """Connect the ranks again.  rendezvous: of no earlier group."""
         group = self._open_group(rendezvous)
         for exchange in self._exchanges:
             exchange.group = group
@@ -174,7 +173,7 @@ class Rank:
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The device of each rank, in the numbering of the process keeper."""
+        """Each rank's device, in the process keeper's numbering."""
         config = self.config
         if self.device.type != "cuda":
             return (self.device.type,) * config.num_ranks
@@ -183,11 +182,11 @@ class Rank:
 
     @property
     def divides_adapters(self) -> ModelShard | None:
-        """The shard of adapter matrices; None: matrices are whole."""
+        """The shard of adapter matrices; None: whole matrices."""
         return self.shard if self.shard.tensor_parallel > 1 else None
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
-        """[X] bool: the entries of adapters that a rank computes."""
+        """[X] bool: the entries that a rank computes."""
         kept = entries_of_experts(self.shape, self.shard_of(dist_rank).experts)
         for site in self.shape.sites:
             if site.name not in self.local_sites:
@@ -207,13 +206,13 @@ class Rank:
         )
 
     def mover(self, on_done: Callable[[], None]) -> Mover:
-        """Copies beside steps, at the emulated rate if set."""
+        """Copies beside steps, at the emulated rate."""
         rate = self.config.emulation.load_gb_per_s
         return Mover(self.device, on_done, None if rate is None else rate * 1e9)
 
     @cached_property
     def host(self) -> HostSettings:
-        """The settings of this rank's host workers.  Raises ConfigError."""
+        """This rank's host workers.  Raises ConfigError."""
         from .host_settings import host_settings
 
         return host_settings(
@@ -227,7 +226,7 @@ class Rank:
 
     @property
     def present(self) -> np.ndarray:
-        """[slots, layers] bool: loaded layers, without the sites outside the layers."""
+        """[slots, layers] bool: loaded layers, without outer sites."""
         return self.slots.present[:, : self.shape.num_layers]
 
     @cached_property
@@ -259,7 +258,7 @@ class Rank:
 
 
 def check_layers(config: EngineConfig, shape: ModelShape, device: str) -> None:
-    """Raises ConfigError for a device or a part that computes not all kinds of the model's layers."""
+    """Raises ConfigError for a device or part that can't compute all layers."""
     for kind in shape.special_layers if device != "cpu" else ():
         raise ConfigError(f"device={device!r} has no kernel of {kind} yet; choose device='cpu'")
     if config.host_workers and shape.delta is not None:
@@ -275,11 +274,10 @@ def check_layers(config: EngineConfig, shape: ModelShape, device: str) -> None:
 
 
 def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
-    """The settings with dtype, device and decode_buckets resolved for this model and machine.
+    """The settings with dtype, device and decode_buckets resolved.
 
-    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if present. decode_buckets
-    None: powers of two on CUDA; on CPU None stays, and one graph serves any size. Raises ConfigError if
-    CUDA is requested but absent.
+    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if present.  decode_buckets
+    None: powers of two on CUDA.  Raises ConfigError without the requested CUDA.
     """
     device, dtype, buckets = config.device, config.dtype, config.decode_buckets
     if device == "cuda" and not torch.cuda.is_available():
@@ -305,10 +303,7 @@ def _stored_dtype(hf_config: dict) -> str:
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
-    """Rank r has the r-th device visible to this instance's processes (`dist.launch.cluster_file`).
-
-    Raises ConfigError for too few.
-    """
+    """Rank r has the r-th visible device.  Raises ConfigError for too few."""
     if device.type == "cpu" or num_ranks == 1:
         return device
     if torch.cuda.device_count() < num_ranks:

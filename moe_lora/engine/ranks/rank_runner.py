@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of a rank: its backends of deltas, its merged weights, its graphs of steps."""
+"""The runner of a rank: deltas, merged weights, graphs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ def make_runner(
     *,
     find: Callable[[str], PackedAdapter],
 ) -> ModelRunner:
-    """The runner of the rank's part of steps.
-
-    followers: given at rank 0 with other ranks.  host: computes for loading adapters.  find: see
-    `Rank.copier`.
-    """
+    """The runner of the rank's part of steps."""
     backends: dict[int, LoraBackend] = {}
     capture = _capture(rank)
     pushed = None
@@ -132,8 +128,9 @@ def _capture(rank: Rank) -> StepCapture | None:
 def _graphs(
     rank: Rank, capture: StepCapture, backends: Mapping[int, LoraBackend], sources: Sequence[Source]
 ) -> StepGraphs:
-    """Graphs of decode steps, and of steps with prompts in an instance of one rank.  sources: of each
-    site.  A runner numbers groups of sites by source; host workers compute prompts only.
+    """Graphs of decode steps, and of steps with prompts in an instance of one rank.
+
+    A runner numbers groups of sites by source; host workers compute prompts only.
     """
     from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
     from moe_lora.engine.step.step_pieces import HostCalled

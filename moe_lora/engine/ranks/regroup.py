@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After an error of one rank in a step on CPU: all ranks of the instance leave the step, and meet anew.
+"""After an error of one rank in a CPU step, all ranks leave the step and meet anew.
 
-The rank closes its group.  The other ranks, in wait for its rows, then raise too.  Rank 0 has all ranks
-leave, learns the first error, and opens a new group with them.
+The rank closes its group, so the waiting ranks raise too.  Rank 0 opens a new group.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from .rank import Rank
 logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT_S = 60.0
-"""A rank raises once another rank has closed the group; until then it may compute a part of a layer."""
+"""A rank may still compute a part of a layer."""
 
 
 @dataclass(frozen=True)
 class LeaveGroup:
-    """Leave the group and the failed step; answer with the error of this rank, if any."""
+    """Leave the group and the failed step; answer with the error, if any."""
 
 
 @dataclass(frozen=True)
 class JoinGroup:
-    """Join the other ranks again, and answer.  number: of groups before."""
+    """Join the other ranks again.  number: of groups before."""
 
     number: int
 
 
 class Regroup:
-    """Rank 0's part.  followers: the other ranks."""
+    """Rank 0's part."""
 
     def __init__(self, rank: Rank, followers: Followers) -> None:
         self._rank = rank
@@ -49,7 +48,7 @@ class Regroup:
     def __call__(self, error: Exception) -> Exception:
         """Have all ranks leave a step after `error` of this rank, and meet anew.
 
-        Returns the first error of any rank.  Raises EngineDeadError if a rank is gone.
+        Returns the first error.  Raises EngineDeadError.
         """
         self._number += 1
         _leave(self._rank, error)
@@ -62,7 +61,7 @@ class Regroup:
 
 
 class FollowedSteps:
-    """A follower's part: its steps, and the error of a failed step.  directory: of the instance."""
+    """A follower's steps, and the error of a failed step."""
 
     def __init__(self, rank: Rank, runner: ModelRunner, directory: Path) -> None:
         self._rank = rank
@@ -71,7 +70,7 @@ class FollowedSteps:
         self._error: Exception | None = None
 
     def run(self, batch: StepBatch) -> None:
-        """Compute this rank's part.  Between an error and `join`, steps are dropped."""
+        """Compute this rank's part; between an error and `join`, drop steps."""
         if self._error is not None:
             return
         try:
@@ -86,7 +85,7 @@ class FollowedSteps:
             _leave(self._rank, self._error)
 
     def leave(self) -> Exception | None:
-        """Leave the group; returns the error of the failed step here."""
+        """Leave the group; returns the failed step's error."""
         error, self._error = self._error, None
         self._rank.leave()
         self._runner.drop_step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State behind an engine's channels: the arena, the current step, and the LoRA backend."""
+"""State behind an engine's channels: arena, step, LoRA backend."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 
 class ExecutionContext:
-    """Implements the channel operations of one model instance (see `kernels.ops`).
+    """Implements the channel operations of one model instance.
 
-    Layer l passes `channels[l]` to each operation.  exchanges: of this rank with other ranks of the
-    instance.  num_layers: of a model whose layers of KV have other numbers; the library's step calls number
-    both alike.  None: as `layout`.
+    Layer l passes `channels[l]`.  num_layers: of a model whose layers of KV have other numbers; None: as
+    `layout`.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class ExecutionContext:
         self._layout = layout
         self.backend = backend
         self.with_columns: Callable[[], LoraBackend] | None = None
-        """The backend of steps with scaled or shifted columns; called from the first such step on."""
+        """The backend of steps with scaled or shifted columns."""
         self._without_columns: LoraBackend | None = None
-        """During and after such a step: the backend of others."""
+        """The usual backend, after such a step."""
         self.exchanges = exchanges
         self._step: StepTables | None = None
         self.zeros = Zeros()
@@ -58,7 +57,7 @@ class ExecutionContext:
         self.channels = ops.open_channels(self, num_layers or layout.num_layers, self._calls)
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Make `step` the batch of the operations."""
+        """Make `step` the operations' batch."""
         assert not self._begun, "a site of the last step was begun, and its deltas were never added"
         self._step = step
         if self._arena.is_cpu:
@@ -77,7 +76,7 @@ class ExecutionContext:
             self._calls.begin_step(rows, self._attention)
 
     def abandon_step(self) -> None:
-        """Drop a step that raised; the next step starts anew."""
+        """Drop a step that raised."""
         self._begun.clear()
         self.backend.abandon_step()
 
@@ -91,7 +90,7 @@ class ExecutionContext:
             self._begun.pop((layer, site))(y)
 
     def deltas_before(self, layer: int, site: int) -> Deltas | None:
-        """A begun site's deltas for a base layer that adds them; None: `lora_add_to` adds them."""
+        """A begun site's deltas, for a base layer that adds them."""
         begun = self._begun.get((layer, site))
         deltas = begun.alone() if isinstance(begun, LocalDeltas) else None
         if deltas is not None:
@@ -111,8 +110,7 @@ class ExecutionContext:
     ) -> torch.Tensor:
         """Base layer and deltas of a site: one call of the CPU library for local deltas.
 
-        ids: numbered in the whole model.  first_expert: number of the weight's first expert.  Scales and
-        bias stay with the weight.
+        ids: numbered in the whole model.
         """
         rows, known = self.backend.rows_here(layer, site), self._linears.get((layer, site))
         data = weight.data if isinstance(weight, QuantisedOperand) else weight

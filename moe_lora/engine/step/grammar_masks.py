@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers within a grammar: threads compute the mask of each next token beside steps."""
+"""Answers within a grammar: threads compute masks beside steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .logit_edits import EditedSequence, Mask, bits_of
 from .sampler import Take
 
 NUM_COMPILED = 64
-"""Compiled grammars that are kept."""
+"""Compiled grammars kept."""
 MAX_COMPILED_CHARS = 1 << 20
-"""Of their texts: a large grammar takes tens of megabytes."""
+"""A large grammar takes tens of megabytes."""
 NUM_THREADS = 2
 SLOW_S = 0.005
-"""The step does not wait for a mask that takes more of a processor."""
+"""The step does not wait for a slower mask."""
 SOON_S = 0.0005
-"""A step's wait for a mask with perhaps a single token, which then needs no step."""
+"""A step's wait for a mask with perhaps a single token."""
 ALL_SOON_S = 0.002
 """The limit for a step's tokens without an alternative."""
 BITS = 32
@@ -43,7 +43,7 @@ Threads: TypeAlias = tuple[ThreadPoolExecutor, ThreadPoolExecutor]
 class Follower:
     """A grammar's state after the answer so far.
 
-    ends: tokens that may end a complete answer.  eos: the model's end tokens.
+    ends: tokens that may end an answer.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Seq[int], eos: Seq[int], vocab_size: int) -> None:
@@ -82,14 +82,14 @@ class Follower:
 
 
 class GrammarSequence(EditedSequence):
-    """A sequence within a grammar.  While a slow mask is computed the sequence is held."""
+    """A sequence within a grammar; held while a slow mask is computed."""
 
     _is_held = _is_slow = False
 
     def follow(self, follower: Follower, threads: Threads, wake: Callable[[], None]) -> None:
-        """Start to compute the first mask.  wake: called after a slow mask, from a thread."""
+        """Start the first mask.  wake: called after a slow mask, from a thread."""
         self._follower, self._threads, self._wake = follower, threads, wake
-        self._is_slow = True  # as the first mask may be
+        self._is_slow = True
         self._submit(self.request.generated, None)
 
     @property
@@ -115,7 +115,7 @@ class GrammarSequence(EditedSequence):
         return reason
 
     def only_token(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> int | None:
-        """The next token if its mask, once there in a moment, allows a single one."""
+        """The next token if its mask soon allows a single token."""
         try:
             self._next.result(max(0.0, self._asked_s + SOON_S - time.monotonic()))
         except Exception:  # late, or failed: the step's draw handles both
@@ -142,7 +142,7 @@ class GrammarSequence(EditedSequence):
         was_slow, self._asked_s = self._is_slow, time.monotonic()
 
         def note(done: Future[Mask]) -> None:
-            # The mask before may be found slow meanwhile.
+            # The mask before may be found slow.
             is_awaited, self._is_slow = was_slow or self._is_slow, spent_s > SLOW_S
             if is_awaited:
                 self._wake()
@@ -165,7 +165,7 @@ class GrammarSequence(EditedSequence):
 
 
 class Grammars:
-    """Compiled grammars of one engine, the latest used.  wake: lets the engine look at its requests."""
+    """Compiled grammars of one engine.  wake: lets the engine look at its requests."""
 
     def __init__(self, info: ModelInfo, wake: Callable[[], None]) -> None:
         self._info, self._wake = info, wake
@@ -177,10 +177,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def compile(self, grammar: str, compiled: Future[LLMatcher] | None = None) -> Future[LLMatcher]:
-        """The grammar's matcher at its start, perhaps later; copy before use.
-
-        compiled: of an earlier call, perhaps forgotten since.
-        """
+        """The grammar's matcher at its start; copy before use."""
         found = self._compiled.get(grammar, compiled) or self._compiler.submit(self._compile, grammar)
         self._compiled[grammar] = found
         self._compiled.move_to_end(grammar)
@@ -189,7 +186,7 @@ class Grammars:
         return found
 
     def sequence(self, request: GenerateRequest, *rest: Any) -> GrammarSequence:
-        """A sequence within the request's grammar.  Raises ValueError for a grammar that does not compile."""
+        """A sequence within the request's grammar.  Raises ValueError."""
         info, sampling = self._info, request.sampling
         assert sampling.grammar is not None
         compiled = self.compile(sampling.grammar)
@@ -203,9 +200,9 @@ class Grammars:
         return made
 
     def only_tokens(self, running: Iterable[Sequence], take: Take) -> list[TokenOutput]:
-        """Take tokens without an alternative, before the step that computes them together with the next.
+        """Take tokens without an alternative; a later step computes them with the next.
 
-        Requests with reports of tokens' steps are left out.
+        Leaves requests with reports out.
         """
         gains: list[TokenOutput] = []
         end_s = time.monotonic() + ALL_SOON_S

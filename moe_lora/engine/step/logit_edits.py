@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits of logits by a request's tokens and fields, and drawn tokens' log probabilities after the edits.
+"""Edits of logits by a request's tokens and fields.
 
-Ids and values come from the host.  Order and formulas are vLLM's: allowed tokens, bad words, ends, bias,
-penalties.
+Order and formulas are vLLM's: allowed tokens, bad words, ends, bias, penalties.
 
 Legend: S sequences that sample, V vocabulary, N edited logits, P rows with the report.
 """
@@ -29,7 +28,7 @@ MAX_GAP_TOKENS = 4
 
 class Mask(NamedTuple):
     """words: [ceil(V / 32)] uint32, bit i of word w allows token 32 w + i.  forced: tokens of a complete
-    answer, allowed even below min_tokens.  problem: no token is allowed.
+    answer, allowed even below min_tokens.
     """
 
     words: np.ndarray
@@ -56,7 +55,7 @@ class EditedSequence(Sequence):
         self._has_thought = self.request.sampling.thinking is None
         bias = self.request.sampling.logit_bias or {}
         self.bias = np.array([[*bias], [*bias.values()]])
-        """[2, N] fp64: tokens, and what their logits gain."""
+        """[2, N] fp64: tokens and biases."""
 
     def expect(self, number: int) -> None:
         super().expect(number)
@@ -68,7 +67,7 @@ class EditedSequence(Sequence):
         return reason if self.problem is None else "error"
 
     def mask(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Mask | None:
-        """The next token's mask; None: any token.  Without an allowed token the problem is set."""
+        """The next token's mask; None: any token.  Sets the problem without an allowed token."""
         found = self._mask(vocab_size, eos_token_ids)
         if found is not None and found.problem is None and not found.words.any():
             what = "allowed tokens, bad words, min_tokens and a grammar exclude every token"
@@ -92,7 +91,7 @@ class EditedSequence(Sequence):
         return Mask(self._allowed & ~bits_of(excluded, vocab_size) if excluded else self._allowed)
 
     def _forbidden(self) -> Iterator[int]:
-        """Last tokens of bad words whose earlier tokens end the answer so far."""
+        """Last tokens of bad words that the answer has begun."""
         num_prompt, tokens = len(self.request.prompt_token_ids), self.tokens
         for word in self.request.sampling.bad_word_ids:
             first = len(tokens) - len(word) + 1
@@ -122,7 +121,7 @@ class EditedSequence(Sequence):
         return None
 
     def penalties(self) -> np.ndarray:
-        """[4, N] fp64: tokens, factors, and what the logits lose by frequency and by presence."""
+        """[4, N] fp64: tokens, factors, losses by frequency and by presence."""
         sampling = self.request.sampling
         factor, presence = sampling.repetition_penalty, sampling.presence_penalty
         found = np.empty((4, 0))
@@ -136,7 +135,7 @@ class EditedSequence(Sequence):
         return found
 
     def _count(self, *, with_prompt: bool) -> None:
-        """Count further tokens.  with_prompt: prompt tokens have an entry, with count 0."""
+        """Count further tokens.  with_prompt: prompt tokens have count 0."""
         prompt, counts = self.request.prompt_token_ids, self._in_answer
         if not self._num_counted:
             counts.update(dict.fromkeys(prompt if with_prompt else (), 0))
@@ -155,7 +154,7 @@ def _end_of(mark: tuple[int, ...], tokens: Seq[int], first: int) -> int | None:
 
 @torch.inference_mode()
 def edit_logits(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """Edit the rows of edited sequences; of all rows forbid ends below min_tokens."""
+    """Edit the rows of edited sequences; forbid ends below min_tokens in all rows."""
     vocab, flat = logits_SV.shape[1], logits_SV.view(-1)
     edited = [(row * vocab, one) for row, one in enumerate(sequences) if isinstance(one, EditedSequence)]
     forbid_ends(logits_SV, sequences, eos_token_ids)
@@ -204,10 +203,8 @@ def processed_logprobs(
 ) -> torch.Tensor:
     """out[s] = log(p[token] / sum(p)) with p of `truncated_probabilities`; NaN without the report.
 
-    logits_SV: [S, V] fp32, edited.  tokens_S: [S] int64.  logprobs_RV: [R, V] fp32, of the rows with log
-    probabilities; rows that want processed ones alone are overwritten.  out: [S] fp32.
-
-    Greedy: temperature 1.
+    logits_SV: [S, V] fp32, edited.  tokens_S: [S] int64.  logprobs_RV: [R, V] fp32; rows that want processed
+    values alone are overwritten.  out: [S] fp32.  Greedy: temperature 1.
     """
     reported = [one.request.sampling for one in sequences if one.request.sampling.logprobs is not None]
     rows = [row for row, one in enumerate(sequences) if one.request.sampling.processed_logprobs]
@@ -225,7 +222,7 @@ def processed_logprobs(
 
 
 def with_processed(reports: Seq[TokenLogprobs | None], processed: Seq[float]) -> list[TokenLogprobs | None]:
-    """The reports with values that are not NaN."""
+    """The reports with values other than NaN."""
     return [
         report if report is None or math.isnan(value) else replace(report, processed=value)
         for report, value in zip(reports, processed, strict=True)

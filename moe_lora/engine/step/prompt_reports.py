@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of prompts: log probabilities of prompt tokens, and the last token's hidden state.
 
-A step keeps the hidden states of all rows.  The vocabulary head runs over few of these rows at a time.
-
 Legend: T token rows, N scored rows, V vocabulary, H hidden size.
 """
 
@@ -32,9 +30,9 @@ LOGITS_BYTES = 64 << 20
 
 
 class PromptRecord:
-    """A request's report, collected over steps.  A later compute of a token replaces the earlier one.
+    """A request's report, collected over steps; a later compute of a token counts.
 
-    num_scored: tokens with log probabilities: all but the first, or none.  first_scored: of their positions.
+    num_scored: without the first token.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -51,7 +49,7 @@ class PromptRecord:
         self._latest: deque[_Chunk] = deque(maxlen=2)
 
     def listed(self, position: int) -> tuple[int, ...]:
-        """Token ids for the scores of this position."""
+        """Token ids to score here."""
         place = position - self._first_listed
         return (
             tuple(one for one in self._listed[place] if one != NO_TOKEN)
@@ -62,7 +60,7 @@ class PromptRecord:
     def add(self, position: int, chunk: _Chunk, row: int) -> None:
         """The token after this position has the scores of the chunk's row.
 
-        Reads the chunk before the last, whose step is over: a prompt's end would read all chunks at once.
+        Reads the chunk before the last: a prompt's end would read all chunks at once.
         """
         self._scores[position] = chunk, row
         if chunk not in self._latest:
@@ -71,7 +69,7 @@ class PromptRecord:
             self._latest.append(chunk)
 
     def report(self, sequence: Sequence) -> PromptReport:
-        """The report beside the first token, which ends the record."""
+        """The report beside the first token ends the record."""
         sequence.record, sequence.computes_prompt = None, False
         return self.read()
 
@@ -96,7 +94,7 @@ class PromptRecord:
 
 
 class _Chunk:
-    """Scores of some rows, read once.  listed: of listed tokens, None without such rows."""
+    """Scores of some rows, read once."""
 
     def __init__(self, report: LogprobReport, listed: LogprobReport | None) -> None:
         self._report = report
@@ -115,17 +113,16 @@ class _Chunk:
 
 
 class _Scored(NamedTuple):
-    """A scored row: of the record's token at this position."""
+    """The row of a record's token."""
 
     record: PromptRecord
     position: int
 
 
 class PromptRows:
-    """Rows of one step.  Other ranks get `rows` alone: each rank computes its columns of their logits.
+    """Rows of one step.  Other ranks get `rows` alone, and compute their columns of the logits.
 
-    rows: [N] int64 on the host.  scored: of each of the rows.  hidden: records by row.  logits_bytes: at
-    once, on all ranks.
+    rows: [N] int64 on the host.  logits_bytes: at once, on all ranks.
     """
 
     may_compile = True
@@ -153,7 +150,7 @@ class PromptRows:
         layer_forward: LayerForward,
         outer: OuterDeltas | None,
     ) -> torch.Tensor:
-        """The batch's logits, as of `CausalLM.forward`; records get their parts."""
+        """The batch's logits; records get their parts."""
         kept: list[torch.Tensor] = []
 
         def keeping(*args: Any) -> torch.Tensor:
@@ -167,7 +164,7 @@ class PromptRows:
             rows_N = rows.to(x_TH.device)
             if outer is not None:
                 outer.begin_step(batch.tables, batch.routing, rows_N)
-            # The layers are done: the model adds its head to their result.
+            # The layers are done: the model adds its head.
             self._score(model(*inputs, rows_N, channels, lambda *_: x_TH, outer), first)
             first += len(rows)
         for row, record in self._hidden:

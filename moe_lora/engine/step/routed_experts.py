@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen experts of a request's tokens, for router replay.
 
-A step with such a request runs without compiled code and graphs, and notes the experts at each gate.
-
-Legend: T token rows, N noted rows, L layers with experts, K chosen experts of a token.
+Such a step runs without compiled code and graphs. Legend: T token rows, N noted rows, L layers with experts,
+K chosen experts of a token.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def check_experts(num_prompt: int, shape: ModelShape) -> None:
 
 
 class _Part(NamedTuple):
-    """Experts of the tokens at positions start to end: rows of a step's copy from first_row on."""
+    """Experts at positions start to end: rows of a copy from first_row on."""
 
     start: int
     end: int
@@ -52,15 +51,15 @@ class _Part(NamedTuple):
     first_row: int
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """[end - start, L, K] of these positions; waits for the device."""
+        """[end - start, L, K]; waits for the device."""
         first = self.first_row + start - self.start
         return self.copy.read()[first : first + end - start]
 
 
 class ExpertRecord(PromptRecord):
-    """A request's report, with the experts of all tokens.  A later compute of a token replaces the earlier.
+    """A report with the experts of all tokens; a later compute of a token counts.
 
-    Each output has the experts of computed tokens without an earlier report.
+    Each output has the experts of tokens not reported so far.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -79,9 +78,9 @@ class ExpertRecord(PromptRecord):
         self._parts.append(_Part(start, start + num_tokens, copy, first_row))
 
     def report(self, sequence: Sequence) -> PromptReport:
-        """The report of an answer's last token, which has no experts yet; waits for the device."""
+        """The report of an answer's last token, without experts yet; waits for the device."""
         end, start, found = len(sequence.tokens) - 1, self._num_reported, PromptReport()
-        if start is None:  # of an answer from another instance, the earlier tokens are reported
+        if start is None:  # another instance reported the earlier tokens
             is_first = sequence.num_generated == 1
             start = 0 if is_first else end - 1
             found = self.read() if is_first else found
@@ -127,7 +126,7 @@ class ExpertRows:
         layer_forward: LayerForward,
         outer: OuterDeltas | None,
     ) -> torch.Tensor:
-        """The batch's logits, as of `CausalLM.forward`; records get their parts."""
+        """The batch's logits; records get their parts."""
         with _noting(model) as noted:
             if self._prompt is None:
                 inputs = batch.tokens, batch.positions, batch.live, batch.logit_rows
@@ -149,7 +148,7 @@ def _unchanged(prompt: PromptRows | None) -> PromptRows | None:
 
 @contextmanager
 def _noting(model: CausalLM) -> Iterator[list[torch.Tensor]]:
-    """The experts at each gate of the model, [T, K] int32, in the order of layers."""
+    """The experts at each gate, [T, K] int32, in the order of layers."""
     noted: list[torch.Tensor] = []
     gates: list[Any] = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMlp)]
     for gate in gates:
@@ -168,7 +167,7 @@ def _choose(choose: Any, noted: list[torch.Tensor], *args: torch.Tensor) -> Any:
 
 
 def expert_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | ExpertRows | None:
-    """The plan's rows of reported prompts and noted experts, if any."""
+    """The plan's rows of prompts and noted experts, if any."""
     spans, first_row = [], 0
     for item in plan:
         record = item.sequence.record

@@ -54,12 +54,10 @@ _COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
 class ModelRunner:
     """Runs steps of one model.
 
-    decode_buckets: padded batch sizes of decode steps; empty = no padding.  announce: called with each
-    batch before the compute, for other ranks.  site_sources: source of the deltas of each site, in all
-    layers; LOCAL becomes HOST for loading adapters.  present: loaded layers of all ranks, which compute
-    each layer at the source chosen here; None: there is one rank, or no host worker.  pushed: serves leased
-    rows of some steps.  graphs: compute possible steps whole.  outer: makes the deltas of the embedding and
-    the head, called from the first step with such rows on.
+    decode_buckets: padded batch sizes; empty: no padding.  announce: called with each batch before the
+    compute, for other ranks.  site_sources: of each site's deltas; LOCAL becomes HOST for loading adapters.
+    present: loaded layers of all ranks, for a common choice of sources; None: one rank, or no host worker.
+    pushed: serves leased rows of some steps. outer: called at the first deltas of embedding or head.
     """
 
     def __init__(
@@ -81,9 +79,9 @@ class ModelRunner:
     ) -> None:
         self.prompt_rows: Callable[[Seq[Scheduled[Sequence]]], PromptRows | ExpertRows | None] | None = None
         self.regroup: Callable[[Exception], Exception] | None = None
-        """With other ranks on CPU: see `ranks.regroup.Regroup`."""
+        """See `Regroup`."""
         self.settle_others: Callable[[], None] | None = None
-        """With other ranks: see `ranks.followers.Followers.settle`."""
+        """See `Followers.settle`."""
         self._outer = outer
         self._pushed = pushed
         self.merged = merged
@@ -107,24 +105,23 @@ class ModelRunner:
         self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
-            # The compiler's own import takes as long as torch's.
+            # The compiler's import takes as long as torch's.
             from moe_lora.models.compiled_layers import CompiledLayers
 
             self._compiled = CompiledLayers(len(self._buckets))
 
     def lora_rows(self) -> dict[str, int]:
-        """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
+        """Fields of `EngineStats`: rows x layers by source."""
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
         return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
     def warm_up(self, site_ranks: Seq[int] = (), max_tokens: int = 1) -> None:
-        """Compile all code and capture graphs before the first request; on CUDA also compile kernels of
-        prompts of up to max_tokens.
+        """Compile code and capture graphs before the first request; on CUDA also kernels of prompts of up to
+        max_tokens.
 
-        Compiled later at first use: ranks above 64, sites without an adapter so far, deltas from other
-        sources, sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode
-        buckets prompts are not compiled: norms, rotations and sums are separate launches.  site_ranks:
-        the largest rank at each site of adapters to come.
+        Compiled at first use: ranks above 64, sites without an adapter so far, deltas from other sources,
+        sampling, prompts beside long sequences, and decode steps of an eager engine.  With decode buckets,
+        prompts are not compiled.
         """
         if self._graphs is not None:
             order = CaptureSteps(tuple(site_ranks))
@@ -141,9 +138,9 @@ class ModelRunner:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
 
     def _run_prompts(self, site_ranks: Seq[int], max_tokens: int) -> None:
-        """Prompts of padding, for each power of two of rows: kernels have tiles for each factor of two."""
+        """Prompts of padding, for each power of two of rows: kernels have tiles for each."""
         sizes = [*(2**n for n in range(1, max_tokens.bit_length()) if 2**n < max_tokens), max_tokens]
-        if self._graphs is not None and set(self._sources) == {Source.LOCAL}:  # graphs have compiled theirs
+        if self._graphs is not None and set(self._sources) == {Source.LOCAL}:
             sizes = [size for size in sizes if size > max(self._graphs.prompt_rows, default=0)]
         # Launches for ranks above RANK_STEP use other code.
         small = tuple(min(one, RANK_STEP) for one in site_ranks)
@@ -155,7 +152,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, order: CaptureSteps) -> None:
-        """Capture every graph, on all ranks together."""
+        """Capture every graph, on all ranks."""
         assert self._graphs is not None, "ranks have the same settings"
         self._graphs.warm_up(self._padding, self._compute, order.ranks)
 
@@ -165,10 +162,10 @@ class ModelRunner:
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order.
 
-        drawn: [S] int64, for sequences with an expected last token (`Sequence.expect`).
+        drawn: [S] int64, for expected last tokens.
         """
         num_rows = sum(item.num_tokens for item in plan)
-        if num_rows == len(plan):  # all decode
+        if num_rows == len(plan):
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
         batch = replace(self._batch(plan, num_rows), drawn=drawn)
         prompt = None if self.prompt_rows is None else self.prompt_rows(plan)
@@ -177,7 +174,7 @@ class ModelRunner:
         return self._run(batch)
 
     def report_prompt(self, sequence: Sequence) -> None:
-        """Report prompts from now on.  Log probabilities need the whole prompt's compute."""
+        """Report prompts from now on.  Log probabilities need the whole prompt."""
         from .prompt_reports import PromptRecord, prompt_rows
 
         self.prompt_rows = self.prompt_rows or prompt_rows
@@ -186,7 +183,7 @@ class ModelRunner:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def report_experts(self, sequence: Sequence) -> None:
-        """Report experts and prompts from now on.  Raises ValueError as `check_experts`."""
+        """Report experts from now on.  Raises ValueError as `check_experts`."""
         from .routed_experts import ExpertRecord, check_experts, expert_rows
 
         check_experts(sequence.request.prompt_tokens, self._model.spec.shape)
@@ -196,7 +193,7 @@ class ModelRunner:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
     def can_repeat(self, error: Exception) -> bool:
-        """True if a step may run again after this error: on a CPU, while all ranks live."""
+        """True if a step may run again after this error: on CPU, while all ranks live."""
         return self._device.type == "cpu" and (
             not isinstance(error, EngineDeadError) or isinstance(error, RankLostError)
         )
@@ -208,7 +205,7 @@ class ModelRunner:
     def abandon(self, error: Exception) -> Exception:
         """Drop a failed step on all ranks; returns the first error of any rank.
 
-        Raises EngineDeadError if a rank is gone.
+        Raises EngineDeadError.
         """
         self.drop_step()
         if not self._is_with_others:
@@ -218,13 +215,13 @@ class ModelRunner:
         return self.regroup(error)
 
     def probe(self) -> None:
-        """Compute one row of padding.  Raises an error if the engine itself is broken."""
+        """Compute one row of padding.  Raises an error if the engine is broken."""
         self._run(self._batch([], 1))
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
         if self._announce is None:
             return self.execute(batch)
-        self._is_with_others = True  # after an error, all ranks leave the step and meet anew
+        self._is_with_others = True
         # Other ranks compute logits only with a divided vocabulary head.
         whole_head = self._model.shard.tensor_parallel == 1
         self._announce(replace(batch, logit_rows=batch.logit_rows[:0], prompt=None) if whole_head else batch)
@@ -233,7 +230,7 @@ class ModelRunner:
         return logits
 
     def swap(self, order: MergeOrder) -> None:
-        """Merge or unmerge pieces on all ranks before the next step.  Raises the error of any rank."""
+        """Merge or unmerge pieces on all ranks.  Raises the error of any rank."""
         assert self.merged is not None
         if self._announce is not None:
             self._announce(order)
@@ -300,8 +297,7 @@ class ModelRunner:
             if item.samples:
                 logit_rows.append(row - 1)
         routing = self._routing(plan, counts)
-        # Without buckets a graph runs any step, with buckets a decode step of a bucket. Such a step waits
-        # for no host: rows may include the last prompt token of a loading adapter.
+        # A decode step of a bucket waits for no host.
         in_bucket = decode and num_rows in self._buckets and not routing.loading.any()
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -338,9 +334,9 @@ class ModelRunner:
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
-        """Each row gets the adapter's slot or lease, by the source of each group of sites.
+        """Each row gets the adapter's slot or lease, by source.
 
-        counts: rows of each sequence, with padding.
+        counts: rows with padding.
         """
         routes: dict[AdapterVersion, int] = {}
         of_items = [
@@ -374,7 +370,7 @@ class ModelRunner:
                 term["slot"] = [lease.slot for lease in leases]
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
-                # No call of the host for adapters without a part there.
+                # No call of the host without a part there.
                 term[[self._modules[source].isdisjoint(a.packed.targets) for a in routes]] = NO_TERM
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
@@ -399,7 +395,7 @@ class ModelRunner:
         return self.merged.corrected(routing, sources, merged, sum(counts[: len(plan)]))
 
     def _beside_sites(self, routes: Mapping[AdapterVersion, int]) -> tuple[dict[str, int], np.ndarray]:
-        """Groups after those of the sites, by `RowRouting`'s names, and terms with theirs alone."""
+        """Groups after those of the sites, by `RowRouting`'s names, and terms."""
         routed = {
             "outer": [len(one.packed.layers) > len(self._groups) for one in routes],
             "columns": [one.packed.has_columns for one in routes],

@@ -32,7 +32,7 @@ LogitEdit: TypeAlias = Callable[[torch.Tensor, Seq[Sequence], tuple[int, ...]], 
 
 
 class HostCopy:
-    """Copy of a tensor's values to the host; a read does not wait for later launches."""
+    """Copy of a tensor on the host; a read does not wait for later launches."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values, self._copied = tensor, None
@@ -49,9 +49,9 @@ class HostCopy:
 
 
 class Drawn:
-    """Result of `sample`.  tokens: [S] int64, on the logits' device.  sampling: by sequence.
+    """tokens: [S] int64, on the logits' device.
 
-    processed: log probabilities [S] of the tokens after edits, temperature and truncation.
+    processed: log probabilities [S] after all edits.
     """
 
     def __init__(
@@ -88,10 +88,9 @@ class Drawn:
 def schedules_ahead(
     config: EngineConfig, device: str, *, host: bool | None = None, merges: bool | None = None
 ) -> bool:
-    """True if steps are launched before the tokens of the step before are read.
+    """True if steps are launched before the last step's tokens are read.
 
-    host: with host workers.  merges: weights may carry an adapter.  None: as the settings, "auto" is off.
-    Raises ConfigError if required but impossible.
+    None: as the settings, "auto" is off.  Raises ConfigError if required but impossible.
     """
     host = config.host_workers not in (0, AUTO) if host is None else host
     merges = config.batching not in ("unmerged", AUTO) if merges is None else merges
@@ -114,11 +113,8 @@ def schedules_ahead(
 class Sampler:
     """Draws the tokens of one engine.
 
-    seed: source of seeds for requests without a seed.  jumps: tokens without an alternative are taken
-    without a draw.  ahead: the engine launches a step before reading the
-    tokens of the step before.  edit: changes logits before a draw.  on_change: called from another thread
-    when a waiting request may start.  only_tokens: see `Grammars`; None without a grammar, and on CUDA,
-    where steps of one token a row are captured as graphs.
+    seed: of requests without a seed.  on_change: called from another thread when a request may start.
+    only_tokens: None without a grammar, and on CUDA, where steps of one token a row are graphs.
     """
 
     def __init__(self, info: ModelInfo, seed: int, *, ahead: bool, jumps: bool = False) -> None:
@@ -159,7 +155,7 @@ class Sampler:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Made for the first request with a grammar."""
+        """Created for the first request with a grammar."""
         from .grammar_masks import Grammars
 
         made = Grammars(self._info, self.on_change)
@@ -174,7 +170,7 @@ def sent(values: Any, like: torch.Tensor, dtype: torch.dtype = torch.int64) -> t
 
 
 def forbid_ends(logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """Forbid tokens that would end answers below min_tokens."""
+    """Forbid ends below min_tokens."""
     vocab = logits_SV.shape[1]
     forbidden = [
         row * vocab + token
@@ -196,10 +192,9 @@ def sample(
 ) -> Drawn:
     """The next token of each sequence, and log probabilities on request.
 
-    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax.  Further rows take the highest
-    probability / noise (the exponential race) after temperature, top-k, top-p and min-p; the noise is of
-    seed and position, so a seed gives equal tokens in any batch, and after a move to another process. Waits
-    for no device.
+    logits_SV: [S, V] fp32, overwritten.  Greedy rows take the argmax, further rows the highest probability /
+    noise (the exponential race) after temperature, top-k, top-p and min-p.  The noise depends on seed and
+    position: equal tokens in any batch and process.  Waits for no device.
     """
     reported = [row for row, one in enumerate(sequences) if one.request.sampling.logprobs is not None]
     logprobs = None
@@ -225,7 +220,7 @@ def _on_device(logits_SV: torch.Tensor) -> bool:
 
 
 def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    """A token of each row; the logits are overwritten."""
+    """A token of each row; overwrites the logits."""
     if _on_device(logits_SV):
         from moe_lora.kernels.triton.sampling import draw
     else:
@@ -253,7 +248,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
     keep = place < column([min(p.top_k or ordered.shape[-1], ordered.shape[-1]) for p in params])
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
-    # 1 keeps all, whatever the rounded sum: a row's tokens must not depend on other rows' settings.
+    # 1 keeps all, whatever the rounded sum: a row must not depend on other rows' settings.
     keep &= kept.cumsum(dim=-1) - kept < column([math.inf if p.top_p == 1.0 else p.top_p for p in params])
     keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
@@ -263,7 +258,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 class LogprobReport:
     """Log probability and position of each row's chosen token, and the likeliest tokens.
 
-    listed: token ids in place of the likeliest, by row; the chosen token joins them.
+    listed: ids in place of the likeliest, by row; the chosen token joins them.
     """
 
     def __init__(
@@ -277,10 +272,10 @@ class LogprobReport:
         self._num_top = [vocab if num < 0 else min(num, vocab) for num in num_top]
         chosen = logprobs_RV.gather(1, chosen_R[:, None])
         position = (logprobs_RV > chosen).sum(1, keepdim=True) + 1
-        # The order of equal tokens depends on the requested number: never use a neighbour's.
+        # The order of equal tokens depends on the requested number.
         tops = [logprobs_RV.topk(num) for num in sorted(set(self._num_top))]
         self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
-        # One copy from the device; fp64 holds fp32 and token ids exactly.
+        # fp64 holds fp32 and token ids exactly
         parts = [chosen, position, *(part for top in tops for part in top)]
         width = max(map(len, listed), default=0)
         self._listed = listed if width else ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's input for all ranks of an instance.
+"""One step's input for all ranks.
 
 Legend: T token rows, S sequences, B blocks of the longest sequence.
 """
@@ -26,16 +26,14 @@ _ALIGN_BYTES = 64
 
 
 RANK_STEP = 64
-"""Bounds of ranks are multiples of this, like workspaces."""
+"""Bounds of ranks are multiples, like workspaces."""
 Place: TypeAlias = tuple[int, int]
-"""Source and group of sites (see `RowRouting.sources`)."""
+"""Source and group of sites."""
 
 
 @dataclass(frozen=True)
 class CaptureSteps:
-    """Have all ranks capture all shapes in the same order.  ranks: the largest at each site of adapters to
-    come.
-    """
+    """Have all ranks capture all shapes in the same order."""
 
     ranks: tuple[int, ...]
 
@@ -43,8 +41,8 @@ class CaptureSteps:
 class StepBuffer:
     """Device memory for a step's input, filled from page-locked memory.
 
-    `memory` stays the same tensor while large enough.  A step's copy follows the earlier step's kernels on
-    the device's stream: each reads the right input.
+    `memory` stays while large enough.  A copy follows the earlier step's kernels on the device's stream: each
+    reads the right input.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,10 +72,9 @@ class StepBuffer:
 class StepBatch:
     """Tensors on the host until `through`.
 
-    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64, rows with logits.
-    routing: sources of the rows' deltas.  compiled: compiled code runs the layers.  any_rows: compile for
-    any number of rows.  drawn: tokens of the step before, on the device: token -1 - i is number i of them.
-    prompt: rows of reported prompts and experts.
+    tokens, positions: [T] int64.  live: [T] bool, False for padding.  logit_rows: int64.  any_rows: compile
+    for any number of rows.  drawn: tokens of the step before, on the device: token -1 - i is number i.
+    prompt: rows of reports.
     """
 
     tokens: torch.Tensor
@@ -99,10 +96,7 @@ class StepBatch:
         return self
 
     def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
-        """The batch on the buffer's device, with the slots of its rows.
-
-        bounds: of launches; None: the step's own lengths.
-        """
+        """The batch on the buffer's device, with the slots of its rows."""
         tables, slots = self.tables, self.routing.slots_here() | self.routing.frames_pushed()
         lengths = (tables.query_start, tables.seq_lens)
         arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]
@@ -127,7 +121,7 @@ class StepBatch:
 
 
 class _Pickler(pickle.Pickler):
-    """Host tensors travel as numpy arrays: torch's way needs a storage object each."""
+    """Host tensors as numpy arrays: torch's way needs a storage object each."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -136,7 +130,7 @@ class _Pickler(pickle.Pickler):
 
 
 def packed_message(message: Any) -> bytes:
-    """The message, with host tensors at any depth, as one buffer for `pickle.loads`."""
+    """The message, with host tensors at any depth, for `pickle.loads`."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getvalue()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps as CUDA graphs: captured once per shape, replayed as one launch, or in pieces.
 
-Legend: T token rows, S sequences, B blocks of the longest sequence.
+Legend: T token rows, S sequences.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .step_pieces import Piece, StepCapture
 logger = logging.getLogger(__name__)
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
-"""Bounds of the longest sequence's tokens: attention programs beyond a step's own lengths end at once."""
+"""Bounds of contexts: attention programs beyond a step's own lengths end at once."""
 PROMPT_CONTEXT = 8192
-"""The smallest bound in steps with prompts, for fewer graphs."""
+"""The smallest bound with prompts, for fewer graphs."""
 FIRST_PROMPT_ROWS, MOST_PROMPT_ROWS = 32, 8192
 """Rows of steps with prompts.  Above, a device computes longer than a host launches."""
 Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
@@ -36,7 +36,7 @@ Compute: TypeAlias = Callable[[StepBatch], torch.Tensor]
 def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
     """Rows of captured steps with prompts: four sizes for each factor of two, and max_tokens if small.
 
-    All are multiples of 16.  Padding is at most a fifth of 128 rows and more.
+    All but the last are multiples of 16.  Padding is at most a fifth from 128 rows on.
     """
     most = min(max_tokens, MOST_PROMPT_ROWS)
     sizes = [(4 + n % 4) << n // 4 for n in range(4 * most.bit_length())]
@@ -45,8 +45,8 @@ def prompt_buckets(max_tokens: int) -> tuple[int, ...]:
 
 class GraphShape(NamedTuple):
     """Key of a graph.  rows: T.  prompt_sequences: S with prompts; 0 in decode steps, where S = T, a bucket.
-    context: bound of a sequence's tokens.  tokens: bound of all sequences' tokens.  places: sources of the
-    rows' deltas; empty without deltas.
+
+    context: bound of a sequence's tokens.  tokens: bound of all tokens.  places: sources of deltas.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class GraphShape(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """pieces: graphs and calls of the host, in order.  memory: of the input buffer."""
+    """pieces: graphs and calls of the host, in order.  memory: of the input."""
 
     pieces: list[Piece]
     logits: torch.Tensor
@@ -73,17 +73,13 @@ class StepGraphs:
     """Computes steps without deltas, or with deltas from this device; decode steps also with those of
     `hosts`.
 
-    rows: decode buckets.  prompt_rows: sizes of steps with prompts, of at most max_sequences.  places: of all
-    deltas that an adapter may have.  site_ranks: largest rank of these slots at each site. kv_tokens:
-    capacity of the arena. hosts: by source, the backends that cut a captured step (`HostCalled`).
+    places: of all possible deltas.  site_ranks: largest rank of these slots at each site.  hosts: by source,
+    the backends that cut a captured step.
 
-    A step is padded to its shape and copied to the graph's input; launches are bounded by the context and by
-    the ranks of adapters seen so far.  A larger rank makes graphs with deltas invalid.  Arena and slot tables
-    never move. Sequences with shared pages may exceed the bound; such steps have separate graphs, captured at
-    first use. All ranks of an instance capture the same shapes at the same steps, with matching exchanges.
-    Steps with rows at hosts are replayed in pieces, others as one graph.  Rows of host workers stay there for
-    the step, even if the adapter arrives. The first step of an uncaptured shape is computed twice, with the
-    step's requests.
+    A larger rank makes graphs with deltas invalid.  Arena and slot tables never move.  Sequences with shared
+    pages may exceed the bound; such steps have separate graphs, captured at first use.  All ranks capture the
+    same shapes at the same steps.  Rows of host workers stay there for the step.  The first step of an
+    uncaptured shape is computed twice.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class StepGraphs:
         return shape._replace(tokens=shape.sequences * context)
 
     def _prompt_rows_of(self, batch: StepBatch) -> int | None:
-        """The step's size after padding; None for deltas of the embedding or head, or of loading adapters."""
+        """The step's padded size; None for deltas of embedding, head or loading adapters."""
         if batch.routing.outer is not None or batch.routing.loading.any():
             return None
         return next((size for size in self.prompt_rows if size >= len(batch.tokens)), None)
@@ -150,12 +146,12 @@ class StepGraphs:
     def _shape(
         self, rows: int, context: int, places: tuple[Place, ...], *, decode: bool = False
     ) -> GraphShape:
-        """Of sequences without shared pages.  A step with prompts has a sequence for its padding rows."""
+        """Of sequences without shared pages.  With prompts, padding rows have a sequence."""
         shape = GraphShape(rows, 0 if decode else min(rows, self._max_sequences) + 1, context, 0, places)
         return shape._replace(tokens=min(shape.sequences * context, self._kv_tokens))
 
     def _places_of(self, routing: RowRouting) -> tuple[Place, ...] | None:
-        """Sources of deltas; None if no graph has this combination."""
+        """Sources of deltas; None without a graph for them."""
         groups, merged = set(range(len(routing.sources))), routing.terms.shape[2] > 1
         if merged:  # a merged adapter's sites form separate groups
             groups = {group for of_layer in routing.groups for group in of_layer}
@@ -168,13 +164,13 @@ class StepGraphs:
         return places
 
     def _changes_embedding(self, routing: RowRouting) -> bool:
-        """True for rows with a delta of the embedding, whose launches depend on the adapters."""
+        """True for deltas of the embedding, whose launches depend on the adapters."""
         if routing.outer is None:
             return False
         return self._site_ranks(routing.terms_from(Source.LOCAL, routing.outer)["slot"])[-1] > 0
 
     def run(self, shape: GraphShape, batch: StepBatch, compute: Compute) -> torch.Tensor:
-        """The batch's logits, valid until the next step.  compute: launches a step on the device."""
+        """The batch's logits, valid until the next step.  compute: launches a step."""
         for slots in batch.routing.slots_here().values():
             self._admit(self._site_ranks(slots))
         inputs = self._padded(shape, batch).through(self._buffer, self._bounds(shape))
@@ -196,10 +192,9 @@ class StepGraphs:
     def warm_up(
         self, empty: Callable[[int, bool], StepBatch], compute: Compute, ranks: Sequence[int]
     ) -> None:
-        """Capture shapes: of decode steps all, of steps with prompts those of the smallest context.
+        """Capture all shapes of decode steps, and with prompts those of the smallest context.
 
-        empty: returns a batch of so many padding rows, of a decode step or of one with prompts.  ranks: of
-        adapters to come, the largest at each site.
+        empty: a batch of padding rows.  ranks: the largest at each site.
         """
         self._admit(ranks)
         kinds: list[tuple[Place, ...]] = [(), self._places] if any(self._ranks) else [()]
@@ -273,7 +268,7 @@ class StepGraphs:
 def _padded_prompt(
     shape: GraphShape, batch: StepBatch, block_tables: torch.Tensor, routing: RowRouting
 ) -> StepBatch:
-    """Further rows belong to one padding sequence; sequences after it have no rows."""
+    """Further rows belong to one padding sequence; later sequences have no rows."""
     tables, extra = batch.tables, shape.rows - len(batch.tokens)
     query_start = torch.full((shape.prompt_sequences + 1,), shape.rows, dtype=torch.int32)
     query_start[: len(tables.query_start)] = tables.query_start

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's launches in pieces: graphs, and calls of the host between.
 
-A graph holds launches only.  At a host's call the captured graph ends, the call is recorded, and the next
-graph starts; a replay runs graph, call, graph, … in order.  A step without calls is one graph.  Not run on
-a GPU: tests replace `CudaRecorder` by a stand-in.
+Not run on a GPU: tests replace `CudaRecorder` by a stand-in.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Recorder(Protocol):
     """Records launches for replays."""
 
     def session(self, compute: Compute) -> AbstractContextManager[None]:
-        """A context for recordings of `compute`'s graphs."""
+        """A context for recordings of `compute`."""
         ...
 
     def begin(self) -> None:
@@ -35,12 +33,12 @@ class Recorder(Protocol):
         ...
 
     def end(self) -> Piece:
-        """Stop the record; the result replays the launches since `begin`, in the same memory."""
+        """Stop the record; the result replays the launches in the same memory."""
         ...
 
 
 _LITTLE_MEMORY = 4 << 30
-"""Bytes of free device memory, below which cached memory is given back before a capture."""
+"""Bytes of free device memory, below which a capture first frees cached memory."""
 
 
 @contextmanager
@@ -57,8 +55,7 @@ def _no_collection() -> Iterator[None]:
 class CudaRecorder:
     """`Recorder` of CUDA graphs with a common pool of memory: no two run at once.
 
-    A graph may read results of an earlier graph in the pool, and reuse freed memory: replays keep the order
-    of the records.
+    A graph may read an earlier graph's results, and reuse freed memory: replays keep the order.
     """
 
     def __init__(self) -> None:
@@ -72,7 +69,7 @@ class CudaRecorder:
         current, side = torch.cuda.current_stream(), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            compute()  # compile kernels before the capture
+            compute()
             torch.cuda.synchronize()
             if torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY or not self._captures:
                 gc.collect()
@@ -84,7 +81,7 @@ class CudaRecorder:
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads copy meanwhile, on their own streams.
+        # Other threads copy meanwhile.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Piece:
@@ -95,10 +92,7 @@ class CudaRecorder:
 
 
 class StepCapture:
-    """Records a step's launches, and the host's calls between.
-
-    running: True during a record.
-    """
+    """Records a step's launches, and the host's calls between."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -106,7 +100,7 @@ class StepCapture:
         self.running = False
 
     def __call__(self, compute: Compute) -> tuple[list[Piece], torch.Tensor]:
-        """Pieces that replay `compute` in order, and the result's memory."""
+        """Pieces that replay `compute` in order, and the result."""
         self._pieces = pieces = []
         with self._recorder.session(compute):
             self._recorder.begin()
@@ -119,7 +113,7 @@ class StepCapture:
         return pieces, out
 
     def cut(self, call: Piece) -> None:
-        """Run the host's call at each replay, after earlier launches and before later ones."""
+        """Run the host's call at each replay, between earlier and later launches."""
         assert self.running, "only a step under capture is cut"
         self._pieces += [self._recorder.end(), call]
         self._recorder.begin()
@@ -145,9 +139,8 @@ class KeptMemory:
 class HostCalled(OuterBackend):
     """LoraBackend over a backend called by the host: each call cuts a captured step.
 
-    At a replay the backend begins on a copy of x and ids, and adds deltas to zeros; the next graph adds the
-    result to y.  x and ids have fixed memory per site; deltas of one shape share memory.  y gets the same
-    bits as from the backend's own `add_to`, if the backend adds to each element once.
+    At a replay the backend adds deltas to zeros; the next graph adds the result to y, with the same bits as
+    the backend's own `add_to`, if the backend adds to each element once.
     """
 
     def __init__(self, backend: LoraBackend, capture: StepCapture) -> None:
@@ -189,7 +182,7 @@ class HostCalled(OuterBackend):
 def between_graphs(exchanges: Exchanges, capture: StepCapture) -> Exchanges:
     """The exchanges between ranks, each a cut of a captured step: a host starts them.
 
-    A graph leaves the data in fixed memory, and the next graph reads the result there, with the same bits.
+    Graphs leave the data in fixed memory, with the same bits.
     """
     experts, sums = exchanges.experts, exchanges.sums
     return Exchanges(
@@ -206,7 +199,7 @@ class _ExpertsBetween:
         self._in_place = _InPlace(capture)
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        self._in_place(y, partial(self._experts.fill, ids=ids))  # ids are few, and stay in place
+        self._in_place(y, partial(self._experts.fill, ids=ids))
 
 
 class _SumsBetween:
@@ -232,7 +225,7 @@ class _SumsBetween:
 
 
 class _InPlace:
-    """Exchanges in y's memory; in a captured step in fixed memory of y's size."""
+    """Exchanges in y's memory; in a captured step in fixed memory."""
 
     def __init__(self, capture: StepCapture) -> None:
         self._capture = capture

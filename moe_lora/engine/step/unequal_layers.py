@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a model with unequal layers: recurrent states, or KV heads of two sizes.
 
-The first columns of a block table are pages of states (`StateTable.columns`).  With heads of two sizes a
-page holds the layers with a window, then the full layers.
+The first columns of a block table are pages of states.  With heads of two sizes a page holds the layers with
+a window, then the full layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .runner import ModelRunner
 from .step_batch import StepBatch
 
 MARKS = 3
-"""Most snapshots of a sequence's state in a step."""
+"""Most snapshots of a state in a step."""
 SNAPSHOT = -(1 << 62)
 """Token of a snapshot's node, outside any vocabulary."""
 
@@ -41,9 +41,8 @@ SNAPSHOT = -(1 << 62)
 class StateTable(BlockTable):
     """`BlockTable` with pages of a state beside the KV.
 
-    state: of this sequence.  snapshot: read by the first step, pinned until then.  kept: by number of tokens,
-    pages of snapshots that the next step writes.  end: of the part of the prompt that others may share.
-    branch: blocks found without a state end there; 0: none.  num_done: computed tokens.
+    snapshot: read by the first step, pinned until then.  kept: by number of tokens, pages of the next step's
+    snapshots.  branch: blocks found without a state end there; 0: none.
     """
 
     state: list[int] = field(default_factory=list)
@@ -55,7 +54,7 @@ class StateTable(BlockTable):
     is_read: bool = False
 
     def columns(self, start: int, end: int) -> list[int]:
-        """Of a step: pages of the state after and before, then number of tokens and pages of snapshots."""
+        """Of a step: pages of the state after and before, then tokens and pages of snapshots."""
         before = self.state
         if self.snapshot is not None and start == self.num_matched:
             assert self.snapshot.device_pages is not None
@@ -67,9 +66,9 @@ class StateTable(BlockTable):
 class StateCache(UnifiedCache):
     """`UnifiedCache` with the pages of a sequence's state, and snapshots of states for shared prefixes.
 
-    A snapshot is a node of the tree below the blocks that it follows: KV of a prefix serves with the state
-    after the prefix only.  Prompts leave snapshots at their last block, where they part from known blocks,
-    and at multiples of the tokens whose KV takes as much memory.
+    A snapshot is a node below its blocks: KV of a prefix serves only with the state after the prefix.
+    Prompts leave snapshots at their last block, where they part from known blocks, and at multiples of the
+    tokens whose KV takes as much memory.
     """
 
     _make_table = StateTable
@@ -99,7 +98,7 @@ class StateCache(UnifiedCache):
         return table
 
     def _take(self, table: BlockTable, path: list[Node]) -> int:
-        """As `UnifiedCache._take`, after cutting the path at the deepest snapshot."""
+        """As `UnifiedCache._take`, up to the deepest snapshot."""
         deepest = next((i for i in range(len(path), 0, -1) if self._snapshot(path[i - 1]) is not None), 0)
         if deepest < len(path):
             assert isinstance(table, StateTable)
@@ -144,13 +143,13 @@ class StateCache(UnifiedCache):
         return tail
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """As `UnifiedCache.grow`, for the state too, and for snapshots if there is room."""
+        """As `UnifiedCache.grow`, for the state, and for snapshots if there is room."""
         assert isinstance(table, StateTable)
         self._drop_kept(table)
         if not table.state:
             table.state = self._room.take_kv(self._num_state_pages, PRIVATE, now_s) or []
         has_room = bool(table.state) and super().grow(table, num_tokens, now_s)
-        # The last request must not lack the pages of a snapshot that the request itself holds.
+        # The last request must not lack the pages of its own snapshot.
         if not has_room and not (self._use_up_snapshot(table) and super().grow(table, num_tokens, now_s)):
             return False
         last = min(num_tokens, table.end)
@@ -162,7 +161,7 @@ class StateCache(UnifiedCache):
         return True
 
     def _use_up_snapshot(self, table: StateTable) -> bool:
-        """Make the snapshot's pages those of the request's state, before its first step."""
+        """Make the snapshot's pages the request's state, before its first step."""
         node = table.snapshot
         if node is None or node.pins > 1 or node.moving or table.is_read:
             return False
@@ -191,7 +190,7 @@ class StateCache(UnifiedCache):
         table.num_done = num_computed
 
     def _keep(self, table: StateTable, at: int, pages: list[int], now_s: float) -> bool:
-        """Put a snapshot into the tree; False, without, if these blocks are not there or have one."""
+        """Put a snapshot into the tree; False without the blocks, or with a snapshot there."""
         node = table.tail
         while node is not None and not node.is_adapter and node.first_token >= at:
             node = node.parent
@@ -229,10 +228,9 @@ class StateCache(UnifiedCache):
 
 
 class RecurrentContext(ExecutionContext):
-    """`ExecutionContext` with states of sequences and KV of the layers of attention.
+    """`ExecutionContext` with states of sequences.
 
-    A state changes once per step: new states are stored by `store_states` after the last layer, so a step
-    that raised may run again.
+    `store_states` runs after the last layer, so a step that raised may run again.
     """
 
     def __init__(
@@ -260,7 +258,7 @@ class RecurrentContext(ExecutionContext):
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Make `step` the batch of the operations.  A sequence's first step starts from zeros."""
+        """Make `step` the operations' batch.  A sequence's first step starts from zeros."""
         self._changed.clear()
         starts, ends, live = step.query_start[:-1], step.query_start[1:], step.seq_lens > 0
         num, spans = self._num_pages, (starts, ends, step.seq_lens == ends - starts)
@@ -308,7 +306,7 @@ class RecurrentContext(ExecutionContext):
         return out
 
     def store_states(self) -> None:
-        """Write the states of the step to their pages."""
+        """Write the states of the step."""
         for pages, states in self._changed:
             self._numbers[pages.flatten()] = states.flatten(0, 1)
         self._changed.clear()
@@ -320,7 +318,7 @@ class RecurrentRunner(ModelRunner):
     _has_stored = False
 
     def can_repeat(self, error: Exception) -> bool:
-        """As `ModelRunner.can_repeat`, until the states of the step are stored on a rank."""
+        """As `ModelRunner.can_repeat`, until a rank has stored the states."""
         return super().can_repeat(error) and not self._has_stored and not self._is_with_others
 
     def run(self, plan: Seq[Scheduled[Sequence]], drawn: torch.Tensor | None = None) -> torch.Tensor:
@@ -328,7 +326,7 @@ class RecurrentRunner(ModelRunner):
         return super().run(plan, drawn)
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
-        """As `ModelRunner._batch`, with the columns of states before those of KV."""
+        """As `ModelRunner._batch`, with the columns of states first."""
         batch = super()._batch(plan, num_rows, any_rows=any_rows)
         assert isinstance(self._context, RecurrentContext)
         kv_tables = batch.tables.block_tables
@@ -372,12 +370,12 @@ class SizedContext(ExecutionContext):
         self._full_numbers = {layer: last + i for i, layer in enumerate(sorted(full))}
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        """Make `step` the batch of the operations."""
+        """Make `step` the operations' batch."""
         super().begin_step(step, routing)
         self._full_attention = StepAttention(step, self._full_layout, self._arena)
 
     def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:
-        """As `ExecutionContext.paged_attention`, by the layer's heads."""
+        """By the layer's heads."""
         if layer in self._numbers:
             return super().paged_attention(self._numbers[layer], *operands)
         assert self._full_attention is not None, "begin_step comes first"

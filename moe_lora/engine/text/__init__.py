@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text at an engine's front end: tokenizer files, chat templates, streaming text."""
+"""Text at a front end: tokenizer files, chat templates, streaming text."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files beside an adapter, compared with the base model's: tokenizer, end token, chat template.
+"""Text files beside an adapter, compared with the base model's.
 
-Trainers save such files with an adapter.  An adapter changes no embedding: a tokenizer with other tokens
-is never used.
+An adapter changes no embedding, so a tokenizer with other tokens is never used.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ OPTION = "--adapter-chat-template"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterText:
-    """The differences between an adapter's text files and the base model's.
+    """Differences between an adapter's text files and the base model's.
 
-    templates: chat templates unlike the base's, by name.  special_tokens: the adapter's.  eos_tokens: the
-    adapter's end token and the base's, if different.  vocabulary: a difference between the tokens, or None.
+    eos_tokens: the adapter's and the base's, if different.
     """
 
     templates: Mapping[str, str]
@@ -54,7 +52,7 @@ class AdapterText:
     vocabulary: str | None
 
     def remark(self, *, used: bool) -> str | None:
-        """The differences and the effect in a line; None without a difference.  used: with the option."""
+        """The differences and the effect in a line.  used: with the option."""
         found = ["a chat template"] if self.templates else []
         if self.eos_tokens is not None:
             own, base = self.eos_tokens
@@ -72,9 +70,9 @@ class AdapterText:
 
 
 def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> AdapterText | None:
-    """The differences; None for a folder without text files.  root: the files must lie there, links followed.
+    """The differences; None without text files.  root: the files must lie there, links followed.
 
-    Raises ConfigError for an unreadable file.
+    Raises ConfigError.
     """
     present = [name for name in TEXT_FILES if (folder / name).exists()]
     if not present:
@@ -94,7 +92,7 @@ def read_adapter_text(folder: Path, base: Path, root: str | None = None) -> Adap
 
 
 def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None) -> str | None:
-    """`AdapterText.remark` of a folder, or the reason why the text files can't be read."""
+    """`AdapterText.remark` of a folder, or the error."""
     try:
         text = read_adapter_text(folder, base, root)
     except (ConfigError, OSError) as error:
@@ -103,16 +101,16 @@ def text_remark(folder: Path, base: Path, *, used: bool, root: str | None = None
 
 
 def log_adapter_text(name: str, folder: str, base: str, *, used: bool, root: str | None = None) -> None:
-    """Writes the remark, if there is a difference."""
+    """Log the remark, if any."""
     if remark := text_remark(Path(folder), Path(base), used=used, root=root):
         logger.warning("adapter %s: %s", name, remark)
 
 
 @lru_cache(maxsize=256)
 def with_adapter_text(tokenizer: Tokenizer, folder: str, version: int, root: str | None) -> Tokenizer:
-    """The tokenizer with the adapter's chat template and end token; the same tokenizer without usable files.
+    """The tokenizer with the adapter's chat template and end token, if usable.
 
-    version: of the adapter; a new version is read anew.  Raises ConfigError for an unreadable file.
+    version: of the adapter; a new version is read anew.  Raises ConfigError.
     """
     if tokenizer.folder is None:
         return tokenizer
@@ -167,7 +165,7 @@ _kept: dict[str, dict[str, int]] = {}
 
 
 def _tokens(digest: str, path: Path) -> dict[str, int]:
-    """Token -> id of a tokenizer.json.  Equal files beside many adapters are read once."""
+    """Token -> id of a tokenizer.json.  Equal files are read once."""
     if digest not in _kept:
         if len(_kept) >= NUM_KEPT:
             _kept.pop(next(iter(_kept)))

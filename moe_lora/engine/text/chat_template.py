@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
-Output: the text of `PreTrainedTokenizerBase.apply_chat_template(tokenize=False)`.  Two exceptions: a template
-for parts gets a text as a part, and a template for texts gets parts as lines.
+A template for parts gets a text as a part, and a template for texts gets parts as lines.
 """
 
 from __future__ import annotations
@@ -40,21 +39,22 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Names of `apply_chat_template`'s own parameters: a template never sees them as variables."""
+"""Parameters of `apply_chat_template`: a template never sees them."""
 Place = Callable[[Any], list[Message]]
 """A content -> a conversation around it."""
 TEXT, PARTS = "text", "parts"
 USUAL_ROLES = ("user", "system", "assistant", "tool")
 MAX_PROBES = 64
-"""Most pairs of a role and variable names with a probe; further content stays as the client sent it."""
+"""Most pairs of a role and variable names with a probe; further content stays unchanged."""
 _CONTENTS = ("qzxv", "wkjy")
 _MARK = "zxkq"
 """A key of a probed part.  A template that prints whole parts shows the key: in JSON between double quotes,
-else as Python code."""
+else as Python.
+"""
 
 
 class TemplateFieldError(ValueError):
-    """The field `param` beside the messages is wrong, or contradicts another field."""
+    """The field `param` beside the messages is wrong."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class TemplateFieldError(ValueError):
 
 
 class ContentForms:
-    """The fit forms by role.  render: messages, variables -> text; ValueError for a failure."""
+    """The fit forms by role.  render: ValueError for a failure."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -73,9 +73,9 @@ class ContentForms:
             self.fit(role, {})
 
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
-        """The fit forms in messages of this role; empty: unknown.
+        """The fit forms for this role; empty: unknown.
 
-        variables: of the request; they count if the template fails without variables.
+        variables: used if the template fails without.
         """
         found = self._kept((role,), {})
         return found if found or not variables else self._kept((role, *sorted(variables)), variables)
@@ -149,7 +149,7 @@ def _places(role: str, other: Any) -> Iterator[Place]:
 
 
 class ChatTemplates:
-    """The chat templates of a folder by name, and special tokens (name -> text) as variables.
+    """A folder's chat templates by name, and special tokens (name -> text).
 
     usual: variables of chats that don't set them.
     """
@@ -169,7 +169,7 @@ class ChatTemplates:
         self._lock = threading.Lock()
 
     def compile(self) -> None:
-        """Compile every template and probe the usual roles.  A broken template gets a line in the log."""
+        """Compile every template and probe the usual roles; logs broken templates."""
         for name in self.sources:
             with suppress(ValueError):
                 self._get(name).forms.probe_usual_roles()
@@ -185,8 +185,8 @@ class ChatTemplates:
     ) -> str:
         """The conversation as text.
 
-        name: of the template; None: "tool_use" for variables with tools, else "default".  variables: further
-        names for the template (enable_thinking, tools, documents …).  Raises ValueError with the cause.
+        name: None: "tool_use" with tools, else "default".  variables: for the template.  Raises ValueError
+        with the cause.
         """
         extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):
@@ -244,7 +244,7 @@ class ChatTemplates:
 
 
 def undeclared_names(source: str) -> set[str]:
-    """Variables of a template without a value of its own; empty for invalid Jinja."""
+    """Variables of a template without its own value; empty for invalid Jinja."""
     from jinja2.meta import find_undeclared_variables
 
     try:
@@ -261,14 +261,14 @@ def _compiled(source: str) -> Any:
 
 
 class _Template:
-    """A compiled template.  problem: the compiler's error, or None."""
+    """problem: the compiler's error, or None."""
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
-        # Not at the top: the import takes a second, though without torch.
+        # The import takes a second.
         from transformers.utils import chat_template_utils
 
         self._title = "the chat template" if name == DEFAULT else f"the chat template {name!r}"
-        # Any: versions of transformers differ, and mypy checks keywords of a single version.
+        # Any: versions of transformers differ.
         functions: Any = chat_template_utils
         self._render = partial(functions.render_jinja_template, chat_template=source, **special_tokens)
         self._normalize: Any = getattr(functions, "_normalize_chat_messages", list)
@@ -285,7 +285,7 @@ class _Template:
         return None
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Raises ValueError if the template fails: templates are foreign code and raise anything."""
+        """Raises ValueError: foreign code raises anything."""
         from jinja2 import TemplateError
 
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of answers as texts (`SamplingParams.grammar`), and a tokenizer for masks; by llguidance."""
+"""Grammars of answers as texts, and a tokenizer for masks; by llguidance."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from .text import Tokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 17
-"""A longer text may need seconds to compile."""
+"""A longer text may compile for seconds."""
 MAX_PROBLEM_CHARS = 300
 JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
 }
-"""Keywords without an effect are refused.  Bounded white space ends: likely for a model without an idea."""
+"""Refuses keywords without an effect, and bounds white space: a model may repeat it."""
 limits = partial(LLParserLimits, max_grammar_size=100_000, step_lexer_fuel=200_000, verbose_errors=False)
 
 
 def json_grammar(schema: Any, *, lenient: bool = False) -> str:
     """Grammar of JSON texts under a schema: an object, a boolean, or either as text.  Raises ValueError.
 
-    lenient: keywords without an effect are left out.
+    lenient: leave keywords without an effect out.
     """
     if isinstance(schema, str):
         try:
@@ -51,7 +51,7 @@ def json_grammar(schema: Any, *, lenient: bool = False) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Grammar of texts that match the pattern as a whole (syntax: Rust's regex)."""
+    """Grammar of texts that match the whole pattern (Rust's regex)."""
     return LLMatcher.grammar_from_regex(_bounded(pattern))
 
 
@@ -68,12 +68,12 @@ def text_grammar(text: str) -> str:
 
 
 def after(rules: str, grammar: str) -> str:
-    """The grammar behind other Lark rules, which name it @answer.  "": alone."""
+    """The grammar behind Lark rules that name it @answer.  "": alone."""
     return composed(rules, {"answer": grammar}) if rules else grammar
 
 
 def composed(rules: str, inner: Mapping[str, str]) -> str:
-    """Lark rules with the grammars that they name.  The grammars within these need other names."""
+    """Lark rules with the grammars they name.  Inner grammars need other names."""
     listed: list[dict[str, Any]] = [{"lark_grammar": rules}]
     for name, grammar in inner.items():
         given = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
@@ -88,7 +88,7 @@ def _bounded(text: str) -> str:
 
 
 def check_grammar(grammar: str) -> None:
-    """Raises ValueError, with the reason, for a grammar that does not compile within the limits."""
+    """Raises ValueError for a grammar that does not compile within the limits."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_bounded(grammar), limits=limits())
     if is_wrong:
         raise _uncompiled("; ".join(messages))
@@ -108,9 +108,9 @@ def _uncompiled(problem: str) -> ValueError:
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
-    """The vocabulary as bytes.  ends: tokens without text that end an answer."""
+    """The vocabulary as bytes.  ends: tokens that end an answer."""
     size, backend = max(vocab_size, tokenizer.vocab_size), tokenizer.backend
-    # Without an end token, a number beyond the vocabulary stands for the end.
+    # Without an end token, a number beyond the vocabulary ends.
     found = list(ends) or [size]
     try:
         return LLTokenizer(backend.to_str(), n_vocab=size + (not ends), eos_token=found)
@@ -119,7 +119,7 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]
 
 
 def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Text -> id of tokens that no text of a grammar spells: special ones, and <…> as llguidance has it."""
+    """Text -> id of tokens that no grammar's text spells: special tokens, and <…>."""
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: token_id
@@ -129,11 +129,11 @@ def mark_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 ANY_MARK = "<[257]>"
-"""A special token in the vocabulary of checks."""
+"""A special token in checks."""
 
 
 class _Bytes:
-    """A vocabulary of single bytes, an end and a mark, for `TokenizerWrapper`."""
+    """Single bytes, an end and a mark, for `TokenizerWrapper`."""
 
     bos_token_id = None
     eos_token_id = 256
@@ -145,7 +145,7 @@ class _Bytes:
 
 
 class _DecodedTokens:
-    """A vocabulary's bytes by decoding each token, for `TokenizerWrapper`."""
+    """Bytes by decoding each token, for `TokenizerWrapper`."""
 
     bos_token_id = None
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back.
 
-A folder with tokenizer.json needs the `tokenizers` library only.  Older formats need transformers'
-AutoTokenizer, which imports torch.
+Formats older than tokenizer.json need transformers' AutoTokenizer, with torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from .chat_template import ChatTemplates
 
 LONG_TEXT_CHARS = 2000
-"""Longer texts go to a separate thread, so that other threads continue."""
+"""Longer texts go to a separate thread."""
 logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
@@ -47,11 +46,10 @@ LONG_WINDOW_TOKENS = 32
 
 
 class Tokenizer:
-    """Text to token ids and back, with the model's special tokens and chat templates.
+    """Text to token ids and back, with special tokens and chat templates.
 
-    decode: the text of some tokens, by default without special tokens; unknown ids give no text.  backend:
-    a `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  chat_template: Jinja, or
-    name -> Jinja.  eos_token_ids: the end token.  folder: of its files.  chat: beside them.
+    decode: by default without special tokens; unknown ids give no text.  special_tokens: name -> text
+    ("eos_token": "</s>").
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def __reduce__(self) -> Any:
-        """Another process reads the files again, once, if there are files."""
+        """Another process reads the files again, once."""
         if self.folder is not None:
             return _kept_tokenizer, (self.folder, self.chat)
         made = partial(
@@ -100,11 +98,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) < LONG_TEXT_CHARS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` keeps Python's lock for the whole text and stops every other thread.
+        # `encode` keeps Python's lock for the whole text.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word, also after a space if the space makes another first token (as in vLLM)."""
+        """Token ids of each word, also after a space if the first token then differs (as in vLLM)."""
         found = []
         for word in words:
             alone, spaced = (
@@ -116,7 +114,7 @@ class Tokenizer:
         return tuple(filter(None, found))
 
     def with_chat(self, special_tokens: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
-        """The same vocabulary with other special tokens and, unless empty, other chat templates."""
+        """The same vocabulary with other special tokens and, unless empty, chat templates."""
         kept = {} if self.chat_templates is None else self.chat_templates.sources
         return Tokenizer(
             self.backend,
@@ -126,9 +124,9 @@ class Tokenizer:
         )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The conversation in the model's chat format; encode the text without special tokens.
+        """The conversation in the model's chat format; encode without special tokens.
 
-        options: of `ChatTemplates.render`.  Raises ValueError without a chat template, or with its error.
+        Raises ValueError.
         """
         if self.chat_templates is None:
             raise ValueError(
@@ -139,9 +137,9 @@ class Tokenizer:
 
 
 def load_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
-    """The tokenizer of a model directory; None without tokenizer files (prompts are then token ids).
+    """The tokenizer of a model directory; None without tokenizer files.
 
-    Raises ConfigError for unreadable tokenizer files.
+    Raises ConfigError for unreadable files.
     """
     folder = Path(model_dir)
     config = read_json(folder / CONFIG)
@@ -179,10 +177,9 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
 
 
 def served_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """As `load_tokenizer`, with a line in the log if the tokenizer's size is not the model's vocabulary.
+    """As `load_tokenizer`; logs a size other than the model's vocabulary.
 
-    Raises ConfigError, with the kind of the file, also for a file beside the tokenizer that is a pointer of
-    Git LFS, a web page or empty.
+    Raises ConfigError also for a wrong kind of file beside the tokenizer (`check_text_files`).
     """
     folder = Path(config.model_dir)
     check_text_files(folder, ("generation_config.json", "merges.txt"))
@@ -212,9 +209,8 @@ def _log_vocabulary(num_tokens: int, vocab_size: object) -> None:
 class IncrementalDetokenizer:
     """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
 
-    A token's text can depend on the left neighbour (a leading space, a character across tokens), so a
-    window of the last tokens is decoded and the new part returned.  prompt_token_ids: keep the first
-    token's leading space, which decoders strip at a text's start.
+    A token's text can depend on the left neighbour, so a window of the last tokens is decoded.
+    prompt_token_ids: keep the first token's leading space, which decoders strip at a text's start.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -242,7 +238,7 @@ class IncrementalDetokenizer:
         return self._advance(text, len(self._window)) if len(text) > len(self._given) else ""
 
     def _advance(self, text: str, end: int) -> str:
-        """Return `text`, the first `end` tokens of the window, without earlier returned text."""
+        """Return the new part of `text`, the window's first `end` tokens."""
         new = text[len(self._given) :]
         self._window = self._window[self._num_given :]
         self._num_given = end - self._num_given
@@ -250,9 +246,9 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Return the part of an endless run of invalid bytes that later tokens cannot change.
+        """Return the part of a run of invalid bytes that later tokens cannot change.
 
-        If the texts of two halves add up to the text of the whole, no character spans the cut.
+        If the texts of two halves add up to the whole, no character spans the cut.
         """
         for end in range(len(self._window) - 1, self._num_given, -1):
             head = self._decode(self._window[:end])
@@ -265,7 +261,7 @@ class IncrementalDetokenizer:
 class StopMatcher:
     """Cuts a stream of text before the stop string completed first.
 
-    A tail that may start a stop string is held back.  The result does not depend on the pieces of the text.
+    A tail that may start a stop string is held back.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -273,7 +269,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(released text, the stop string at its end or None; no push may follow a stop string)."""
+        """(released text, the stop string at its end or None; no push may follow)."""
         text = self._held + text
         self._held = ""
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
@@ -292,7 +288,7 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` at the end of `text`."""
+    """Length of the longest proper prefix of `stop` that ends `text`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -300,9 +296,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """text: released.  num_tokens: pushed tokens up to the end of a stop string (else all).  stop: the
-    stop string; abort the request in the engine.
-    """
+    """num_tokens: pushed, up to the end of a stop string.  stop: abort the request."""
 
     text: str
     num_tokens: int
@@ -310,9 +304,9 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class TextStream:
-    """Text of one request: tokens in, text out, ended by stop strings.
+    """Text of one request, ended by stop strings.
 
-    min_tokens: first position of stop strings, as in the engine for stop ids.
+    min_tokens: first position of stop strings, as for stop ids.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint's text files: special tokens, chat templates, end tokens, sampling defaults."""
+"""Reads a checkpoint's text files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that become defaults of requests."""
+"""Fields with defaults of requests."""
 NEUTRAL: dict[str, Any] = {
     "diversity_penalty": 0,
     "do_sample": True,
@@ -49,7 +49,7 @@ NEUTRAL: dict[str, Any] = {
     "num_return_sequences": 1,
     "typical_p": 1,
 }
-"""Values of other fields without an effect; for further fields: null, false, 0 and empty values."""
+"""Values without an effect; of further fields: null, false, 0 and empty values."""
 NO_EFFECT = frozenset(
     {
         "_from_model_config",
@@ -62,14 +62,11 @@ NO_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Fields without an effect on sampled tokens.  `read_eos_token_ids` reads the end tokens."""
+"""Fields without an effect on tokens."""
 
 
 def check_text_files(folder: Path, more: Sequence[str] = ()) -> None:
-    """Raises ConfigError, with the kind, for a file that is a pointer of Git LFS, a web page or empty.
-
-    more: names beside `TEXT_FILES`.
-    """
+    """Raises ConfigError for a pointer of Git LFS, a web page or an empty file."""
     paths = [folder / name for name in (*TEXT_FILES, *more)]
     for path in (*paths, *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja"))):
         if not path.is_file():
@@ -77,14 +74,14 @@ def check_text_files(folder: Path, more: Sequence[str] = ()) -> None:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
         if path.suffix == ".jinja" and not head.strip():
-            continue  # an empty template
+            continue
         found = content_of(head, is_text=path.name not in _BINARY)
         if found is not None:
             raise ConfigError(f"{path} is {found}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; {} without the file.  Raises ConfigError for other content."""
+    """The object in the file; {} without the file.  Raises ConfigError."""
     if not path.is_file():
         return {}
     try:
@@ -99,8 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text.  config: of tokenizer_config.json.
 
-    Further names end in _token, or are the keys of extra_special_tokens, else of
-    model_specific_special_tokens.
+    Further names end in _token, or are keys of extra_special_tokens, else of model_specific_special_tokens.
     """
     entries = _special_entries(folder, config)
     more = [entries.get(key) for key in ("extra_special_tokens", "model_specific_special_tokens")]
@@ -120,10 +116,10 @@ def _special_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def default_special_tokens(
     folder: Path, config: Mapping[str, Any], templates: Mapping[str, str], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-    """Name -> text of special tokens in templates, absent from the files.  Adds the tokens to the backend.
+    """Name -> text of templates' special tokens, absent from the files.  Adds the tokens to the backend.
 
-    A class of transformers may have defaults, such as <s> of LlamaTokenizer.  The classes import torch.
-    A default counts only if the backend encodes the text to the id of the class.
+    A default of transformers' class, such as <s> of LlamaTokenizer, counts only if the backend encodes the
+    text to the class's id.
     """
     entries = _special_entries(folder, config)
     unnamed = [name for name in SPECIAL_TOKENS if name not in entries]
@@ -152,7 +148,7 @@ def default_special_tokens(
 
 
 def _adds_special(backend: tokenizers.Tokenizer, text: str, token_id: int) -> bool:
-    """Make a text of the vocabulary a special token.  True if the text alone has the id."""
+    """Make a text a special token.  True if the text alone has the id."""
     token = backend.get_added_tokens_decoder().get(token_id)
     if backend.token_to_id(text) == token_id and not (token is not None and token.special):
         backend.add_special_tokens([text])
@@ -168,7 +164,7 @@ def _warn_of_no_default(folder: Path, names: Sequence[str], cause: str) -> None:
 
 
 def _used_names(names: Sequence[str], sources: Iterable[str]) -> list[str]:
-    """The names that are variables of a template, not only words of its text."""
+    """The names that are variables of a template."""
     named = [source for source in sources if any(name in source for name in names)]
     if not named:
         return []
@@ -181,8 +177,7 @@ def _used_names(names: Sequence[str], sources: Iterable[str]) -> list[str]:
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> Jinja source; {} without a template.
 
-    Order: the Jinja files, tokenizer_config.json, chat_template.json.  transformers' tokenizers don't read
-    the last file: processors do.  Raises ConfigError for an unreadable file.
+    Order: the Jinja files, tokenizer_config.json, chat_template.json (for processors).  Raises ConfigError.
     """
     files = {path.name.removesuffix(".jinja"): path for path in folder.glob(f"{MORE_TEMPLATES}/*.jinja")}
     if (folder / TEMPLATE).is_file():
@@ -202,7 +197,7 @@ class ChatSettings(NamedTuple):
     template_kwargs: str | None = None
 
     def templates(self, folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-        """As `read_chat_templates`, with this template if there is one.  Raises ConfigError."""
+        """As `read_chat_templates`, with this template.  Raises ConfigError."""
         given = self.template
         if given is None:
             return read_chat_templates(folder, config)
@@ -213,7 +208,7 @@ class ChatSettings(NamedTuple):
         return {"default": _text(Path(given))}
 
     def variables(self) -> dict[str, Any]:
-        """Name -> value.  Raises ConfigError for another text than a JSON object of free names."""
+        """Raises ConfigError for a text other than a JSON object of free names."""
         if self.template_kwargs is None:
             return {}
         from .chat_template import RESERVED
@@ -249,9 +244,9 @@ def _named(source: Any, path: Path) -> dict[str, str]:
 
 
 def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = True) -> tuple[int, ...]:
-    """Ids that end a text by generation_config.json and config.json, or its part text_config; () without.
+    """Ids that end a text by generation_config.json and config.json, or text_config.
 
-    Raises ConfigError for other values than ids.
+    Raises ConfigError.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json")[0 if with_generation_config else 1 :]:
@@ -280,7 +275,7 @@ def _token_text(entry: Any) -> str | None:
 
 
 def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
-    """The `DEFAULTED` fields of the checkpoint's generation_config.json, as `SamplingParams` takes them.
+    """The `DEFAULTED` fields of generation_config.json.
 
     Raises ConfigError for a value out of range.
     """
@@ -290,12 +285,12 @@ def read_sampling_defaults(model_dir: str | Path) -> dict[str, int | float]:
 
 
 def unused_fields(model_dir: str | Path) -> dict[str, Any]:
-    """Fields of generation_config.json that change tokens but have no effect here."""
+    """Fields of generation_config.json that change tokens, but not here."""
     return {name: value for name, value in read_json(Path(model_dir) / FILE).items() if _asks(name, value)}
 
 
 def log_generation_config(model_dir: str | Path) -> None:
-    """Log the defaults of requests, and the fields without an effect."""
+    """Log the defaults of requests, and fields without an effect."""
     if defaults := read_sampling_defaults(model_dir):
         logger.info("generation_config.json: where a request is silent, %s", _listed(defaults))
     if unused := unused_fields(model_dir):

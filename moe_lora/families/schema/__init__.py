@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a family's file: `family.py` first."""
+"""Parts of a family's file; begin with `family.py`."""

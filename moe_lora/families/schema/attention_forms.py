@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of attention beside the plain one, as data: latents, Gated DeltaNet, and full layers' own heads."""
+"""Forms of attention as data: latents, Gated DeltaNet, and full layers' own heads."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LATENT_BESIDE = (*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp(
 NO_SPARSE_ATTENTION: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
     ("index_topk", "index_n_heads", "index_head_dim"), ()
 )
-"""Keys of DeepSeek Sparse Attention, which is not supported."""
+"""Keys of DeepSeek Sparse Attention, unsupported."""
 _LARGEST = 65_536
 
 
 def latent_shape(config: ConfigJson, q_rank: int, nope_dim: int = 128, v_dim: int = 128) -> Mapping[str, Any]:
-    """Fields of `ModelShape`.  q_rank, nope_dim, v_dim: of a config without the keys.
+    """Fields of `ModelShape`; the defaults are of a config without the keys.
 
     A stated q_lora_rank of null means no latent of queries.  Raises ConfigError for grouped heads.
     """
@@ -65,7 +65,7 @@ def latent_shape(config: ConfigJson, q_rank: int, nope_dim: int = 128, v_dim: in
 
 
 def latent_scale(config: ConfigJson, nope_dim: int = 128) -> Mapping[str, Any]:
-    """Fields of `ModelSpec`: the factor on q @ k, which a scaled rotation with mscale_all_dim enlarges."""
+    """The factor on q @ k, enlarged by a scaled rotation with mscale_all_dim."""
     size = config.size("qk_nope_head_dim", default=nope_dim) + config.size("qk_rope_head_dim", default=64)
     section = config.section("rope_parameters", "rope_scaling")
     scale = 1.0
@@ -83,7 +83,7 @@ DELTA_TENSORS: Mapping[str, str] = {
     "attention.time_bias.weight": "linear_attn.dt_bias",
     "attention.gated_norm": "linear_attn.norm.weight",
 }
-"""Parameters of a DeltaNet layer without a LoRA site, and their tensors below the layer."""
+"""Parameters without a LoRA site, and their tensors."""
 _OUT = Place(path="linear_attn.out_proj", site="delta_out")
 INTERLEAVED_DELTA = (
     Place(path="linear_attn.in_proj_qkvz", site="delta_qkvz"),
@@ -102,7 +102,7 @@ DELTA = (
 
 
 def delta_layers(config: ConfigJson, num_layers: int, *, is_interleaved: bool) -> Mapping[str, Any]:
-    """Fields of `ModelShape`: gated attention, and DeltaNet layers by layer_types or full_attention_interval.
+    """Fields of `ModelShape`: DeltaNet layers by layer_types or full_attention_interval.
 
     Raises ConfigError for an unknown kind of layer.
     """
@@ -132,7 +132,7 @@ GLOBAL_ATTENTION = (
     *(Place(path=f"self_attn.{name}_proj", site="global_qk", modules=(i,)) for i, name in enumerate("qk")),
     Place(path="self_attn.o_proj", site="global_o"),
 )
-"""Projections of both kinds of layers; without a v_proj in a layer, its V is K."""
+"""Projections of both kinds of layers; without a v_proj, V is K."""
 _OVERRIDDEN = ("head_dim", "num_key_value_heads")
 _ROPE: Mapping[str, Mapping[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -143,8 +143,7 @@ _ROPE: Mapping[str, Mapping[str, Any]] = {
 def windows_before_full(config: ConfigJson, num_layers: int, step: int, window: int) -> tuple[int, ...]:
     """sliding_window for the sliding layers.  Raises ConfigError for a last layer with a window.
 
-    step: each step-th layer and the last are full in a config without layer_types.  window: of a config
-    without sliding_window.
+    step: each step-th layer and the last are full without layer_types.
     """
     last = num_layers - 1
     kinds = [_WINDOWS[not (layer + 1) % step or layer == last] for layer in range(num_layers)]
@@ -158,7 +157,7 @@ def windows_before_full(config: ConfigJson, num_layers: int, step: int, window: 
 def global_heads(config: ConfigJson, windows: tuple[int, ...], head_dim: int) -> GlobalHeads:
     """Heads of the full layers, by global_head_dim and num_global_key_value_heads, or by per_layer_config.
 
-    head_dim: of a config without both keys.  Raises ConfigError for other sizes in some layers.
+    head_dim: without both keys.  Raises ConfigError for unequal sizes.
     """
     layers = tuple(layer for layer, window in enumerate(windows) if not window)
     k_is_v = config.flag("attention_k_eq_v")
@@ -180,7 +179,7 @@ def global_heads(config: ConfigJson, windows: tuple[int, ...], head_dim: int) ->
 
 
 def _overridden(config: ConfigJson, given: Any, windows: tuple[int, ...]) -> dict[str, int]:
-    """The sizes of all full layers in per_layer_config, which transformers 5 writes."""
+    """Full layers' sizes in per_layer_config, written by transformers 5."""
     plain = {key: config.size(key) for key in _OVERRIDDEN}
     if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
         raise config.refusal("per_layer_config", given, "must have an object for each layer")
@@ -200,7 +199,7 @@ def _overridden(config: ConfigJson, given: Any, windows: tuple[int, ...]) -> dic
 
 
 def rope_of_heads(config: ConfigJson, head_dim: int) -> RopeSpec:
-    """Frequencies of the sliding layers, then those of the full layers.  head_dim: of the full layers."""
+    """Frequencies of the sliding layers, then of the full layers."""
     sizes = (config.size("head_dim"), head_dim)
     return rope_by_kind(
         config, {kind: (size, _ROPE[kind]) for kind, size in zip(_WINDOWS, sizes, strict=True)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a config.json by key, each checked for its type."""
+"""Values of a config.json by key, with checked types."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LARGEST = 1e30
 class ConfigJson:
     """A config.json.  A dot in a key reads a section, and null counts as absent.
 
-    Several keys are spellings of one option: the first that is present counts.  Each method raises
-    ConfigError, with the key, for a missing value without a default, and for another type.
+    Several keys are spellings of one option.  Methods raise ConfigError, with the key, for a missing value
+    without a default, and for another type.
     """
 
     def __init__(self, content: Mapping[str, Any], section: str = "") -> None:
@@ -78,7 +78,7 @@ class ConfigJson:
         return value
 
     def section(self, *keys: str) -> ConfigJson:
-        """A section as a config of its own; without the section, an empty one."""
+        """A section, empty if absent."""
         value = self.get(*keys, default={})
         if not isinstance(value, Mapping):
             raise self.refusal(keys[0], value, "must be an object")
@@ -93,7 +93,7 @@ class ConfigJson:
                 raise self.refusal(key, given, f"is not supported; supported is {choices}")
 
     def refusal(self, key: str, value: Any, why: str) -> ConfigError:
-        """An error about the value of a key."""
+        """An error about a key's value."""
         return ConfigError(f"config.json has {self._prefix}{key}={value!r}, which {why}")
 
     def __bool__(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model family as data: sizes, layers, and the names of weights and of LoRA pairs in files.
+"""A model family as data: sizes, layers, names of weights and of LoRA pairs.
 
 Legend: E experts, F inner size of an expert or a dense MLP, H hidden size.
 """
@@ -18,7 +18,7 @@ from .rope import RopeSpec, context_of, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked", "heads"]
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
-"""Limits of sizes that lists are made of."""
+"""Limits of sizes of lists."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,26 +27,24 @@ class ModelSpec:
     """One model's architecture; sizes are in `shape`.
 
     qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
-    attention_bias: biases of q, k, v and o.  qkv_bias: of q, k and v alone.  clip_qkv: q, k and v are clamped
-    to +- this value, None = not.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.
-    window: attention window per layer in tokens, 0 = full.  unrotated: layers without rotary embedding.
-    output_norms: norms of the outputs of attention and MLP, before the residual add.
+    attention_bias: of q, k, v and o.  qkv_bias: of q, k and v.  clip_qkv: q, k and v are clamped to +- this
+    value.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.  window: per layer in
+    tokens; 0: full.  unrotated: layers without rotary embedding.  output_norms: of attention and MLP, before
+    the residual add.
 
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
-    weights, None = not normalised.  gate_correction: the choice is by score + a stored fp32 bias, the weights
-    are of the scores.  gate_in_fp32: weight and logits are fp32.  gate_groups: equal groups of experts; the
-    choice is among the top_groups with the largest sums of group_scores scores.  routed_scale: factor of the
-    weights.
+    weights; None: not normalised.  gate_correction: a stored fp32 bias changes the choice, not the weights.
+    gate_in_fp32: weight and logits.  gate_groups: equal groups of experts; the choice is among the top_groups
+    with the largest sums of group_scores scores.
 
-    dense_beside: shared and routed experts have norms of their own before and after, and the gate has one of
-    its own; each expert and each layer has a scale.
+    dense_beside: shared and routed experts, and the gate, have their own norms; each expert and each layer
+    has a scale.
 
     activation: "silu" is silu(gate) * up, "gelu_tanh" gelu(gate) * up, "swigluoai" a clamped form.  unused:
-    starts of names of tensors of a checkpoint that belong to no layer.  attention_multiplier: factor on
-    q @ k, None = head_dim ** -0.5.  residual_multiplier: factor on the outputs of attention and MLP.
-    rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c of
-    c * tanh(logits / c), None = none.  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
+    beginnings of a checkpoint's tensors without a layer.  attention_multiplier: on q @ k; None: head_dim **
+    -0.5.  rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c of c *
+    tanh(logits / c).  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
     """
 
     shape: ModelShape
@@ -94,15 +92,14 @@ class ModelSpec:
 class Place:
     """A weight of a layer in a checkpoint, or a LoRA pair in an adapter.
 
-    path: the module below the layer; {} stands for an expert's number.  parameter: name below the module.
-    modules: numbers of the site's modules.  expert: None if dense or all at once.
-    form: "matrix", one linear layer [out, in].  "fused", a 3-D parameter of all experts [E, out, in].
-    "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused parameter.
-    "stacked", LoRA tensors [E or 1, ...] of linear layers of all experts.  "heads", kv_b_proj of latent
-    attention: one linear layer, two sites with a copy for each head.
-    interleaved: gate and up alternate in the outputs.  transposed: a fused parameter [E, in, out].
-    optional_linear: a linear layer in older transformers only.  is_split: True in an adapter's second
-    form alone (Unsloth's linear experts, older names), False in the first alone; None in both.
+    path: the module below the layer; {} stands for an expert's number.  modules: numbers of the site's
+    modules.  expert: None: dense, or all at once. form: "matrix", one linear layer [out, in].  "fused", a 3-D
+    parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
+    blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers of all
+    experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head. interleaved: gate
+    and up alternate in the outputs.  transposed: [E, in, out].  optional_linear: in older transformers only.
+    is_split: True in an adapter's second form alone (Unsloth's linear experts, older names), False in the
+    first alone; None in both.
     """
 
     path: str
@@ -131,7 +128,7 @@ class Place:
 
 
 def of_all_experts(places: Iterable[Place], num_experts: int) -> Iterator[Place]:
-    """The places with a number for each {}: all places of an expert, then those of the next."""
+    """The places with a number for each {}, expert by expert."""
     places = tuple(places)
     yield from (place for place in places if "{}" not in place.path)
     numbered = [place for place in places if "{}" in place.path]
@@ -148,7 +145,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position": ("max_position_embeddings",),
 }
-"""Fields of `ModelShape` and their keys in config.json, by most families' names."""
+"""Fields of `ModelShape` and most families' keys in config.json."""
 EXPERT_SIZES: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("num_local_experts", "num_experts"),
     "num_experts_per_token": ("num_experts_per_tok", "experts_per_token"),
@@ -157,7 +154,7 @@ TENSORS: Mapping[str, str] = {
     "attention_norm.weight": "input_layernorm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
 }
-"""Our parameters without a LoRA site and their tensors below a layer, by most families' names."""
+"""Parameters without a LoRA site and most families' tensors."""
 QK_NORMS: Mapping[str, str] = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
@@ -171,14 +168,14 @@ ATTENTION = (
     Place(path="self_attn.o_proj", site="o"),
 )
 OUTPUT_GATE = Place(path="self_attn.gate_proj", site="output_gate")
-"""A projection of the attention's input whose sigmoid scales the heads' outputs."""
+"""The sigmoid of this projection scales the heads' outputs."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS, *, kind: str = "") -> tuple[Place, ...]:
     """Gate, up and down as linear layers.  path: with {} a module of each expert, else the dense MLP.
 
-    kind: start of the sites' names: "shared_" or "dense_" beside experts.
+    kind: "shared_" or "dense_" beside experts.
     """
     modules = ((f"{kind}gate_up", (0,)), (f"{kind}gate_up", (1,)), (f"{kind}down", (0,)))
     return tuple(
@@ -188,7 +185,7 @@ def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS, *, kind: s
 
 
 def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
-    """gate_up_proj and down_proj of all experts, each one 3-D parameter.  fields: of both `Place`s."""
+    """gate_up_proj and down_proj of all experts, each one 3-D parameter."""
     fields = {"path": path, "form": "fused", **fields}
     return (
         Place(site="gate_up", modules=(0, 1), parameter="gate_up_proj", **fields),
@@ -201,11 +198,11 @@ SHARED_EXPERT = (
     Place(path="mlp.shared_expert_gate", site="shared_gate"),
 )
 DENSE_MLP = linear_mlp("mlp")
-"""The MLP of a dense model, by most families' names."""
+"""A dense model's MLP in most families."""
 _GATE = Place(path="mlp.gate", site="router", optional_linear=True)
 _FUSED, _LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
 EXPERT_FORMS = ((_GATE, *_FUSED), (_GATE, *_LINEAR))
-"""Router and experts in checkpoints, by most families' names."""
+"""Router and experts in most families' checkpoints."""
 ADAPTED_EXPERTS = (_GATE, *_FUSED, *_LINEAR)
 """Their places in adapters."""
 
@@ -216,7 +213,7 @@ def one_window(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 
 
 def late_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    """With use_sliding_window, windows of the layers from max_window_layers on, or by layer_types."""
+    """With use_sliding_window, windows from layer max_window_layers on, or by layer_types."""
     if not config.flag("use_sliding_window"):
         return (0,) * num_layers
     num_full = min(config.size("max_window_layers", default=28, least=0), num_layers)
@@ -231,7 +228,7 @@ def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:
 
 
 def multipliers(config: ConfigJson) -> Mapping[str, float]:
-    """Granite's multipliers as fields of `ModelSpec`; each is 1 in a config without its key."""
+    """Granite's multipliers; 1 without the key."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
     return {
         **{name: config.number(name, default=1.0) for name in names},
@@ -248,22 +245,19 @@ def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 
 
 def dense_layers(config: ConfigJson, layers: Iterable[int]) -> Mapping[str, Any]:
-    """Fields of `ModelShape` of dense layers among layers with experts."""
+    """Dense layers among layers with experts."""
     numbers = tuple(layers)
     return {"dense_layers": numbers, "dense_size": config.size("intermediate_size")} if numbers else {}
 
 
 def shared_and_dense(config: ConfigJson, num_shared: int, layers: Iterable[int]) -> Mapping[str, Any]:
-    """Fields of `ModelShape` of shared experts of a routed expert's size, and of dense layers."""
+    """Shared experts of a routed expert's size, and dense layers."""
     shared_size = num_shared * config.size("moe_intermediate_size")
     return {"shared_size": shared_size, **dense_layers(config, layers)}
 
 
 def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
-    """Fields of `ModelShape`: a shared expert behind a gate, dense layers by number or step.
-
-    shared_size: of a config without.
-    """
+    """A shared expert behind a gate, dense layers by number or step."""
     step, named = config.size("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
     dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
     return {
@@ -275,26 +269,20 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family.
+    """One model family (see docs/guides/families.md).
 
-    title: name in docs.  sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
-    supported: allowed values of options.  layers: fields of `ModelSpec` unlike the defaults.  windows:
-    attention window of each layer.  beside_experts: fields of `ModelShape` for shared experts and dense
-    layers.  theta, theta_keys, rope: of a config without rope_parameters, if `layers` gives no rope.
-    rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a function
-    (config, head_dim); None: the family rotates all.  norm_eps: of a config without rms_norm_eps.
-
-    stack: prefix of the layers, in checkpoints and adapters.  tensors: our parameters without a site;
-    older_tensors: their names in older files.  recurrent_tensors: those of recurrent layers.
-    attention: places of both checkpoints and adapters.  beside: those of shared experts and dense layers.
-    mlp: the checkpoints' forms of other sites; the last form counts if a checkpoint has no tensor of any.
-    adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.
-    older_path: start of the adapted paths, and the start in older files.  own_format: quant_method of
-    checkpoints with `mlp`'s tensors.
-    experts_stay: quantisers of linear layers leave the experts.
-    wrapper: segment of names in checkpoints of a multimodal model around this model; the part text_config of
-    config.json then has the sizes.
-    tool_format: of calls in answers (`serve.openai.parsers`), for chat templates that show no format.
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  supported: allowed values of
+    options. layers: fields of `ModelSpec` unlike the defaults.  beside_experts: fields of `ModelShape` for
+    shared experts and dense layers.  theta, theta_keys, rope: of a config without rope_parameters, if
+    `layers` gives no rope.  rotary_factor: rotated share of head_dim, of a config without
+    partial_rotary_factor, or a function (config, head_dim); None: all. norm_eps: of a config without
+    rms_norm_eps. stack: prefix of the layers.  tensors: parameters without a site; older_tensors: names in
+    older files.  attention: places of both checkpoints and adapters.  beside: of shared experts and dense
+    layers.  mlp: the checkpoints' forms of other sites; the last form is the default.  adapted: other places
+    of LoRA pairs; places of one path are in the order of PEFT's nesting.  older_path: start of the adapted
+    paths, and in older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay:
+    quantisers of linear layers leave the experts. wrapper: segment of names in multimodal checkpoints;
+    text_config of config.json then has the sizes.
     """
 
     title: str
@@ -329,14 +317,14 @@ class Family:
     tool_format: str = ""
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config.json of the language model alone."""
+        """The language model's config.json."""
         part = config.get("text_config") if self.wrapper else None
         if not isinstance(part, Mapping):
             return config
         return {**{key: value for key, value in config.items() if key != "text_config"}, **part}
 
     def named_in(self, checkpoint: Container[str]) -> Family:
-        """The family with its names in the checkpoint: of a multimodal model or not."""
+        """The family with its names in the checkpoint: multimodal or not."""
 
         def wrapped(name: str) -> str:
             return name.replace("model.", f"model.{self.wrapper}.", 1)
@@ -347,7 +335,7 @@ class Family:
         return replace(self, embedding=embedding, norm=norm, stack=stack)
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
-        """Sizes of the model.  name: of the family."""
+        """Sizes of the model."""
         found = ConfigJson(self.text(config))
         found.require({"hidden_act": ("silu", "swish"), "is_causal": (True,), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
@@ -374,7 +362,7 @@ class Family:
         )
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
-        """Layers of the model, of these sizes."""
+        """Layers of the model."""
         found = ConfigJson(self.text(config))
         fields = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
@@ -392,7 +380,7 @@ class Family:
         return ModelSpec(shape=shape, rope=rope, **fields)
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-        """The config.json with the first layers only.  Raises ConfigError if the model has fewer."""
+        """The config.json with the first layers only.  Raises ConfigError for too few."""
         keys, config = self.sizes["num_layers"], self.text(config)
         known = ConfigJson(config).size(*keys)
         if num_layers > known:
@@ -406,7 +394,7 @@ class Family:
 
 
 def windows_by_type(config: ConfigJson, window: int, kinds: list[str]) -> tuple[int, ...]:
-    """A window for sliding layers.  kinds: of a config without layer_types."""
+    """A window for sliding layers.  kinds: without layer_types."""
     pattern = ("sliding_attention", "full_attention")
     given = config.get("layer_types", default=kinds)
     if not isinstance(given, list) or len(given) != len(kinds) or not all(kind in pattern for kind in given):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding parameters from a config.json, in the old and the new spelling.
+"""Rotary embedding parameters from a config.json.
 
 Legend: d rotated dims of head_dim, i index of a frequency in [0, d / 2).
 """
@@ -17,12 +17,12 @@ from .config_json import ConfigJson
 
 TYPE_KEYS = ("rope_type", "type")
 LONGROPE = ("longrope", "su")
-"""Values of rope_type for LongRoPE; Phi-3's first files have the second."""
+"""rope_type of LongRoPE; Phi-3's first files have the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding: inverse frequencies [rotated dims / 2] and the factor on cos and sin (YaRN)."""
+    """Inverse frequencies [rotated dims / 2], and the factor on cos and sin (YaRN)."""
 
     inverse_frequencies: tuple[float, ...]
     attention_factor: float = 1.0
@@ -38,9 +38,9 @@ def rope_spec(
 ) -> RopeSpec:
     """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
 
-    theta_keys: keys of the base outside the section.  theta, default, rotary_factor: base, section and
-    partial_rotary_factor of a config without; None: all of head_dim is rotated.
-    Raises ConfigError for an unsupported scaling type or option, or a missing or impossible parameter.
+    theta_keys: of the base outside the section.  theta, default, rotary_factor: base, section and
+    partial_rotary_factor of a config without.  Raises ConfigError for an unsupported scaling type or option,
+    or a missing or impossible parameter.
     """
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
@@ -49,9 +49,9 @@ def rope_spec(
 
 
 def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str, Any]]]) -> RopeSpec:
-    """Frequencies of each kind of layer, one kind after the other.
+    """Frequencies of each kind of layer, kind after kind.
 
-    kinds: head_dim of each kind, and the section of a config without rope_parameters.
+    kinds: head_dim, and the default section.
     """
     frequencies: list[float] = []
     for kind, (head_dim, default) in kinds.items():
@@ -117,7 +117,7 @@ def _check_even(head_dim: int) -> None:
 
 
 def _proportional(section: ConfigJson, head_dim: int) -> tuple[float, ...]:
-    """Frequencies of all of head_dim for the first pairs; the other pairs do not turn.
+    """Frequencies of all of head_dim for the first pairs; the rest does not turn.
 
     Source: transformers, Gemma 4.
     """
@@ -131,10 +131,7 @@ def _proportional(section: ConfigJson, head_dim: int) -> tuple[float, ...]:
 
 
 def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]) -> int:
-    """Positions with one set of frequencies.  LongRoPE has a second set beyond its original context.
-
-    Arguments as of `rope_spec`.
-    """
+    """Positions with one set of frequencies.  LongRoPE has a second set beyond."""
     section = _section(config, default)
     if section.get(*TYPE_KEYS, default="default") not in LONGROPE:
         return max_position
@@ -212,7 +209,7 @@ def _yarn_ramp(section: ConfigJson, original: float, num_dims: int, theta: float
     """
 
     def index_of(rotations: float) -> float:
-        """The i whose frequency makes this many rotations over the original context."""
+        """The i of the frequency with this many rotations over the original context."""
         return num_dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = index_of(section.number("beta_fast", default=32.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts as DeepSeek's and GLM's configs state them: sizes, gates, layers without experts."""
+"""Routed experts as in DeepSeek's and GLM's configs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CORRECTION: Mapping[str, str] = {"mlp.correction.weight": "mlp.gate.e_score_corr
 def gate_groups(
     config: ConfigJson, experts_key: str, chosen_key: str, num_groups: int = 1, top_groups: int = 1
 ) -> Mapping[str, Any]:
-    """Fields of `ModelSpec` for n_group and topk_group.  Raises ConfigError for too few experts in groups.
+    """n_group and topk_group, with defaults.
 
-    num_groups, top_groups: of a config without the keys.
+    Raises ConfigError for too few experts in groups.
     """
     num_experts, num_chosen = config.size(experts_key), config.size(chosen_key)
     groups, top = config.size("n_group", default=num_groups), config.size("topk_group", default=top_groups)
@@ -43,10 +43,7 @@ def gate_groups(
 def corrected_gate(
     config: ConfigJson, scale: float, num_groups: int = 1, top_groups: int = 1
 ) -> Mapping[str, Any]:
-    """Fields of `ModelSpec`: sigmoid scores with a correction, top k within groups, scaled.
-
-    scale, num_groups, top_groups: of a config without the keys.
-    """
+    """Sigmoid scores with a correction, top k within groups, scaled."""
     return {
         "gate": "sigmoid_topk",
         "gate_norm": 1.0 if config.flag("norm_topk_prob", True) else None,
@@ -58,19 +55,13 @@ def corrected_gate(
 
 
 def later_layers(config: ConfigJson, *keys: str, num_layers: int) -> tuple[str, ...]:
-    """Beginnings of the tensors of layers after the last, for multi-token prediction.
-
-    keys: of their number.  num_layers: of a config without.
-    """
+    """Beginnings of the tensors of layers after the last, for multi-token prediction."""
     first, num = config.size("num_hidden_layers"), config.size(*keys, default=num_layers, least=0)
     return tuple(f"model.layers.{first + number}." for number in range(num))
 
 
 def leading_dense(config: ConfigJson, num_layers: int, num_dense: int, num_shared: int) -> Mapping[str, Any]:
-    """Fields of `ModelShape`: shared experts, and dense layers by first_k_dense_replace.
-
-    num_dense, num_shared: of a config without the keys.
-    """
+    """Shared experts, and dense layers by first_k_dense_replace."""
     num_dense = min(config.size("first_k_dense_replace", default=num_dense, least=0), num_layers)
     num_shared = config.size("n_shared_experts", default=num_shared, least=0)
     return shared_and_dense(config, num_shared, range(num_dense))
