@@ -32,8 +32,8 @@ _PARTS = ("data", "table", "scale")
 class HostStore:
     """Adapters by content hash in one directory.
 
-    Only whole files get their name, so concurrent writers and crashes are safe; opening the store removes a
-    dead writer's parts (unless folders have no locks).  A lost file is written again from a mapping.
+    Only whole files get their name, so concurrent writers and crashes are safe.  Opening the store removes a
+    dead writer's parts, if folders have locks.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -44,14 +44,14 @@ class HostStore:
         """Adapters in use: a removed file stays mapped."""
 
     def path(self, content_hash: str) -> Path:
-        """Path of the adapter with this hash, present or not."""
+        """Path of this hash, present or not."""
         return self.directory / f"{content_hash}{_SUFFIX}"
 
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
 
     def find(self, prefix: str) -> str:
-        """The full content hash with this prefix, among `get`'s.  Raises AdapterError."""
+        """The full content hash with this prefix.  Raises AdapterError."""
         for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
             return path.name.removesuffix(_SUFFIX)
         for mapped in self._mapped.valuerefs():
@@ -61,7 +61,7 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if the adapter is present; a lost file is written again from a mapping here.
+        """True if the adapter is present; writes a lost file again from a mapping.
 
         Raises StorageError without room.
         """
@@ -96,7 +96,7 @@ class HostStore:
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
         """Write the file of this hash from another store's bytes.
 
-        Raises StorageError without room, and errors of `blocks` unchanged.
+        Raises StorageError without room; errors of `blocks` pass unchanged.
         """
         with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
@@ -105,12 +105,11 @@ class HostStore:
 
     @contextmanager
     def _appearing(self, path: Path) -> Iterator[Path]:
-        """A temporary file; gets the name `path` once whole."""
+        """A temporary file, renamed to `path` once whole."""
         with ExitStack() as stack:
             with self._explained():
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # A locked folder of its own marks a write in progress; the library may choose a temporary
-                # name inside.
+                # A locked folder marks a write in progress; the library may choose a temporary name inside.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
             yield folder / path.name
             with self._explained():
@@ -167,8 +166,8 @@ _SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invoca
 class WindowLayout:
     """Byte offsets of an adapter in one piece of memory: tables, scales, then each layer's data.
 
-    Parts start at multiples of 64 bytes; no header, as `AdapterFacts` gives the sizes.  scales: start; tables
-    start at 0.  head_bytes: tables and scales.  data: (start, length) of each layer.
+    Parts start at multiples of 64 bytes.  scales: start.  head_bytes: tables and scales.  data: (start,
+    length) per layer.
     """
 
     scales: int
@@ -212,7 +211,7 @@ def write_adapter(packed: PackedAdapter, memory: torch.Tensor) -> None:
 
 
 def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
-    """The adapter in `memory`, uint8 [layout.num_bytes]; no copy."""
+    """The adapter in `memory`, uint8 [layout.num_bytes], without a copy."""
     layout = layout_of(facts)
     tables, scales = _head(facts, memory[: layout.head_bytes])
     dtype = getattr(torch, facts.dtype)
@@ -221,7 +220,7 @@ def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
 
 
 def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) -> PackedAdapter:
-    """Placeholder of an adapter without its data: tensors of the right sizes on the device "meta".
+    """An adapter with data tensors on the device "meta".
 
     head: uint8 [layout.head_bytes], tables and scales; None: absent too.
     """
@@ -231,7 +230,7 @@ def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) 
         scales = torch.empty(shape, dtype=_SCALE, device="meta")
     else:
         tables, scales = _head(facts, head)
-    # Layers of equal size share a meta tensor: cheap for many adapters.
+    # Layers of equal size share a meta tensor.
     dtype = getattr(torch, facts.dtype)
     empty = {size: torch.empty(size, dtype=dtype, device="meta") for size in set(facts.layer_elements)}
     return _adapter(facts, [empty[size] for size in facts.layer_elements], tables, scales)
@@ -243,7 +242,7 @@ def has_data(packed: PackedAdapter) -> bool:
 
 
 def without_data(packed: PackedAdapter) -> PackedAdapter:
-    """The adapter without data; tables and scales are copied."""
+    """The adapter without data; copies tables and scales."""
     bare = adapter_without_data(facts_of(packed))
     layers = [
         replace(empty, table=layer.table.clone(), scale=layer.scale.clone())
@@ -258,7 +257,7 @@ def is_intact(packed: PackedAdapter) -> bool:
 
 
 def _head(facts: AdapterFacts, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[L, X, 3] and [L, X] views of L layers with X entries."""
+    """[L, X, 3] tables and [L, X] scales of L layers, as views."""
     num_layers, num_entries = len(facts.layer_elements), facts.num_entries
     scales_start = layout_of(facts).scales
     tables = head[: num_layers * num_entries * 3 * _TABLE.itemsize].view(_TABLE)

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of the base beside an adapter's: copies must be equal, replaced rows are a change, DoRA needs norms.
 
-PEFT saves a targeted module's base weights beside the LoRA pair.  A trained copy would change the base.
-
-Columns: factors and shifts of output columns enter the adapter's content hash, and every host must compute
-the same bits.  Sums are of integers in fp64, exact below 2**53 in any order; the other operations are
-elementwise.
+Factors and shifts of output columns enter the adapter's content hash, so every host must compute equal bits.
+Sums are of integers in fp64, exact below 2**53 in any order; the rest is elementwise.
 
 Legend: O output features, I input features, R LoRA rank.
 """
@@ -41,7 +38,7 @@ Parts: TypeAlias = Callable[[int, int], torch.Tensor]
 
 
 def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None, called: str | None) -> None:
-    """`check_copies` of the adapter's file in a folder.  called: as in `files.weights_file`."""
+    """`check_copies` of the adapter's file in a folder.  called: see `files.weights_file`."""
     path = weights_file(folder, called)
     where = str(path) if called is None else f"{called}{path.name}"
     try:
@@ -54,9 +51,8 @@ def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None,
 
 
 def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
-    """Raises AdapterError unless each copy has the values of the checkpoint in model_dir.
-
-    None for model_dir: the base has no checkpoint.
+    """Raises AdapterError unless each copy has the values of the checkpoint in model_dir (None: no
+    checkpoint).
     """
     for key, parts in copies.items():
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
@@ -112,7 +108,7 @@ def parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
 
 
 def _adapters_parts(file: BinaryIO, entry: TensorEntry, where: str) -> Parts:
-    """`parts_of` an adapter's file: an OSError would be an error of the base's."""
+    """`parts_of` an adapter's file; an OSError is the adapter's, not the base's."""
     parts = parts_of(file, entry)
 
     def read(first: int, number: int) -> torch.Tensor:
@@ -145,7 +141,7 @@ def with_columns(
 ) -> dict[str, torch.Tensor]:
     """The tensors, with [O, 2] fp32 of factor - 1 and shift in place of each [O] of a column term.
 
-    Raises AdapterError with `where` and the key for factors that are not finite.
+    Raises AdapterError with `where` and the key for infinite or NaN factors.
     """
     return {**tensors, **{one.key: _values(one, tensors, where) for one in columns}}
 
@@ -190,9 +186,9 @@ def norms(weight: Stored, a_RI: torch.Tensor, b_OR: torch.Tensor) -> torch.Tenso
 
 
 def _integers(rows: torch.Tensor, num_terms: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers in fp64 and a power of two for each row, whose product is the row, rounded.
+    """Per row, integers in fp64 and a power of two; the product is the row, rounded.
 
-    num_terms: sums of this number of products of two such integers stay exact.
+    Sums of num_terms products of two such integers stay exact.
     """
     bits = (_EXACT_BITS - num_terms.bit_length()) // 2
     _, exponents = np.frexp(rows.abs().amax(dim=1).double().numpy())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of an adapter that scale or shift output columns: DoRA's magnitudes, and biases of lora_B.
+"""Tensors that scale or shift output columns: DoRA's magnitudes, and biases of lora_B.  Torch-free.
 
-The column term of a module belongs to the pair beside it in the file.  Torch-free; `base_weights` computes.
+A module's column term belongs to the pair beside it in the file.
 Source: peft, tuners/lora/dora.py and tuners/lora/layer.py (read at 0.21.2).
 """
 
@@ -42,8 +42,7 @@ Keys = dict[tuple[str | None, ...], str]
 class ColumnSource:
     """The column term beside a pair.
 
-    key: of [O] in the file.  layer: of the model.  weight, bias: of the base's module; None for a bias of
-    lora_B.
+    key: of [O] in the file.  weight, bias: of the base's module; None for a bias of lora_B.
     """
 
     layer: int
@@ -66,7 +65,7 @@ def match_with_columns(
 
     base_dir: checkpoint of the base.  Raises AdapterError as `match`, for a pair without a term or a term
     without a pair, for pairs on experts, the gate, the head and the embedding, for wrong shapes and types,
-    and for DoRA without readable weights of the base.
+    and for DoRA without readable base weights.
     """
     keys = _column_keys(tensors, config, where)
     own = {*keys.values()}

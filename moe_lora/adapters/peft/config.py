@@ -34,7 +34,7 @@ class ExpertLayout:
     config can tell.
     Source: unsloth_zoo, temporary_patches/moe_utils.py (read at 2026.10.9).
 
-    fields: the JSON object; PEFT may move Unsloth's keys into `auto_mapping`.  Read only for expert tensors.
+    fields: the JSON object; PEFT may move Unsloth's keys into `auto_mapping`.
     """
 
     fields: Mapping[str, Any]
@@ -96,7 +96,7 @@ class ExpertLayout:
         return found
 
 
-# Keys without effect on inference of a trained adapter.
+# Without effect on a trained adapter's inference.
 _WITHOUT_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
@@ -121,7 +121,7 @@ _READ = frozenset(
         *(FLAT_KEY, DETAIL_KEY),
     )
 )
-# Keys of LoraConfig served at falsy defaults only (null, false, empty), and the way out.
+# Keys of LoraConfig served at falsy defaults only, and the way out.
 # Source: peft 0.1 to 0.21.2, tuners/lora/config.py.
 _MUST_BE_UNSET = {
     "fan_in_fan_out": "transposed base weights are not supported: no supported model family has them",
@@ -159,7 +159,7 @@ _DUMMY_TARGET = "dummy-target-modules"
 
 
 def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = False) -> None:
-    """Raises AdapterError for more than plain LoRA, or an unknown key with a value other than null.
+    """Raises AdapterError for more than plain LoRA, or an unknown non-null key.
 
     subtracts: the caller subtracts the initial adapter of PiSSA and the like.
     """
@@ -261,8 +261,8 @@ class AdapterConfig(
     def parse(cls, fields: Any, where: str, subtracts: bool = False) -> AdapterConfig:
         """Read the JSON object of an adapter_config.json.
 
-        Raises AdapterError with `where` and the key for anything but plain LoRA,
-        unknown keys and wrong types.  subtracts: see `refuse_unsupported`.
+        Raises AdapterError with `where` and the key for anything but plain LoRA, unknown keys and wrong
+        types.
         """
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")
@@ -321,7 +321,7 @@ class AdapterConfig(
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """LoRA rank of a module or parameter path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
 
-        Rank and alpha: of the first pattern at the path's end, else r and lora_alpha.
+        The first pattern at the path's end decides, else r and lora_alpha.
         """
         rank, alpha = self.lora_rank, self.lora_alpha
         if self.rank_pattern:

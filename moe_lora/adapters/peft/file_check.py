@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of an adapter's files against a base model, without torch and, by default, without values."""
+"""Check of an adapter's files against a base model, without torch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def check_adapter(
 ) -> None:
     """Raises AdapterError if `read_adapter` would refuse the PEFT folder, with the same reason.
 
-    values: also look for NaN and infinity, in the whole file.  Only `read_adapter` finds overflow in the
-    model's dtype.
+    values: also look for NaN and infinity.  Only `read_adapter` finds overflow in the model's dtype.
     """
     with opened(folder, shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         if values:
@@ -54,7 +53,7 @@ def check_adapter(
 class OpenAdapter:
     """A PEFT folder with a config and tensors that fit a model; values unread.
 
-    weights: the open tensor file.  where: its name in errors.
+    where: the tensor file's name in errors.
     """
 
     weights: BinaryIO
@@ -113,9 +112,7 @@ def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
 
 
 def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for a safetensors header longer than an adapter of this
-    model needs, before parsing.
-    """
+    """Raises AdapterError for too long a safetensors header, before parsing."""
     limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
     num_bytes = int.from_bytes(weights.read(8), "little")
     weights.seek(0)
@@ -136,7 +133,7 @@ def bad_adapters(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> dict[str, str]:
-    """(name, folder) pairs that can't be served: name -> reason."""
+    """Unservable (name, folder) pairs: name -> reason."""
     found = {}
     for name, folder in adapters:
         try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two files of a PEFT adapter folder, read without torch.
 
-Files are untrusted: sizes, names and offsets are checked before any allocation.  Callers choose the folder's
-name in errors.
+Files are untrusted: sizes, names and offsets are checked before any allocation.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .config import AdapterConfig
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
-"""Largest adapter_config.json; naming each expert of a large model takes 1 MB."""
+"""Naming each expert of a large model takes 1 MB."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 
@@ -119,7 +118,7 @@ def _check_not_divided(folder: Path, called: str) -> None:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """File names in an index of shards; empty without a readable index."""
+    """File names in an index of shards; empty if unreadable."""
     if not index.is_file():
         return []
     try:
@@ -130,7 +129,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
-    """The error for an adapter whose files can't be read: without a free file handle no fault of them."""
+    """The error for unreadable files; a lack of file handles is not the adapter's fault."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
         return StorageError(f"{name}: {what}")
@@ -143,7 +142,7 @@ def max_rank(config: AdapterConfig) -> int:
 
 
 def target_names(config: AdapterConfig) -> tuple[str, ...]:
-    """Targeted modules and parameters in the config, sorted; a regular expression unchanged."""
+    """Targeted modules and parameters, sorted; a regular expression unchanged."""
     modules = config.target_modules
     names = (modules,) if isinstance(modules, str) else modules
     return tuple(sorted({*filter(None, names), *config.target_parameters}))
@@ -152,8 +151,7 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
     """Content of the folder's adapter_config.json.
 
-    called, root: as in `weights_file` and `open_file`.  Raises AdapterError for an absent or too large file,
-    or no JSON.
+    Raises AdapterError for an absent or too large file, or no JSON.
     """
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called

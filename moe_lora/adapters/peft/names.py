@@ -2,7 +2,7 @@
 """Tensor names in an adapter's file: known wrapper prefixes are removed, unknown prefixes are refused.
 
 Wrappers add a segment without effect: torch.compile `_orig_mod.`, DataParallel `module.`.  PEFT matched the
-config against names with or without the segment, so both readings are kept.
+config with or without the segment, so both readings are kept.
 """
 
 from __future__ import annotations
@@ -87,11 +87,10 @@ _OTHER_PARTS = re.compile(
 class TensorName:
     """A LoRA tensor's key in parts.
 
-    path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
-    "A" or "B".  adapter: the adapter's name in the key, or None.  front: prefix of the layers, without
-    wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.  is_embedding: of PEFT's
-    LoRA layer of an embedding.  expert: of a tensor of one expert beside a matrix of all (see
-    `PlaceMap`).
+    path: of the module, by the served model's names.  depth: nesting of PEFT's wrapper.  part: "A" or "B".
+    front: prefix of the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost
+    prefix.  is_embedding: of PEFT's LoRA layer of an embedding.  expert: of one expert beside a matrix of all
+    (see `PlaceMap`).
     """
 
     path: str
@@ -108,7 +107,7 @@ class TensorName:
 class Names:
     """The names of a file.
 
-    by_key: sorted.  notes: a warning for each kind of removed prefix.
+    by_key: sorted.  notes: a warning per kind of removed prefix.
     """
 
     by_key: dict[str, TensorName]
@@ -169,7 +168,7 @@ class OuterPaths(NamedTuple):
 
 
 def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where: str) -> Names:
-    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`, by the served family.
+    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`.
 
     Raises AdapterError with `where` and the key for a name of no LoRA tensor, and for tensors of two adapters
     or below two prefixes.
@@ -193,14 +192,14 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
 
 
 def stranger(key: str) -> str | None:
-    """Cause of the refusal of a known kind of tensor; None for an unknown kind."""
+    """Cause of the refusal of a known kind of tensor; None if unknown."""
     return next((way_out for pattern, way_out in _STRANGERS if re.search(pattern, key)), None)
 
 
 def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
     """Cause of the refusal of a path outside the served model; None for another model's path.
 
-    is_known: a module of the served model has the same end of its path.
+    is_known: a module of the served model has the same path end.
     """
     if _OTHER_PARTS.search(path):
         return (
@@ -228,7 +227,7 @@ def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
 
 
 def without_wrappers(key: str) -> str:
-    """The key without segments of wrappers, and with PEFT's prefix once at most."""
+    """The key without wrapper segments, and with PEFT's prefix once at most."""
     plain = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     while plain.startswith(2 * _PEFT_PREFIX):
         plain = plain.removeprefix(_PEFT_PREFIX)

@@ -17,10 +17,10 @@ from moe_lora.core.errors import AdapterError
 from .config import AdapterConfig
 
 MAX_MATCH_S = 1.0
-"""Time for all matches of one config; 40 000 modules take a tenth."""
+"""For all matches of one config; 40 000 modules take a tenth."""
 MAX_PATTERN_CHARS = 10_000
 MAX_EXPANDED_CHARS = 100_000
-"""Limit for one config's expressions, with counted repeats expanded as in the library."""
+"""Limit for one config's expressions, with counted repeats expanded."""
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
@@ -35,9 +35,9 @@ def expanded_chars(pattern: str) -> int:
 
 
 def check_expressions(expressions: Mapping[str, Sequence[str]], where: str) -> tuple[str, str] | None:
-    """Key and text of the first expression that can't be used; None: all can.
+    """Key and text of the first unusable expression; None: all are usable.
 
-    expressions: by key of the config.  Raises AdapterError for expressions that are too long together.
+    expressions: by key of the config.  Raises AdapterError for too long expressions together.
     """
     if sum(map(expanded_chars, chain.from_iterable(expressions.values()))) > MAX_EXPANDED_CHARS:
         raise AdapterError(
@@ -85,7 +85,7 @@ def as_layer(pattern: str) -> str:
 
 
 class Rules:
-    """The patterns of one key with their values, compiled once for all paths."""
+    """The patterns of one key with their values, compiled once."""
 
     def __init__(self, patterns: Mapping[str, float]) -> None:
         self._all = [
@@ -108,7 +108,7 @@ class Rules:
 class Patterns:
     """Matches of one config's expressions.
 
-    All methods raise AdapterError after `MAX_MATCH_S` in total.
+    Methods raise AdapterError after `MAX_MATCH_S` in total.
     """
 
     def __init__(self, config: AdapterConfig) -> None:

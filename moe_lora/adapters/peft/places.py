@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of LoRA pairs in a model: PEFT module paths and expert parameters mapped to sites.
+"""The places of LoRA pairs in a model: PEFT module paths and expert parameters mapped to sites.  Torch-free.
 
-Torch-free.  A place is one LoRA pair (lora_A, lora_B) of the file.  PEFT nests several parameters of one
-module: the last has the bare key, each earlier has one `.base_layer` more; so
-places are in order of definition.
+A place is one LoRA pair of the file.  PEFT nests several parameters of one module: the last has the bare key,
+each earlier has one `.base_layer` more, so places are in order of definition.
 
-Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
+Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter.
 
 Tinker and Megatron-Bridge stack experts: A [E or 1, R, I] and B [E or 1, O, R], with 1 shared by all.
-Megatron-Bridge writes the other matrix of a pair with a shared one once per expert.
+Megatron-Bridge writes the partner of a shared matrix once per expert.
 Source: tinker-cookbook, weights/_merge.py; Megatron-Bridge, models/conversion/peft_bridge.py.
 
-PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Versions
-that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and B [I, R·E] instead ("swapped"): the
+PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Some
+versions took a stored [E, O, I] weight for [E, I, O], and wrote A [E·R, O] and B [I, R·E] ("swapped"): the
 same delta with A and B exchanged.
 """
 
@@ -45,8 +44,8 @@ _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 class PlaceMap:
     """All places of a model: module path → (layer, places in order of definition).
 
-    The head and the embedding are in one more layer, after the last.  older: front of module paths in files
-    with the family's older names; None: the family has none.  stacked: paths of matrices of all experts.
+    Head and embedding are in one more layer, after the last.  older: front of module paths with the family's
+    older names; None: no older names.  stacked: paths of matrices of all experts.
     """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
@@ -89,12 +88,12 @@ def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
 
 
 STRANGERS = 1000
-"""Allowance of foreign tensors, so that a few are refused by name."""
+"""Allowance of foreign tensors, to refuse a few by name."""
 
 
 @lru_cache(maxsize=8)
 def max_tensors(shape: ModelShape) -> int:
-    """Most tensors of an adapter of this model: an A and a B per place."""
+    """Most tensors of an adapter: an A and a B per place."""
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
 
 
@@ -115,8 +114,8 @@ class Shaped(Protocol):
 class PairSource:
     """One pair in the file, with its config.
 
-    keys_a, keys_b: a tensor, or one per expert beside a matrix of all experts.  grouped: the columns of a
-    fused lora_B are grouped by expert (see `config.ExpertLayout`).
+    keys_a, keys_b: a tensor, or one per expert beside a matrix of all experts.  grouped: see
+    `config.ExpertLayout`.
     """
 
     place: Place
@@ -155,7 +154,7 @@ def make_pairs(
 
 
 def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape: ModelShape) -> list[Pair]:
-    """The delta of kv_b_proj on both sides of the latent, by head; A is shared by all heads.
+    """The delta of kv_b_proj on both sides of the latent, by head; heads share A.
 
     For queries B's rows of K shrink and A expands: the transposed delta.
     """
@@ -206,7 +205,7 @@ def check_pair(
 def expected_shapes(
     source: PairSource, shape: ModelShape, swapped: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Required shapes of lora_A and lora_B of this pair."""
+    """Required shapes of lora_A and lora_B."""
     place, site, rank = source.place, shape.sites_by_name[source.place.site], source.lora_rank
     inputs = site.in_features
     outputs = sum(site.out_features[module] for module in place.modules)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter of any served form, written as PEFT itself writes one for the same model.
+"""An adapter of any served form, written as PEFT writes one for the same model.
 
 Experts of a fused parameter become `target_parameters`.  Gate and up with an A each get one A of both ranks,
 and a block-diagonal B.
@@ -38,7 +38,7 @@ _FRONT = "base_model.model."
 class PlainPair:
     """A pair by PEFT's names.
 
-    path: of the module or parameter.  key: prefix of the tensors.  a, b: as PEFT saves.
+    key: prefix of the tensors.  a, b: as PEFT saves.
     """
 
     path: str
@@ -190,7 +190,7 @@ def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPai
 
 
 def _head_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair]:
-    """kv_b_proj of latent attention, of both sites: one A if both have the same, else A of both ranks."""
+    """kv_b_proj of latent attention: one A if both sites share it, else A of both ranks."""
     if (LATENT_SITES[0], 0) not in layer.experts:
         return
     of_k, of_v = (layer.experts[site, 0] for site in LATENT_SITES)
@@ -280,7 +280,7 @@ def _padded(matrix: torch.Tensor, lora_rank: int) -> torch.Tensor:
 
 
 def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
-    """A [R, H] of all experts, and B [E * F, R]; down is transposed: its A and B change places."""
+    """A [R, H] of all experts, and B [E * F, R]; down is transposed: A and B change places."""
     assert modules[0] is not None, "the caller has found it"
     experts = [modules[0][expert] for expert in range(shape.num_experts)]
     is_down = place.site == "down"
@@ -320,7 +320,7 @@ def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str
 
 
 def _names(paths: Sequence[str], num_layers: int, stack: str) -> list[str]:
-    """Names of the paths: below the layer where every layer has one, else the whole path."""
+    """Names of the paths: below the layer if every layer has one, else the whole path."""
     below: dict[str, list[str]] = {}
     for path in paths:
         rest = path.removeprefix(f"{stack}.").partition(".")[2] if path.startswith(f"{stack}.") else ""

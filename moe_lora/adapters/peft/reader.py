@@ -47,9 +47,9 @@ def read_adapter(
 
     name: by default the folder's.  Checks config and header, then reads all values once into memory: the peak
     is the file, the packed adapter, and the changes of replaced rows (see `change_bytes`).  Raises
-    AdapterError with the file (called: see `opened`) and the key unless every tensor is used and every target
-    is present.  A local checkpoint in base_model_name_or_path must have the base's sizes.  max_lora_rank: see
-    `check_rank`.  base_dir: checkpoint of the base, for an adapter that replaces rows of the base.
+    AdapterError with the file and the key unless every tensor is used and every target is present.  A local
+    checkpoint in base_model_name_or_path must have the base's sizes.  called, root, max_lora_rank: see
+    `opened`.  base_dir: checkpoint of the base, for replaced rows.
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
@@ -68,8 +68,7 @@ def read_pairs(
 ) -> tuple[list[list[Pair]], Match]:
     """The pairs of each layer of a PEFT directory, in the file's dtypes, and the matched file.
 
-    subtracts: see `opened`.  base_dir: see `read_adapter`.  Raises AdapterError as `read_adapter`, except for
-    values that are not finite.
+    Raises AdapterError as `read_adapter`, except for NaN and infinity.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
         if found.match.columns:
@@ -89,7 +88,7 @@ def read_pairs(
 
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
-    """The pairs of each layer.  tensors: of `with_changes` if rows are replaced, and of `with_columns`."""
+    """The pairs of each layer.  tensors: with changes and columns."""
     pairs = [
         [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
         for layer in found.layers
@@ -109,8 +108,8 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     """The file's tensors in memory: a truncated mapped file would kill the process.
 
-    needed: bytes held at the same time: the packed adapter, and changes of replaced rows.  Raises
-    AdapterError without memory for all, or for a file cut meanwhile.
+    needed: bytes held at the same time.  Raises AdapterError without memory for all, or for a file cut
+    meanwhile.
     """
     entries = {key: entry for key, entry in found.entries.items() if key not in found.match.copies}
     num_bytes = sum(entry.span[1] - entry.span[0] for entry in entries.values())
@@ -141,7 +140,7 @@ def adapter_layer_bytes(
 ) -> list[int]:
     """Packed bytes per layer of the PEFT directory; values unread.
 
-    Raises AdapterError as `read_adapter`, except for values that are not finite.
+    Raises AdapterError as `read_adapter`, except for NaN and infinity.
     """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         return _layer_bytes(found, shape, dtype)
@@ -169,7 +168,7 @@ def pack_state_dict(
 
     config: the fields of adapter_config.json, or PEFT's LoraConfig.  Keys may lack the prefix
     `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; base weights are left
-    out.  Copies tensors, so training may go on.  base_dir: see `read_adapter`.
+    out.  Copies tensors, so training may go on.
     Raises AdapterError as `read_adapter`.
     """
     where = f"adapter {name!r}"

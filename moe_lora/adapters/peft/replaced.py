@@ -7,7 +7,7 @@ columns are a pair at the rank of the columns: the change, and an identity.  A t
 tokens.
 Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
 
-Legend: N rows, V vocabulary, H hidden size, R LoRA rank.
+Legend: N rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def replaced_rows(
 
 
 def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Path, TensorEntry]:
-    """`base_tensor` of the rows.  Raises AdapterError for a quantised tensor, and as `base_tensor`."""
+    """`base_tensor` of the rows."""
     return base_tensor(
         rows.site,
         base_dir,
@@ -96,7 +96,7 @@ def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Pa
 
 
 def change_bytes(replaced: Sequence[ReplacedRows], shape: ModelShape, itemsize: int) -> int:
-    """Bytes of the changes, and of the matrices of `replaced_pair` that are no view of a change."""
+    """Bytes of the changes, and of the matrices of `replaced_pair` beyond views."""
     vocab, hidden = shape.vocab_size, shape.hidden_size
     total = 0
     for rows in replaced:

@@ -26,7 +26,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Whole files on disk, without a hash name yet.  num_bytes: of the adapter's files."""
+    """Whole files on disk, without a hash name yet."""
 
     folder: Path
     content_hash: str
@@ -35,7 +35,7 @@ class Staged:
 
 
 class ContentStore:
-    """`folder`/HASH/ holds an adapter's two files, or links to them, and their manifest.
+    """`folder`/HASH/ holds an adapter's two files, or links, and their manifest.
 
     The manifest has sha256 and bytes of each file; HASH is the manifest's sha256.  A rename after sync names
     a folder, so a crash leaves no partial content.  Callers serialise `place`, `delete` and `sweep`.
@@ -110,7 +110,7 @@ class ContentStore:
         return None
 
     def delete(self, content_hash: str) -> None:
-        """Delete content; after a crash nothing partial remains under the hash."""
+        """Delete content atomically."""
         dying = tempfile.mkdtemp(dir=self.folder, prefix=".deleted-")
         with suppress(FileNotFoundError):
             os.rename(self.path(content_hash), dying)
@@ -145,7 +145,7 @@ class ContentStore:
 
 
 def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str, str | int]:
-    """Copy or link one file; returns its manifest entry (of the written bytes, for a copy)."""
+    """Copy or link one file; returns the manifest entry (for a copy, of the written bytes)."""
     if link:
         target.symlink_to(source.resolve())
         return {"sha256": _sha256(source, root=root), "bytes": source.stat().st_size}
@@ -157,7 +157,7 @@ def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str,
 
 
 def _sha256(path: Path, copy: BinaryIO | None = None, root: str | None = None) -> str:
-    """sha256 of a file's content, also written to `copy`."""
+    """sha256 of a file's content; also writes the content to `copy`."""
     digest = hashlib.sha256()
     with open_file(path, path.name, root) as file:
         while block := file.read(_BLOCK_BYTES):
