@@ -23,7 +23,7 @@ class PlanGoals(Settings):
     )
     """Requests decoding at once, over all instances (Little's law)."""
     load_margin: float = setting(0.0, least=0, option="--load-margin")
-    """Further load to plan for, 0.2 being a fifth; not with --global-batch."""
+    """Further load to plan for (0.2: a fifth); not with --global-batch."""
     gpus: int | None = setting(None, least=1, option="--gpus", unset="as few as it takes")
     """Number of GPUs to divide."""
     instances: int | None = setting(None, least=1, option="--instances", unset="chosen")
@@ -54,10 +54,7 @@ class PlanGoals(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Settings):
-    """Where and how to send.
-
-    model: name of the base model, for requests without an adapter.
-    """
+    """Where and how to send."""
 
     url: str = setting(option="--url")
     """Server, such as http://127.0.0.1:8000."""
@@ -83,9 +80,9 @@ class ReplayOptions(Settings):
 class WorkloadOptions(Settings):
     """How a trace is turned into requests; lengths in tokens, None: as in the trace.
 
-    arrivals: "trace" (its times, scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests,
-    duration_s: recorded arrivals are cut; drawn ones go round the trace's rows as often as needed.  prompts:
-    "text" sends the trace's texts, "random" random token ids of the trace's lengths.
+    arrivals: "trace" (scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests, duration_s:
+    recorded arrivals are cut; drawn ones repeat the trace's rows.  prompts: "text" sends the trace's texts,
+    "random" random token ids of the trace's lengths.
     """
 
     arrivals: str = setting("trace", choices=ARRIVALS)
