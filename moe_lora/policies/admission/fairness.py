@@ -13,14 +13,14 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
-"""Of a computed prompt token, and of a generated token, as in the paper."""
+"""Of a computed prompt token, and of a generated token."""
 
 
 class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
     share: the tenant's weight.  priority: within the tenant; lower first.  matched: admitted before, and
-    first in the order, unless it gave way to another tenant.
+    first in the order, unless it gave way.
     """
 
     @property
@@ -45,24 +45,24 @@ Competing = TypeVar("Competing", bound=CompetingView)
 class VirtualTokenCounter:
     """Counts service per tenant, by weight; the tenant of least service goes first.
 
-    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).
-    With U = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the
-    longest answer + credit) / the least share, service per share of two waiting tenants differs by at most 2
-    U (as theorem 4.4), except for requests without an adapter place or after a preemption.
+    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  With U
+    = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
+    answer + credit) / the least share, service per share of two waiting tenants differs by at most 2 U
+    (theorem 4.4), except for requests without an adapter place or after a preemption.
     """
 
     def __init__(self, credit: float = 0.0, first: str = "", given: float = 0.0) -> None:
-        """given: what the tenant `first` got before the other tenants came."""
+        """given: service of the tenant `first` before other tenants came."""
         self._credit = credit
         self.counters: defaultdict[str, float] = defaultdict(float, {first: given} if given else {})
         self._levels: defaultdict[str, float] = defaultdict(float)
-        """Start of each tenant, without its credit."""
+        """Start of each tenant, without credit."""
         self._waiting: Counter[str] = Counter()
         self._last = first
         """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:
-        """One more request of the tenant waits."""
+        """One more request waits."""
         if tenant not in self._waiting:
             others = self._waiting or (self._last,)
             level = min(max(self.counters[other], self._levels[other]) for other in others)
@@ -71,7 +71,7 @@ class VirtualTokenCounter:
         self._waiting[tenant] += 1
 
     def dequeue(self, tenant: str) -> None:
-        """A request of the tenant has started, or left."""
+        """A request has started, or left."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
@@ -86,9 +86,9 @@ class VirtualTokenCounter:
         self.counters[tenant] += DECODE_COST / share
 
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
-        """The queue in starting order: matched first, then by tenant, by priority, by arrival.
+        """The queue in starting order: matched first, then by tenant, priority, arrival.
 
-        Reads the counters anew for each, as the taker counts it.
+        Reads the counters anew for each: a start changes them.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -110,11 +110,10 @@ class VirtualTokenCounter:
     def borrowed(
         self, waiting: Iterable[Competing], running: Sequence[Competing], num_others: Counter[str], slots: int
     ) -> list[Competing]:
-        """Running requests that must make room when all slots are taken.
+        """Running requests to stop when all slots are taken.
 
-        A waiting tenant that is next and below its share of slots gets those beyond another's share, without
-        a wait for answers' ends.  running: by start; the first one stays.
-        num_others: further slots per tenant.
+        A waiting tenant next in turn and below its share of slots gets slots beyond another's share.
+        running: by start; the first one stays.  num_others: further slots per tenant.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

@@ -21,9 +21,8 @@ from .merging_costs import Credits, MergingCosts, Mode, Period, Rows, Thresholds
 class Batching:
     """The next step.
 
-    merge: adapter for the weights from now on, or None.  only: adapters allowed to compute (None among
-    them: the base model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once:
-    change whole weights before the step, not a part per step.
+    merge: adapter for the weights from now on, or None.  only: adapters allowed to compute (None among them:
+    the base model); None: all.  at_once: change whole weights before the step, not a part per step.
     """
 
     merge: Uid = None
@@ -36,9 +35,8 @@ class MergingView:
     """A policy's view before a step.
 
     requests: candidates in FCFS order: running, then waiting.  max_num_seqs: most requests of a step.
-    merged: adapter in all weights; None: none, or a swap is in progress (swapping).  eligible: True if an
-    adapter may be merged: resident, within the limits of rounding error and size, not leaving; not called for
-    the base model.
+    merged: adapter in all weights; None: none, or a swap is in progress.  eligible: True if an adapter may be
+    merged; not called for the base model.
     """
 
     requests: Sequence[WaitingView]
@@ -57,9 +55,7 @@ class MergingPolicy(Protocol):
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """The step ran in this mode with num_rows token rows in `seconds`, swap_s
-        of them for weight changes.
-        """
+        """The step ran in this mode with num_rows token rows; swap_s of `seconds` changed weights."""
         ...
 
     def forget(self, uid: Uid) -> None:
@@ -114,12 +110,10 @@ class DLora:
     """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few.
 
     Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  B is max_num_seqs, n the number
-    of adapters so far: an adapter with a request among the first B is served again after at most
-    ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays;
-    starving adapters run unmerged unless only the merged one starves.  As in the authors' artifact, weights
-    also merge at the threshold.
-
-    costs: IterationTime and the switching overhead t_M.
+    of adapters so far: an adapter with a request among the first B is served again after at most ceil(credit
+    B) (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays; starving adapters
+    run unmerged unless only the merged one starves.  As in the authors' artifact, weights also merge at the
+    threshold.
     """
 
     def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:
@@ -343,9 +337,9 @@ class CheapestMode:
 def make_merging_policy(
     name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
 ) -> MergingPolicy:
-    """The named policy.  dlora: parameters of "dlora"; None: the defaults.
+    """The named policy.  dlora: None: the defaults.
 
-    Raises ConfigError for an unknown name, and for a policy without its costs.
+    Raises ConfigError, also for a policy without its costs.
     """
     if name == "unmerged":
         return UnmergedOnly()

@@ -29,9 +29,8 @@ class MergingCosts:
     """Seconds of decode steps by mode, and of swaps.
 
     A row of the merged adapter costs as a base row; other rows of a mixed step pay for two deltas (-delta_a +
-    delta_b).  Model times are scaled by the measured ratio of the mode, or the mean of other modes if
-    unmeasured, so a wrong model favours no mode.
-    lora_rank: of an adapter.  swap_s: from the merged adapter to another; None: none.
+    delta_b).  The measured ratio of the mode (unmeasured: the mean of other modes) scales model times, so a
+    wrong model favours no mode.  swap_s: from the merged adapter to another; None: none.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class MergingCosts:
         return self._model_s(rows, merged) * self._ratio(mode_of(rows, merged))
 
     def swap_s(self, before: Uid, after: Uid) -> float:
-        """A swap from `before` to `after`; 0 if equal."""
+        """A swap; 0 if equal."""
         return 0.0 if before == after else self._modelled_swap_s(before, after) * self._ratio("swap")
 
     def expect(self, rows: Rows, merged: Uid) -> None:
@@ -59,7 +58,7 @@ class MergingCosts:
         self._expected = (dict(rows), merged)
 
     def took(self, mode: Mode, num_rows: int, seconds: float) -> None:
-        """The measured step; ignored with other rows (e.g. a prompt's) or another mode."""
+        """The measured step; ignored with other rows or another mode."""
         rows, merged = self._expected
         if num_rows and num_rows == sum(rows.values()) and mode == mode_of(rows, merged):
             self._learn(mode, seconds, self._model_s(rows, merged))
@@ -99,11 +98,11 @@ class MergingCosts:
 
 
 class Credits:
-    """Credits of adapters, whole numbers >= 0.  Transfers move credits, and create or remove none.
+    """Credits of adapters, whole numbers >= 0.  Transfers keep the sum.
 
-    share: credits of an adapter for each other adapter, so n adapters start with share (n - 1) each.
-    starve, normal: credits above the start.  An adapter starves from more than `starve` until less than
-    `normal`.  Source: dLoRA, Algorithm 3 (A.1); the start and its growth with n: the authors' artifact.
+    share: credits of an adapter for each other adapter, so n adapters start with share (n - 1) each.  starve,
+    normal: credits above the start.  An adapter starves from more than `starve` until less than `normal`.
+    Source: dLoRA, Algorithm 3 (A.1); the start and its growth with n: the authors' artifact.
     """
 
     def __init__(self, share: int, starve: int, normal: int) -> None:
@@ -136,10 +135,7 @@ class Credits:
         self.of[uid] = self.start
 
     def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
-        """For each passed-over request, the richest served adapter pays one credit, if any.
-
-        served: at least one.
-        """
+        """For each passed-over request, the richest served adapter pays one credit, if any."""
         payers = sorted(served, key=str)
         for uid, num in passed_over.items():
             for _ in range(num):
@@ -152,7 +148,7 @@ class Credits:
     def forget(self, uid: Uid) -> None:
         """Remove an adapter, and from each other adapter its share for this one.
 
-        The poorest get the credits that the adapter gained.  The richest pay for the credits that it lost.
+        The poorest get the credits that the adapter gained; the richest pay for lost credits.
         """
         self.starving.discard(uid)
         if self.of.pop(uid, None) is None:
@@ -162,7 +158,7 @@ class Credits:
 
 
 def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
-    """Credits with this sum: the richest fall to one level, or the poorest rise to one level."""
+    """Credits with this sum: the richest fall to one level, or the poorest rise."""
     surplus = sum(credits.values()) - total
     sign = 1 if surplus > 0 else -1
     ordered = sorted(credits, key=lambda uid: -sign * credits[uid])
@@ -184,7 +180,7 @@ def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
 class Period:
     """Steps since the last break point, in the actual and in the alternative mode.
 
-    rows, seconds: served requests and time, by mode.  Source: dLoRA, Algorithm 2.
+    Source: dLoRA, Algorithm 2.
     """
 
     merged: bool

@@ -33,18 +33,18 @@ LACK_S = 1e12
 NUM_SWAPPED, NUM_PAIRED = 32, 12
 """Requests of a replica in exchanges of one, and of up to two."""
 NUM_TRIED = 8
-"""Best moves by fractional swapping that are checked with whole requests."""
+"""Best moves by fractional swapping, checked with whole requests."""
 NEAR = 0.02
 """Accepted share above the bound."""
 MAX_STEPS = 48
 DEPTHS = (1.0, 0.75)
-"""Fractions of the bound that givers go down to; the next is tried after a bad result."""
+"""Fractions of the bound that givers go down to; the next follows a bad result."""
 
 
 def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
     """A plan never worse than staying, within memory limits.
 
-    num_selected: the search covers the slowest replica and 2 K - 1 of the fastest.
+    num_selected: K; the search covers the slowest replica and 2 K - 1 of the fastest.
     """
     placement = Placement(problem)
     bound, before = lower_bound(placement), placement.objective()
@@ -93,7 +93,7 @@ def _spread(placement: Placement, bound_s: float, depth: float) -> None:
 
 
 class _Fleet:
-    """All replicas during the spread: given requests count nowhere until placed.
+    """Replicas during the spread; given requests count nowhere until placed.
 
     seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0: swapped.
     """
@@ -114,7 +114,7 @@ class _Fleet:
         self._swap = placement.problem.swap
 
     def give(self, j: int, most_s: float) -> list[int]:
-        """Take the cheapest requests from the replica until its time is at most most_s."""
+        """Take the cheapest requests until the replica's time is at most most_s."""
         placement, found = self._placement, []
         lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
         members = sorted(placement.members[j])
@@ -173,7 +173,7 @@ class Search:
     """Requests on the chosen replicas, moved while their slowest gets faster.
 
     Legend: m position among the chosen; c a candidate: requests of one adapter that move together.
-    seconds: [m] without swapping.  used, adapters_used: [m] bytes.  counts: [adapters + 1, m] requests.
+    seconds: [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.
     """
 
     def __init__(self, placement: Placement, chosen: Sequence[int]) -> None:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holders of a pool's adapters in host memory, and droppable copies.
 
-Order: copies are made and confirmed, routing switches to the new placement, then old copies are dropped.
-An adapter always has the old holders, or as many as required.
-
-Source: LoRAServe section IV-B (an adapter is deleted only after it was copied).
+Copies are made and confirmed, routing switches, then old copies are dropped (LoRAServe section IV-B): an
+adapter always has the old holders, or as many as required.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ Key = TypeVar("Key", bound=str)
 Holders = Mapping[Key, Collection[int]]
 
 UNEVEN = 0.1
-"""Without a placement, adapters move only above this difference of fullest and emptiest instance, relative to
-the mean.
-"""
+"""Least difference of fullest and emptiest instance, relative to the mean, for moves without a placement."""
 
 
 def place_holders(
@@ -32,9 +28,8 @@ def place_holders(
 ) -> dict[Key, frozenset[int]]:
     """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
-    sizes: bytes of each adapter.  held: current holders.  live: current instances.  wanted: by a placement;
-    adapters outside stay or go where the fewest bytes are, and are evened out.  Never fewer than
-    min(replicas, live).
+    sizes: bytes.  wanted: by a placement; adapters outside stay or go where the fewest bytes are, and are
+    evened out.  Never fewer than min(replicas, live).
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}
@@ -79,7 +74,7 @@ def _even_out(
 
 
 def copies_to_make(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
-    """(adapter, target instance without it), adapters without any holder first."""
+    """(adapter, target instance), adapters without any holder first."""
     missing = [
         (key, instance)
         for key, instances in target.items()

@@ -11,8 +11,7 @@ host's (x^H); y_kj adapter k is on j; L_i remaining seconds of i; M_i its bytes,
                 sum_j x_ij = 1                                 (existence)
 
 gamma_ij is 1 at the request's replica and its move factor elsewhere.  (The printed gamma scales every term
-alike and inhibits no move.)  load_kj, the load time of k, is our addition: load_s
-= 0 gives the printed problem.
+alike.)  load_kj, the load time of k, is our addition.
 Source: dLoRA, section 5.2 and table 1.
 """
 
@@ -38,8 +37,8 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """device_bytes: for adapters and requests.  host_bytes: for swapped requests.  adapters: on its device
-    now, without load time.  free_seats: further requests that compute at once; for `paying_moves` only.
+    """host_bytes: for swapped requests.  adapters: on its device now, without load time.  free_seats: further
+    requests that compute at once; for `paying_moves` only.
     """
 
     name: ReplicaName
@@ -51,7 +50,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """adapter: None for the base model.  num_bytes: of its KV (of a waiting request: in future).  exec_s:
+    """adapter: None for the base model.  num_bytes: of KV (of a waiting request: in future).  exec_s:
     remaining seconds; the paper uses its adapter's mean.  move_factor: gamma >= 1: (exec_s + seconds of the
     move) / exec_s; 1 for a waiting request.
     """
@@ -77,7 +76,7 @@ class AdapterSize:
 class MigrationProblem:
     """swap_bytes_per_s: B.  affinity_s: eta, cost of another adapter on a replica.
 
-    Raises ValueError for an unknown replica or adapter, doubled names, and numbers out of range.
+    Raises ValueError for unknown or doubled names, and numbers out of range.
     """
 
     replicas: Sequence[ReplicaView]
@@ -121,8 +120,8 @@ class MigrationPlan:
     """The plan; loads precede their moves.
 
     moves: (request, source, target), cheapest first, so waiting before running.  loads: (adapter, replica).
-    objective, objective_before: seconds of the slowest replica after and before; infinite without enough
-    memory.  bound: lower bound of any plan; 0 if unknown.
+    objective, objective_before: seconds of the slowest replica; infinite without enough memory.  bound: lower
+    bound of any plan; 0 if unknown.
     """
 
     moves: tuple[tuple[RequestId, ReplicaName, ReplicaName], ...]
@@ -135,10 +134,10 @@ class MigrationPlan:
 class Placement:
     """A placement in indices of the problem's sequences, with costs per replica.
 
-    Starts at the current state; a move takes constant time.  replica_of: [requests].  members: of each
-    replica, in no order.  counts: requests by replica and adapter.  seconds, used: per replica, without
-    swapping, and bytes.  Columns: home, adapter (the base model is an extra one of 0 bytes), exec_s, moved_s
-    (away from home) and num_bytes: [requests]; adapter_bytes, load_s: [adapters + 1].
+    Starts at the current state; a move takes constant time.  counts: requests by replica and adapter.
+    seconds, used: per replica, without swapping, and bytes.  Columns: home, adapter (the base model is an
+    extra one of 0 bytes), exec_s, moved_s (away from home) and num_bytes: [requests]; adapter_bytes, load_s:
+    [adapters + 1].
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
@@ -233,7 +232,7 @@ class Placement:
     def cost(self, j: int) -> tuple[float, float]:
         """(missing bytes, seconds) of the replica.
 
-        The host takes whole requests, greedily few bytes: the largest that fit stay on the device.
+        The host takes whole requests: the largest that fit stay on the device.
         """
         if self.used[j] <= self.problem.replicas[j].device_bytes:
             return 0.0, self.seconds[j]
@@ -287,8 +286,8 @@ def swapped_bytes(sizes: Sequence[float], room: float) -> float:
 
 
 def undo_needless(placement: Placement, limit: float) -> None:
-    """Return useless moves, dearest first: no replica of the two may pass the limit (seconds) or lose
-    needed memory.
+    """Return useless moves, dearest first, while both replicas stay within the limit (seconds) and have
+    memory.
     """
     moved = [i for i, j in enumerate(placement.replica_of) if j != placement.home[i]]
     for i in sorted(moved, key=lambda i: float(placement.exec_s[i] - placement.moved_s[i])):
@@ -300,7 +299,7 @@ def undo_needless(placement: Placement, limit: float) -> None:
 
 def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
     """Return requests from replicas with more missing memory than before, smallest first; all of them unless
-    the slowest gets faster.  before: `costs`.
+    the slowest gets faster.
     """
     moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}
     too_full = [j for j, (lacking, _) in enumerate(before) if placement.cost(j)[0] > lacking]
@@ -320,8 +319,7 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 def lower_bound(placement: Placement) -> float:
     """Lower bound of the slowest replica's seconds, not always reached.
 
-    The least T whose replicas hold all requests, adapters and swapping, and at
-    least any request with its adapter.
+    The least T whose replicas hold all work and swapping, and at least any request with its adapter.
     """
     problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration plans by programs of HiGHS: the whole problem of `migration`, and dLoRA's relaxed part of it.
+"""Migration plans by programs of HiGHS: the whole problem, and dLoRA's relaxed part.
 
 The whole problem takes exponential time: for small clusters, and as the oracle of `fast`.  The relaxed
 program has no memory limits, and divides requests of the K slowest replicas among these and the K fastest; a
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> MigrationPlan:
-    """The plan of least objective, by HiGHS; after the time limit the best found, with a bound.
+    """The plan of least objective; after the time limit the best found, with a bound.
 
     No moves if nothing better is found, or no placement fits memory.
     """
@@ -151,10 +151,7 @@ class _Program:
 
 
 def plan_relaxed(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
-    """A plan never worse than staying, within memory limits.
-
-    num_selected: K.
-    """
+    """A plan never worse than staying, within memory limits."""
     placement = Placement(problem)
     start, before = placement.costs(), placement.objective()
     by_cost = sorted(range(len(start)), key=start.__getitem__)
@@ -180,8 +177,7 @@ def _rounded(parts: FloatArray) -> list[int]:
 
 
 class _Relaxed:
-    """The program: columns T, then requests of each group on each replica, y of each adapter, swapped bytes
-    per replica.
+    """Columns T, then requests of each group on each replica, y of each adapter, swapped bytes per replica.
 
     groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none); they
     share a row of x, with mean seconds and bytes.
@@ -189,7 +185,7 @@ class _Relaxed:
 
     def __init__(self, search: Search, num_slowest: int) -> None:
         self._search = search
-        self._fixed = search.every >= num_slowest  # whose own requests stay
+        self._fixed = search.every >= num_slowest  # their own requests stay
         placement = search.placement
         groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for m in range(num_slowest):
@@ -204,7 +200,7 @@ class _Relaxed:
         self._adapters = sorted({k for k in self._of_group if k < len(placement.adapter_bytes) - 1})
 
     def solve(self) -> FloatArray:
-        from scipy.optimize import linprog  # a third of a second, which a front end without moves saves
+        from scipy.optimize import linprog  # a third of a second
         from scipy.sparse import vstack
 
         search, placement = self._search, self._search.placement
@@ -217,7 +213,7 @@ class _Relaxed:
             [search.request_s(one[:, None], search.every).mean(axis=0) for one in self.groups]
         ).reshape(x.shape)
         num_bytes = np.array([placement.num_bytes[group].mean() for group in self.groups])
-        absent = ~self._fixed | (search.counts[self._adapters] == 0)  # else the adapter is there in any case
+        absent = ~self._fixed | (search.counts[self._adapters] == 0)
         unit = max(float(seconds.max(initial=0.0)), TOLERANCE)
         page = max(float(num_bytes.max(initial=0.0)), 1.0)
         time, memory, matching = _Rows(), _Rows(), _Rows()
@@ -255,7 +251,7 @@ class _Relaxed:
             bounds=(0, None),
             method="highs-ds",
         )
-        assert found.status == 0, found.message  # all that stay are a solution
+        assert found.status == 0, found.message  # staying is a solution
         return found.x[x]
 
 

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of a decision.  steps: times of batches.  slo_tpot_s: limit of a decode step.
-    mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.  cost: of `RANK_AWARE_COSTS`.
-    adapter_load_s_per_rank: load time by rank (dLoRA section 5.1); 0 with host: the profile's.  host: start
-    of prompts with missing adapters; None: wait for the load.  max_num_batched_tokens: of a step; limits a
-    prompt's first step.  Checked as `RoutingConfig`.
+    """Costs of a decision.
+
+    slo_tpot_s: limit of a decode step.  mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.
+    cost: of `RANK_AWARE_COSTS`.  adapter_load_s_per_rank: dLoRA section 5.1; 0 with host: the profile's.
+    host: start of prompts with missing adapters; None: wait for the load.  max_num_batched_tokens: limits a
+    prompt's first step.
     """
 
     steps: StepModel
@@ -37,7 +38,7 @@ class CostModel:
     max_num_batched_tokens: int | None = None
 
     def start_s(self, prompt: Row) -> float:
-        """Cost of a missing adapter for a prompt: the load, or host workers' extra time if less.
+        """Cost of a missing adapter for a prompt: the load, or host workers' shorter extra time.
 
         Source: Toppings section 4.1.
         """
@@ -99,8 +100,8 @@ class _Asked:
 class AnswerMean:
     """Running mean of the tokens of answers.
 
-    tokens: the mean, FIRST_TOKENS at first, with the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers
-    on an answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
+    FIRST_TOKENS has the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers on an answer counts 1 /
+    MAX_WEIGHT, so the mean follows the load.
     """
 
     FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
@@ -119,12 +120,11 @@ class RankAware(RequestListener):
     decode step would pass slo_tpot_s.
 
     Δ: the request's addition to a step, prefill over waiting prompts, decode over all requests.  With host
-    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  A decode step has a
-    token of each request: seconds of a step are seconds per token. Candidates have room for the adapter.
-    `requests` counts present requests, so an idle instance costs nothing, as in the paper.  cost "all" adds
-    the request's own time per token, prefill / mean_output_tokens + decode.  At equal costs the least token
-    work left decides, then the index; the paper takes the first.  ranks: of the adapters, possibly live.
-    max_loras: see `with_room`.  Source: Toppings, section 5, Algorithm 1.
+    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  Seconds of a decode step
+    are seconds per token.  Candidates have room for the adapter.  `requests` counts present requests, so an
+    idle instance costs nothing, as in the paper.  cost "all" adds the request's own time per token, prefill /
+    mean_output_tokens + decode.  At equal costs the least token work left decides, then the index; the paper
+    takes the first.  Source: Toppings, section 5, Algorithm 1.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
@@ -186,9 +186,8 @@ class ShortestPendingTime:
     """The instance of least queueing time plus, for a missing adapter, load time.
 
     Queueing: a prefill step over the waiting prompts, and the tokens left at the time of a decode step over
-    all requests (max_num_seqs at most). Loading: adapter_load_s_per_rank · rank, with host workers
-    `CostModel.start_s`.  Candidates have room for the adapter (`with_room`).  Source: dLoRA, section 5.1,
-    proactive dispatching.
+    all requests (max_num_seqs at most).  Loading: adapter_load_s_per_rank · rank, with host workers
+    `CostModel.start_s`.  Source: dLoRA, section 5.1, proactive dispatching.
     """
 
     def __init__(
