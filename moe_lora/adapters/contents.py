@@ -37,12 +37,11 @@ COLUMNS_REFUSED = {
 
 
 class AdapterContents:
-    """Reads adapters from their folders, or from a store of earlier contents.
+    """Reads adapters from folders, or a store of earlier contents.  Thread-safe.
 
-    root: folder that must contain every path.  max_lora_rank: larger adapters are refused.  base_dir:
-    checkpoint of the base, to compare copies and replaced rows; None: both are refused.  computed_by: "cpu",
-    "cuda", "quantised" (weights quantised at the load), or "lora_server", the owner of the store.
-    Thread-safe for the engine's and the reader's threads.
+    root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and replaced
+    rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (weights quantised at the load), or
+    "lora_server", the owner of the store.
     """
 
     def __init__(
@@ -64,11 +63,11 @@ class AdapterContents:
         self.shape = shape
         self.dtype = dtype
         self._served: dict[str, list[str]] = {}
-        """Name -> content hashes of the last two versions, to undo a load that a peer refuses."""
+        """Name -> content hashes of the last two versions, to undo a refused load."""
         self._lock = threading.Lock()
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
-        """The adapter of these tensors (see `pack_state_dict`); the store does not keep it."""
+        """The adapter of these tensors, outside the store."""
         packed = pack_state_dict(
             tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir
         )
@@ -85,10 +84,9 @@ class AdapterContents:
     ) -> PackedAdapter:
         """The adapter in a folder; with a content hash, exactly this content.
 
-        must_keep: a full store is an error; None: only without a content hash.
-        Errors name the adapter, for clients; the log names the folder.
-        Raises AdapterError, also for changed content outside the store; StorageError for a full store, or no
-        free file handle.
+        must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, for
+        clients; the log names the folder.  Raises AdapterError; StorageError for a full store, or no free
+        file handle.
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
@@ -136,7 +134,7 @@ class AdapterContents:
     ) -> list[tuple[PackedAdapter, str]]:
         """Each adapter of (name, path) pairs, with its path.
 
-        leave_out_bad: log and skip bad adapters, and ignore a full store; otherwise raises as `read`.
+        leave_out_bad: skip bad adapters, and ignore a full store; otherwise raises as `read`.
         """
         found = []
         for name, path in adapters:
@@ -161,7 +159,7 @@ class AdapterContents:
         return found
 
     def serve(self, name: str, hash_now: str) -> None:
-        """Note the content of a new version of `name`; drops the version before the last."""
+        """Note a new version's content; drops the version before the last."""
         with self._lock:
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
@@ -191,7 +189,7 @@ class AdapterContents:
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:
-        """Log the adapter's warnings.  Raises AdapterError for changes without computation here."""
+        """Log warnings.  Raises AdapterError for changes without computation here."""
         for warning in packed.warnings:
             logger.warning("%s", warning)
         beside_lora_server, problem = self._computed_by == "lora_server", None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed adapters as files mapped by all processes of a host: one copy in memory."""
+"""Packed adapters as files mapped by all processes of a host."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _PARTS = ("data", "table", "scale")
 class HostStore:
     """Adapters by content hash in one directory.
 
-    Only whole files get their name, so concurrent writers and crashes are safe.  Opening the store removes a
-    dead writer's parts, if folders have locks.
+    Only whole files get their name, so concurrent writers and crashes are safe.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -61,9 +60,9 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if the adapter is present; writes a lost file again from a mapping.
+        """True if the adapter is present, maybe written again from a mapping.
 
-        Raises StorageError without room.
+        Raises StorageError.
         """
         if content_hash in self:
             return True
@@ -75,7 +74,7 @@ class HostStore:
         return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless present.  Raises StorageError without room."""
+        """Write the adapter unless present.  Raises StorageError."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -96,7 +95,7 @@ class HostStore:
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
         """Write the file of this hash from another store's bytes.
 
-        Raises StorageError without room; errors of `blocks` pass unchanged.
+        Raises StorageError; errors of `blocks` pass.
         """
         with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
@@ -109,7 +108,7 @@ class HostStore:
         with ExitStack() as stack:
             with self._explained():
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # A locked folder marks a write in progress; the library may choose a temporary name inside.
+                # A locked folder marks a write in progress.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
             yield folder / path.name
             with self._explained():
@@ -128,10 +127,7 @@ class HostStore:
             ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
-        """The adapter of this hash, its tensors mapped from the file.
-
-        Raises AdapterError for a missing or damaged file without a mapping here.
-        """
+        """The adapter of this hash, mapped from the file.  Raises AdapterError."""
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():
@@ -164,10 +160,9 @@ _SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invoca
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Byte offsets of an adapter in one piece of memory: tables, scales, then each layer's data.
+    """Byte offsets of an adapter in memory: tables, scales, then each layer's data.
 
-    Parts start at multiples of 64 bytes.  scales: start.  head_bytes: tables and scales.  data: (start,
-    length) per layer.
+    Parts start at multiples of 64 bytes.  head_bytes: tables and scales.  data: (start, length) per layer.
     """
 
     scales: int
@@ -222,7 +217,7 @@ def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
 def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) -> PackedAdapter:
     """An adapter with data tensors on the device "meta".
 
-    head: uint8 [layout.head_bytes], tables and scales; None: absent too.
+    head: uint8 [layout.head_bytes]; None: absent too.
     """
     if head is None:
         shape = (len(facts.layer_elements), facts.num_entries)

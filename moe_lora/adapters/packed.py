@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters packed at true rank: per layer one flat tensor and a table of offsets.
 
-Legend: N copies of a matrix, R LoRA rank, D features, X table entries, C column ranges.
+Legend: N copies of a matrix, R LoRA rank, X table entries, C column ranges.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class PackedLayer:
     """One layer's matrices back to back, as the kernels read them.
 
     data: 1-D, model dtype, CPU.  Per matrix: A as lora_rank rows of in_features, or B transposed as lora_rank
-    rows of out_features; matrices start at multiples of 64 bytes, gaps are zero.
-    table: int64 [num_entries, 3] (a_offset, b_offset, lora_rank), offsets in elements; lora_rank 0: no delta.
+    rows of out_features, from multiples of 64 bytes on; gaps are zero.
+    table: int64 [num_entries, 3] (a_offset, b_offset, lora_rank), in elements; lora_rank 0: no delta.
     Entries may share a matrix.
     scale: float32 [num_entries].
     """
@@ -46,9 +46,9 @@ class PackedAdapter:
     """A whole adapter.  targets: module names with deltas.
 
     content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
-    warnings: config fields without effect.  base_copies: keys of base weights to compare with the base.
-    invocation: tokens of an activated LoRA: the adapter starts at their last occurrence in the prompt; part
-    of the hash.  has_columns: with entries of `ModelShape.column_sites`.
+    warnings: config fields without effect.  base_copies: keys of base weights to compare.  invocation: tokens
+    of an activated LoRA: the adapter starts at their last occurrence in the prompt; part of the hash.
+    has_columns: with `ModelShape.column_sites`.
     """
 
     name: str
@@ -65,10 +65,10 @@ class PackedAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One LoRA pair of a PEFT file as views for a copy.
+    """One LoRA pair of a PEFT file as views.
 
     shrink: [N, R, in_features], N = 1 (shared) or one per expert.  expands: per module [N, R, out_features].
-    source: key of lora_A, for errors.
+    source: key of lora_A.
     """
 
     site: Site
@@ -83,7 +83,7 @@ class Pair:
 def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, where: str) -> PackedLayer:
     """Copy each matrix of the pairs once into a PackedLayer.
 
-    Raises AdapterError with `where` and the key for NaN or infinity, also after conversion to dtype.
+    Raises AdapterError for NaN or infinity after conversion.
     """
     offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
@@ -103,7 +103,7 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
 
 
 def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:
-    """Entries in each table of an adapter; a layer beyond the model's is outer."""
+    """Entries in each table; a layer beyond the model's is outer."""
     if has_columns:
         return shape.column_sites[-1].entry_base + shape.column_sites[-1].num_entries
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
@@ -167,7 +167,7 @@ def assemble(
     invocation: tuple[int, ...] = (),
     has_columns: bool = False,
 ) -> PackedAdapter:
-    """The packed layers as one adapter, with derived fields."""
+    """The packed layers as one adapter."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
     if has_columns:
         ranks = ranks[:, : shape.column_sites[0].entry_base]
@@ -209,11 +209,11 @@ class LayerShard:
     """A rank's part of a packed layer.
 
     With divided layers (`core.shard`) B is divided for a column-parallel site, A for a row-parallel site:
-    deltas need no communication (S-LoRA, arXiv 2311.03285, section 6, divides both and sends).
+    deltas need no communication (unlike S-LoRA, arXiv 2311.03285, section 6).
     copies: (first element in the layer's data, in the shard, number of elements), ascending.
-    divided: matrices with a part of their columns (first element in the layer's data, in the shard, number of
-    rows, of columns, row stride in the data, in the shard).
-    table, scale: as in `PackedLayer`, offsets in the shard; lora_rank 0: entry not kept.
+    divided: partial columns (first element in the layer's data, in the shard, number of rows, of columns, row
+    stride in the data, in the shard).
+    table, scale: as in `PackedLayer`, offsets in the shard.
     """
 
     copies: tuple[tuple[int, int, int], ...]
@@ -223,7 +223,7 @@ class LayerShard:
     divided: tuple[tuple[int, ...], ...] = ()
 
     def copy(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """out = the shard's elements of the layer's `data`; both 1-D, out of `num_elements`."""
+        """out = the shard's elements of the layer's `data`; both 1-D."""
         for source, target, count in self.copies:
             out[target : target + count].copy_(data[source : source + count])
         for source, target, num_rows, width, stride, out_stride in self.divided:
@@ -247,7 +247,7 @@ def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]
 
 @lru_cache(maxsize=8)
 def _held_columns(shard: ModelShard) -> np.ndarray:
-    """[2, X, C, 2] int64: per entry of A and B, (first, number) of the column ranges."""
+    """[2, X, C, 2] int64: per entry of A and B, (first, number) of column ranges."""
     whole = shard.whole
     sites = (*whole.sites, *whole.outer_sites, *whole.column_sites)
     found = np.zeros((2, num_table_entries(whole, whole.num_layers, True), 3, 2), dtype=np.int64)
@@ -263,9 +263,10 @@ def _held_columns(shard: ModelShard) -> np.ndarray:
 def shard_layer(
     layer: PackedLayer, shape: ModelShape, kept: np.ndarray, shard: ModelShard | None = None
 ) -> LayerShard:
-    """The part of `layer` with the entries `kept` ([X] bool); shared matrices stay shared.
+    """The part of `layer` with the entries `kept` ([X] bool), outer entries and columns; shared matrices stay
+    shared.
 
-    Outer entries and columns are always kept.  shard: division of sites; None: matrices stay whole.
+    shard: division of sites; None: matrices stay whole.
     """
     table = layer.table.numpy()
     kept = np.concatenate([kept, np.ones(len(table) - len(kept), dtype=bool)])
@@ -313,9 +314,7 @@ def _divided(
     where: tuple[np.ndarray, np.ndarray, np.ndarray],
     lora_rank: np.ndarray,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, ...], ...]]:
-    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and entry; where: from, to, number of
-    elements.
-    """
+    """`LayerShard.copies` and `divided`."""
     starts, places, sizes = where
     strides, out_strides = (np.stack(entry_widths(one))[matrices] for one in (shard.whole, shard))
     whole = strides == out_strides

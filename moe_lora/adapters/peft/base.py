@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base beside an adapter: the config's model, embeddings, and copies in the file.  Torch-free."""
+"""The base beside an adapter: model, embeddings, and copies in the file.  Torch-free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?l
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
     """config.json of the base model; None if absent here, or outside `root`.
 
-    Raises AdapterError for an unreadable or too large file, no JSON object, or a base of other sizes.
+    Raises AdapterError for an unreadable file, or a base of other sizes.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
@@ -104,8 +104,7 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
 def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
     """Keys of base weights saved by PEFT beside a LoRA pair on the embedding or the head.
 
-    Raises AdapterError, with the cause, for other base embeddings: PEFT saves these after a change of
-    vocabulary, or on request.
+    Raises AdapterError for other base embeddings.
     """
     copies = tuple(sorted(key for key in tensors if EMBEDDING.fullmatch(key)))
     adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
@@ -129,10 +128,10 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
 
 
 def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> Stored:
-    """File and entry of the embedding or the head of a checkpoint: [V, H] of floats.
+    """File and entry of a checkpoint's embedding or head: [V, H] of floats.
 
-    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: start and end of the error.
-    Raises AdapterError for an absent, quantised or misshapen tensor; StorageError as `base_file`.
+    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: of the error.  Raises
+    AdapterError; StorageError as `base_file`.
     """
     try:
         if model_dir is None:
@@ -159,9 +158,9 @@ def base_modules(
     problem: str,
     way_out: str,
 ) -> Iterator[tuple[Stored, Stored | None]]:
-    """Weight and bias, if any, of linear layers of a checkpoint.
+    """Weight and bias, if any, of a checkpoint's linear layers.
 
-    modules: layer, place, and shape of the weight.  Otherwise as `base_tensor`.
+    modules: layer, place, weight's shape.  Otherwise as `base_tensor`.
     """
     header = cache(_header)
     try:

@@ -25,7 +25,7 @@ from .places import STRANGERS, max_tensors
 _HEADER_BYTES_PER_TENSOR = 512
 _HEADER_BYTES_BESIDE = 1 << 20
 _CHUNK_BYTES = 1 << 24
-# Exponent bits of a float as an unsigned integer: all set in NaN and infinity.
+# Exponent bits: all set in NaN and infinity.
 _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<u2", 0x1F << 10)} | {
     "F64": ("<u8", 0x7FF << 52)
 }
@@ -40,9 +40,9 @@ def check_adapter(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> None:
-    """Raises AdapterError if `read_adapter` would refuse the PEFT folder, with the same reason.
+    """Raises AdapterError if `read_adapter` would refuse the PEFT folder.
 
-    values: also look for NaN and infinity.  Only `read_adapter` finds overflow in the model's dtype.
+    values: also look for NaN and infinity; only `read_adapter` finds overflow in the model's dtype.
     """
     with opened(folder, shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         if values:
@@ -51,7 +51,7 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder with a config and tensors that fit a model; values unread.
+    """A PEFT folder that fits a model; values unread.
 
     where: the tensor file's name in errors.
     """
@@ -75,9 +75,7 @@ def opened(
     """The adapter in a folder, checked against the model by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    max_lora_rank: see `check_rank`.  subtracts: see `refuse_unsupported`.  base_dir: see `replaced_rows`.
-    Raises AdapterError for bad files, and at the end for files changed meanwhile; StorageError without free
-    file handles.
+    Raises AdapterError, at the end for files changed meanwhile; StorageError without free file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")
@@ -112,7 +110,7 @@ def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
 
 
 def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for too long a safetensors header, before parsing."""
+    """Raises AdapterError for too long a header, before parsing."""
     limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
     num_bytes = int.from_bytes(weights.read(8), "little")
     weights.seek(0)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a PEFT adapter folder, read without torch.
-
-Files are untrusted: sizes, names and offsets are checked before any allocation.
-"""
+"""The two files of a PEFT adapter folder, untrusted and without torch."""
 
 from __future__ import annotations
 
@@ -42,15 +39,14 @@ class _Index(msgspec.Struct):
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """The folder's adapter_config.json.  Raises AdapterError with the file and the key."""
+    """The folder's adapter_config.json.  Raises AdapterError."""
     return AdapterConfig.parse(read_json(folder), str(folder / CONFIG_FILE))
 
 
 def adapter_folder(path: str, name: str) -> str:
     """An adapter's folder: `path`, or the subfolder of a PEFT adapter not called "default".
 
-    A subfolder of the adapter's name comes before a single other subfolder; else `path` itself.  Raises
-    AdapterError for several subfolders, or another tool's folder.
+    Raises AdapterError for several subfolders without `name`, or another tool's folder.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -73,10 +69,7 @@ def adapter_folder(path: str, name: str) -> str:
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:
-    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled.
-
-    called: prefix of file names in errors; None: the path.
-    """
+    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled."""
     called = f"{folder}{os.sep}" if called is None else called
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
@@ -129,7 +122,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
-    """The error for unreadable files; a lack of file handles is not the adapter's fault."""
+    """The error for unreadable files; missing file handles are not the adapter's fault."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
         return StorageError(f"{name}: {what}")
@@ -149,10 +142,7 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
 
 
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
-    """Content of the folder's adapter_config.json.
-
-    Raises AdapterError for an absent or too large file, or no JSON.
-    """
+    """Content of the folder's adapter_config.json.  Raises AdapterError."""
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called
     path = folder / CONFIG_FILE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches the tensors of a PEFT file with its config and the model, without remainder."""
+"""Matches a PEFT file's tensors with config and model, without remainder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ACTIVATED = {
     *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
     *("global_qkv", "global_qk", "global_o"),
 }
-"""Sites of an activated LoRA.  Absorbed kv_b_proj sees earlier tokens of the base."""
+"""Sites of an activated LoRA.  Absorbed kv_b_proj sees the base's earlier tokens."""
 _MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""
 
@@ -46,9 +46,8 @@ _MODULES = ("matrix", "stacked", "heads")
 class Match:
     """layers: LoRA pairs per layer; one more layer for the head and the embedding, if any.
 
-    swapped: see `is_swapped`.  warnings: config fields without effect.  copies: keys of base weights (see
-    `base_weights`).  replaced: rows of the head and the embedding.  invocation: tokens of an activated LoRA.
-    columns: scaled or shifted columns, one term per pair.
+    copies: keys of base weights.  replaced: rows of the head and the embedding.  invocation: tokens of an
+    activated LoRA.  columns: one term per pair.
     """
 
     layers: list[list[PairSource]]
@@ -70,8 +69,8 @@ def match(
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: see `read_base`.  base_dir: see `replaced_rows`.  A target name without a match is a warning.
-    Raises AdapterError with `where` and the key of a tensor without place or partner, or of wrong shape.
+    base: see `read_base`.  A target name without a match is a warning.  Raises AdapterError with `where` and
+    the key of a tensor without place or partner, or of wrong shape.
     """
     if config.use_dora or config.lora_bias:
         from .columns import match_with_columns
@@ -123,7 +122,7 @@ def match(
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
-    """Raises AdapterError for a LoRA pair of rank above `max_lora_rank`.  None: no limit."""
+    """Raises AdapterError for a rank above `max_lora_rank`."""
     if max_lora_rank is None:
         return
     for rows in found.replaced:
@@ -214,8 +213,7 @@ def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -
 def _expected(
     config: AdapterConfig, places: PlaceMap, present: set[str], names: Names
 ) -> dict[str, list[Place]]:
-    # Newer transformers keep experts and gate as parameters, beyond target_modules.  Modules of single
-    # experts in the file show an older transformers.
+    # Newer transformers keep experts and gate as parameters, beyond target_modules.
     firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
     has_experts = any(place.expert is not None for place in firsts)
     has_gate = has_experts or any(place.site == "router" for place in firsts)
@@ -293,7 +291,7 @@ def _check_known(
 def _check_tying(
     config: AdapterConfig, expected: Mapping[str, Sequence[Place]], places: PlaceMap, where: str
 ) -> None:
-    """Refuses a pair that PEFT also computes, transposed, at a tied head without tensors in the file."""
+    """Refuses a pair that PEFT also computes, transposed, at a tied head."""
     if (
         config.ensure_weight_tying
         and places.outer.embedding in expected

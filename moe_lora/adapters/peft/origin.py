@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writing tool and the form of an adapter's pairs, as far as the files show.  Torch-free."""
+"""The writing tool and the form of an adapter's pairs, by its files."""
 
 from __future__ import annotations
 

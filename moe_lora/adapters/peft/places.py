@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of LoRA pairs in a model: PEFT module paths and expert parameters mapped to sites.  Torch-free.
+"""The places of LoRA pairs in a model: PEFT's paths mapped to sites.  Torch-free.
 
-A place is one LoRA pair of the file.  PEFT nests several parameters of one module: the last has the bare key,
-each earlier has one `.base_layer` more, so places are in order of definition.
+PEFT nests several parameters of one module: the last has the bare key, each earlier has one `.base_layer`
+more, so places are in order of definition.
 
 Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter.
 
@@ -11,8 +11,7 @@ Megatron-Bridge writes the partner of a shared matrix once per expert.
 Source: tinker-cookbook, weights/_merge.py; Megatron-Bridge, models/conversion/peft_bridge.py.
 
 PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Some
-versions took a stored [E, O, I] weight for [E, I, O], and wrote A [E·R, O] and B [I, R·E] ("swapped"): the
-same delta with A and B exchanged.
+versions exchanged A and B ("swapped"): A [E·R, O], B [I, R·E].
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from moe_lora.adapters.packed import Pair
 
 STACKED_NAMES = (("w1", "w3", "w2"), PROJECTIONS)
-"""Gate, up and down with a dim of experts, by Tinker and by Megatron-Bridge."""
+"""Names of gate, up and down by Tinker and by Megatron-Bridge."""
 _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 
 
@@ -44,8 +43,8 @@ _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 class PlaceMap:
     """All places of a model: module path → (layer, places in order of definition).
 
-    Head and embedding are in one more layer, after the last.  older: front of module paths with the family's
-    older names; None: no older names.  stacked: paths of matrices of all experts.
+    Head and embedding are in one more layer.  older: front of older module paths.  stacked: paths of matrices
+    of all experts.
     """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
@@ -80,7 +79,7 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
 
 
 def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
-    """Gate, up and down below each module with fused experts, by both tools' names."""
+    """Gate, up and down below each module with fused experts."""
     for container in dict.fromkeys(place.path for place in adapted if place.form == "fused"):
         for names in STACKED_NAMES:
             for leaf, (site, modules) in zip(names, _STACKED_SITES, strict=True):
@@ -88,7 +87,7 @@ def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
 
 
 STRANGERS = 1000
-"""Allowance of foreign tensors, to refuse a few by name."""
+"""Foreign tensors, refused by name."""
 
 
 @lru_cache(maxsize=8)
@@ -129,7 +128,7 @@ class PairSource:
 def make_pairs(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
 ) -> list[Pair]:
-    """Views [N, R, D] of the pair's tensors, after `check_pair`; a copy of tensors of single experts.
+    """Views [N, R, D] of the pair's tensors; tensors of single experts are copied.
 
     kv_b_proj of latent attention gives two pairs, others one.
     """
@@ -175,7 +174,7 @@ def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape:
 def check_pair(
     source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
 ) -> None:
-    """Raises AdapterError with `where` and the key for a wrong shape or a non-float dtype."""
+    """Raises AdapterError for a wrong shape or a non-float dtype."""
     for key in (*source.keys_a, *source.keys_b):
         if str(tensors[key].dtype) not in FLOATS:
             raise AdapterError(
@@ -224,7 +223,7 @@ def expected_shapes(
 def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape) -> bool:
     """True if the fused pairs fit only the layout with A and B exchanged.
 
-    One file has one layout; square parameters fit both, so the rest decides, by default the present layout.
+    Square parameters fit both layouts; the rest of the file decides, by default the present layout.
     """
     fused = [source for source in sources if source.place.form == "fused"]
     fits = {
@@ -256,7 +255,7 @@ def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, ...]
 def _views(
     source: PairSource, a: torch.Tensor, b: torch.Tensor, site: Site, swapped: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(shrink [N, R, I], expand [N, R, O]) as views of A and B."""
+    """(shrink [N, R, I], expand [N, R, O]) as views."""
     rank = source.lora_rank
     if source.place.form == "fused":
         experts = site.num_experts
@@ -269,7 +268,7 @@ def _views(
     if source.place.form == "rows":
         shared = a.unsqueeze(0)
         sliced = b.view(site.num_experts, -1, rank).transpose(1, 2)
-        # The down matrix is applied untransposed: its rows are inputs, so B shrinks and A expands.
+        # The down matrix is applied untransposed: rows are inputs, so B shrinks and A expands.
         return (sliced, shared) if site.name == "down" else (shared, sliced)
     if source.place.form == "stacked":
         return a, b.transpose(1, 2)
@@ -277,7 +276,7 @@ def _views(
 
 
 def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:
-    """One view per module: gate and up lie one after the other, or alternate."""
+    """One view per module: gate and up follow one another, or alternate."""
     if len(place.modules) == 1:
         return (expand,)
     if place.interleaved:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files by content hash: written once, atomically, checked on use."""
+"""Adapter files by content hash, written atomically, checked on use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ContentStore:
     def staged(self, source: Path, *, link: bool, root: str | None = None) -> Iterator[Staged]:
         """A copy of a PEFT folder's files (link: symbolic links), for `place`.
 
-        root: folder that must contain the files.  Raises OSError, AdapterError.
+        Raises OSError, AdapterError.
         """
         with self._lock(fcntl.LOCK_SH):
             folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=".staged-"))
@@ -91,7 +91,7 @@ class ContentStore:
         _sync_folder(self.folder)
 
     def problem(self, content_hash: str) -> str | None:
-        """The fault of the content with the file's name; None if intact.  Reads everything."""
+        """The content's fault with the file's name; None if intact."""
         path = self.path(content_hash) / MANIFEST_FILE
         try:
             manifest = path.read_bytes()
@@ -117,9 +117,8 @@ class ContentStore:
         shutil.rmtree(dying, ignore_errors=True)
 
     def sweep(self, kept: Collection[str]) -> list[str]:
-        """Delete remains of crashes: content outside `kept`, and staged files without an active stager.
-
-        Returns the deleted names.
+        """Delete remains of crashes: content outside `kept`, and staged files without a stager; returns their
+        names.
         """
         swept = []
         for place in sorted(self.folder.iterdir()):
@@ -145,7 +144,7 @@ class ContentStore:
 
 
 def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str, str | int]:
-    """Copy or link one file; returns the manifest entry (for a copy, of the written bytes)."""
+    """Copy or link one file; returns the manifest entry."""
     if link:
         target.symlink_to(source.resolve())
         return {"sha256": _sha256(source, root=root), "bytes": source.stat().st_size}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers adapters for a base model, from a folder or a training loop."""
+"""Registers adapters for a base model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def register_adapter(
     """Check an adapter against the base model in `model_dir`, then `Registry.add`.
 
     source: a PEFT folder, or LoRA tensors by PEFT keys with `config` (see `pack_state_dict`).  link: for a
-    folder only.  Raises AdapterError as `read_adapter`, ConfigError for an unreadable base model.
+    folder only.  Raises AdapterError, ConfigError.
     """
     if isinstance(source, Mapping):
         if config is None:

@@ -55,14 +55,14 @@ CREATE TABLE IF NOT EXISTS aliases (
     PRIMARY KEY (base_hash, name)
 ) WITHOUT ROWID
 """
-"""Made with the first alias: readers of earlier registries know no such table."""
+"""Made with the first alias: earlier registries have no such table."""
 
 
 class RegistryDatabase:
     """The database in a folder, for threads and processes.
 
-    create: make an absent folder.  An empty folder becomes a registry.  Raises RegistryError for a folder
-    with other content, and for a database of another program or schema version.
+    create: make an absent folder.  An empty folder becomes a registry.  Raises RegistryError for another
+    program's database, or another schema version.
     """
 
     def __init__(self, folder: Path, *, create: bool) -> None:
@@ -176,7 +176,7 @@ class Registry:
     Changes are atomic and durable at a method's return, also under kill.  SQLite's WAL needs a local file
     system.
 
-    create: make an absent folder.  Raises RegistryError on open, and in every method if the database fails.
+    create: make an absent folder.  Raises RegistryError in every method if the database fails.
     """
 
     def __init__(self, folder: str | Path, *, create: bool = False) -> None:
@@ -213,8 +213,8 @@ class Registry:
         """Register the PEFT folder `source` as the next version of `name`, and store its files.
 
         Unchanged content makes no new version, but repairs files.  link: refer to the files instead of a
-        copy.  root: folder that must contain the resolved files.  max_lora_rank: limit of the config's ranks.
-        Raises AdapterError for a bad name, owner or folder, AdapterExistsError for another base model's name.
+        copy.  root: folder that must contain the resolved files.  Raises AdapterError for a bad name, owner
+        or folder, AdapterExistsError for another base model's name.
         """
         if problem := name_problem(name):
             raise AdapterError(f"the name {name[:50]!r} {problem}")
@@ -286,8 +286,8 @@ class Registry:
     def resolve(self, name: str, base_hash: str, version: int | None = None) -> RegisteredAdapter:
         """A version for this base, after a check of all files.
 
-        Raises AdapterNotFoundError, or AdapterError for a removed version, another base model, or a lost or
-        altered file.
+        Raises AdapterNotFoundError, or AdapterError for a removed version, another base model, or damaged
+        files.
         """
         found = self.get(name, version)
         where = f"adapter {name!r} version {found.version}"
@@ -327,7 +327,7 @@ class Registry:
     def check(self) -> list[tuple[RegisteredAdapter, str | None]]:
         """Every version but removed ones, with the fault or None; updates states.
 
-        Deletes remains of dead writers.  Reads all files.
+        Reads all files.
         """
         query = f"{SELECT} WHERE {LIVE} ORDER BY name, version"
         found = [(one, self._settle(one)) for one in map(self._from_row, self._database.read(query))]
@@ -419,7 +419,7 @@ class Registry:
     def _from_row(self, row: tuple[Any, ...]) -> RegisteredAdapter:
         columns = dict(zip(COLUMNS, row, strict=True))
         columns["targets"] = tuple(json.loads(columns["targets"]))
-        # pathlib is too slow: a list makes tens of thousands of these.
+        # pathlib is too slow for long lists.
         return RegisteredAdapter(**columns, path=f"{self._store.folder}/{columns['content_hash']}")
 
 

@@ -37,13 +37,13 @@ _FETCHES = threading.BoundedSemaphore(MAX_FETCHES)
 
 
 def scheme_of(path: str) -> str | None:
-    """The scheme of an address such as `hf://org/name`; None for a path."""
+    """The scheme of an address; None for a path."""
     found = _ADDRESS.fullmatch(path)
     return None if found is None else found[1]
 
 
 class AdapterSources:
-    """Fetches adapters from allowed addresses.  config: None allows no address.  Thread-safe."""
+    """Fetches adapters from allowed addresses.  config: None: none is allowed.  Thread-safe."""
 
     def __init__(self, config: SourcesConfig | None) -> None:
         self._config = config
@@ -51,9 +51,8 @@ class AdapterSources:
     def local(self, path: str) -> str:
         """A folder for `path`: the path itself, or the copy of an address.
 
-        `org/name` means `hf://org/name` if no such folder exists and the address is allowed.
-        Raises AdapterError for a refused address and a missing or too large adapter, PeerUnreachableError for
-        a silent source.
+        `org/name` means `hf://org/name` if no such folder exists and the address is allowed.  Raises
+        AdapterError; PeerUnreachableError for a silent source.
         """
         scheme = scheme_of(path)
         if scheme is None:
@@ -100,7 +99,7 @@ def with_local_adapters(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def is_allowed(address: str, patterns: Iterable[str]) -> bool:
-    """True if a pattern covers the address; hub addresses count without revision and folder."""
+    """True if a pattern covers the address; hub addresses without revision and folder."""
     scheme, _, rest = address.partition("://")
     parts = rest.split("/")
     place = address if scheme != "hf" else f"hf://{'/'.join(parts[:2]).partition('@')[0]}"
