@@ -44,7 +44,7 @@ SECTIONS: dict[str, Any] = {
 OF_ENGINE = {"pool", "dlora"}
 """Sections with settings of `EngineConfig`."""
 _FIXED = "fixed"
-"""Section of a file that one process writes for another: section → fixed settings (`settings.Rule`)."""
+"""Fixed settings (`settings.Rule`) by section, between processes."""
 NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", *SECTIONS)
 """Top names of the file; front_ends are `FrontEndPlace`s by name."""
 
@@ -53,12 +53,10 @@ NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices"
 class ClusterConfig:
     """A cluster as its file describes it.
 
-    engine: of every instance, without a LoRA Server.  other_model_names: of the base model; answers and
-    metrics show served_model_name.  lora_server: without certificates; None: instances compute deltas.
-    certificates: folder of the cluster's certificates; None: one host.  provision: None: defaults with a LoRA
-    Server, else off.  registry: adapters beside `engine`'s.  front_ends: by name, if several share
-    front_end's settings.  controller: None: the one front end decides.  devices: of the ranks on one host, by
-    role.
+    engine: of every instance, without a LoRA Server.  other_model_names: of the base model; answers show
+    served_model_name.  lora_server: None: instances compute deltas.  certificates: a folder; None: one host.
+    provision: None: defaults with a LoRA Server, else off.  front_ends: by name, with shared settings in
+    front_end.  controller: None: the one front end decides.  devices: by role.
     """
 
     engine: EngineConfig
@@ -205,7 +203,7 @@ class ClusterConfig:
 
     @property
     def serves_whole_registry(self) -> bool:
-        """True if the registry's adapters are served from the start without a list."""
+        """True if the whole registry is served from the start."""
         if self.registry is None or self.registry.adapters is not None:
             return False
         return self.sources is None or self.sources.resolver != "registry"
@@ -216,10 +214,7 @@ class ClusterConfig:
         return self.provision or (None if self.lora_server is None else ProvisionConfig())
 
     def instance(self, name: str = "instance-0") -> EngineConfig:
-        """Settings of the instance, LoRA Server included.
-
-        Raises ConfigError for facts unknown to a role on another host.
-        """
+        """Settings of the instance, LoRA Server included.  Raises ConfigError."""
         model = self.engine.performance_model or self.front_end.performance_model
         shares = shares_of(name, self.devices)
         device = "cuda" if shares else self.engine.device
@@ -237,9 +232,9 @@ class ClusterConfig:
         return replace(engine, lora_server=server)
 
     def lora_server_rank(self, local_rank: int) -> EngineConfig:
-        """Settings of an instance for a rank of the LoRA Server, with the rank's device.
+        """Settings of an instance for a rank of the LoRA Server.
 
-        local_rank: among the ranks of this host.  Raises ConfigError for too few `devices`.
+        local_rank: on this host.  Raises ConfigError for too few `devices`.
         """
         shares = shares_of(LORA_SERVER, self.devices)
         if shares and local_rank >= len(shares):
@@ -252,16 +247,13 @@ class ClusterConfig:
         return replace(self.instance(), device=device, device_shares=own)
 
     def engines_address(self) -> str:
-        """Address for instances to dial the one front end.  Raises ConfigError without one."""
+        """Address for instances to dial the front end.  Raises ConfigError."""
         if self.front_end.engines_address is None:
             raise ConfigError("front_end.engines_address is needed between hosts, such as 10.0.0.1:7600")
         return self.front_end.engines_address
 
     def front_end_named(self, name: str) -> FrontEndConfig:
-        """A front end's settings; `ONE_FRONT_END` names a single one.
-
-        Raises ConfigError for an unknown name.
-        """
+        """A front end's settings; `ONE_FRONT_END` names a single one.  Raises ConfigError."""
         if name in self.front_ends:
             given = {
                 setting: value for setting, value in vars(self.front_ends[name]).items() if value is not None
@@ -285,7 +277,7 @@ class ClusterConfig:
 
     @property
     def on_one_host(self) -> bool:
-        """True if instances dial sockets of their host only, and no certificates are given."""
+        """True if instances dial sockets only, without certificates."""
         return self.certificates is None and all(one.path for one in self.dialled_addresses().values())
 
     def dialled_addresses(self) -> dict[str, Address]:
@@ -386,13 +378,13 @@ def _fixed(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _served_names(given: Any) -> list[str]:
-    """Names of the base model: a text, or a list of texts without doubles.  Raises ConfigError."""
+    """Names of the base model, without doubles.  Raises ConfigError."""
     names = given if isinstance(given, list) and given else [given]
     return list(dict.fromkeys(text_of("served_model_name", name) for name in names))
 
 
 def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of a settings class.  Raises ConfigError, also for a missing setting."""
+    """Keyword arguments of a settings class.  Raises ConfigError."""
     values = read_section(kind, section, given)
     for name, one in settings_of(kind).items():
         if one.default is MISSING and one.rule.in_file and not values.get(name):
@@ -410,7 +402,7 @@ def _name(section: str, name: Any) -> str:
 
 
 def cluster_text(cluster: ClusterConfig) -> str:
-    """Text for `read_cluster` with the same settings, from anywhere on this host."""
+    """Text for `read_cluster`, from any folder on this host."""
     sections = {name: getattr(cluster.engine if name in OF_ENGINE else cluster, name) for name in SECTIONS}
     content = {
         "model_dir": os.path.abspath(cluster.engine.model_dir),
@@ -435,7 +427,7 @@ def cluster_text(cluster: ClusterConfig) -> str:
 
 
 def _plain(settings: Any, *, fixed: bool = False) -> dict[str, Any]:
-    """The settings of a file, as YAML has them; fixed: changed fixed settings instead."""
+    """Settings as YAML has them; fixed: changed fixed settings only."""
     found, kind = {}, settings.__class__
     for name, one in settings_of(kind).items():
         value = getattr(settings, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Map of the ranks of a host to its devices: the instances' ranks in order, then the LoRA Server's.
+"""Map of a host's ranks to its devices.
 
 A device number counts the entries of CUDA_VISIBLE_DEVICES, as torch does.
 """
@@ -42,11 +42,10 @@ def assign_devices(
     given: Devices | None = None,
     visible: str | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Role -> device numbers of its ranks, in order.
+    """Role -> device numbers of its ranks: instances in order, then the LoRA Server.
 
     num_ranks: per instance.  given: roles with chosen devices; further roles get the lowest free numbers.
-    Only `given` shares a device.  visible: CUDA_VISIBLE_DEVICES, for the message.  Raises ConfigError for too
-    few devices, and for an impossible `given`.
+    Only `given` shares a device.  visible: CUDA_VISIBLE_DEVICES, for the message.  Raises ConfigError.
     """
     given = given or {}
     sizes = dict.fromkeys(instance_names(num_instances), num_ranks)
@@ -161,8 +160,8 @@ def shares_of(role: str, devices: Devices) -> tuple[DeviceShare, ...]:
 def narrowed(visible: str | None, numbers: Sequence[int]) -> str:
     """The value of CUDA_VISIBLE_DEVICES for a process with these devices.
 
-    visible: the value now, indices or GPU UUIDs; an invalid entry ends the list.  None: unset.  A value
-    without an entry hides all devices and stays.  Raises ConfigError for a number beyond the entries.
+    visible: the value now; an invalid entry ends the list.  A value without an entry hides all devices and
+    stays.  Raises ConfigError.
     """
     if visible is None:
         return ",".join(map(str, numbers))

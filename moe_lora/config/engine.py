@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of an engine.  Functions that read model and machine resolve "auto" and None."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class EngineConfig(Settings):
     quantize_head: bool = setting(False)
     """Quantise the vocabulary head too."""
     device: str = setting("auto", choices=DEVICES, option="--device", metavar="DEVICE")
-    """Device of the model: auto, cpu or cuda.  auto is CUDA if a device is there, else the CPU."""
+    """Device of the model: cpu, cuda, or auto (CUDA if present)."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
     """Adapters on the device.  A LoRA Server has its own capacity."""
     max_lora_rank: int | None = setting(
@@ -142,7 +142,7 @@ class EngineConfig(Settings):
         None, above=0, option="--lora-memory-gb", metavar="GB", group="Adapters", unset="chosen"
     )
     """Room for adapters, in 10^9 bytes; not with arena_mb.  Chosen: max_loras times the largest adapter at
-    the start (or one of rank 16), at most a quarter of the free memory.
+    the start (or rank 16), at most a quarter of the free memory.
     """
     block_size: int = setting(16, least=1)
     """Tokens per KV page."""
@@ -153,7 +153,7 @@ class EngineConfig(Settings):
         unset="on CPU one graph for any size, and one for 1; on CUDA powers of two",
         fixed="the device decides",
     )
-    """Batch sizes of compiled decode steps; a step is padded to the next size."""
+    """Batch sizes of compiled decode steps."""
     async_scheduling: str = setting("auto", choices=("auto", "on", "off"))
     """Launch a step before the last step's tokens are known.  Equal tokens reach clients a step later; a
     request that ends by a token computes one row in vain.  auto: on CUDA; off with several ranks, a LoRA
@@ -168,7 +168,7 @@ class EngineConfig(Settings):
     widths.  With the same expert_parallel, experts stay whole (docs/guides/parallel.md).
     """
     rank_timeout_s: float = setting(300.0, above=0, fixed="a server ends an instance after heartbeat_dead_s")
-    """Longest wait of a rank for another rank's part of a step or load; then the engine ends."""
+    """Longest wait for another rank; then the engine ends."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
     """CPU threads of an instance, all its processes together."""
     num_instances: int = setting(1, least=1, option="--instances", group="Scaling")
@@ -182,7 +182,7 @@ class EngineConfig(Settings):
     the ports.  Prompts with a salt have no events.
     """
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
-    """Wait for an adapter after which younger requests no longer pass."""
+    """Wait for an adapter before younger requests stop passing."""
     seed: int = 0
     """Seed of sampling without a request's seed.  Each front end and each start derives its own."""
     lora_kernel: str = setting("sgmv", choices=LORA_KERNELS)
@@ -196,8 +196,7 @@ class EngineConfig(Settings):
         choices=QUEUES,
         fixed="requests start by priority and arrival; sjf-oracle is for comparisons",
     )
-    """Order of waiting requests: first come first served; or, for comparisons with full answers, least
-    max_tokens first."""
+    """Order of waiting requests: first come first served, or least max_tokens first."""
     host_workers: int | str = setting(
         0, least=0, words=(AUTO,), option="--host-workers", metavar="N", group="Adapters"
     )
@@ -205,21 +204,21 @@ class EngineConfig(Settings):
     on a CPU device.  With a LoRA Server they serve the instances' own sites.
     """
     host_cores: tuple[int, ...] = ()
-    """Cores of host workers, one each, in the order of instances and ranks; default: any."""
+    """Cores of host workers, in the order of instances and ranks; default: any."""
     host_tokens_per_worker: int | None = setting(
         None,
         least=1,
         unset="the performance model's, without one 32",
         fixed="the performance model states the number; without a model, 32",
     )
-    """Prompt tokens of one layer for one worker; longer prompts are divided."""
+    """Prompt tokens of one layer for one worker."""
     host_tokens_per_step: int = setting(
         0,
         least=0,
         unset="host_tokens_per_worker x host_workers",
         fixed="host_tpot_budget_ms bounds the tokens, and the workers' rate does without it",
     )
-    """Largest number of prompt tokens of loading adapters in a step with other requests; 0: the default."""
+    """Most prompt tokens of loading adapters in a step with other requests."""
     host_tpot_budget_ms: float | None = setting(None, above=0, metavar="MS", unset="none")
     """Time for host rows of all layers in a step, by the performance model."""
     performance_model: str | None = setting(
@@ -228,8 +227,7 @@ class EngineConfig(Settings):
         unset="the front end's",
         fixed="give front_end.performance_model, which instances read too",
     )
-    """Times of this machine (moe-lora profile-steps --host-worker), for the choice between host workers and
-    waiting for the adapter."""
+    """Times of this machine, to choose between host workers and waiting."""
     batching: str = setting(
         BATCHINGS[0], choices=BATCHINGS, option="--batching", metavar="MODE", group="Adapters"
     )
@@ -240,15 +238,13 @@ class EngineConfig(Settings):
     dlora: DLoraConfig | None = setting(None, in_file=False)
     """Parameters of batching=dlora; None: the defaults."""
     merge_mb_per_step: float = setting(64.0, above=0, fixed="64 MB change between two steps")
-    """Weights changed between two steps, in 10^6 bytes of each process, at least one site of one layer;
-    merged and dlora change all at once."""
+    """Weights changed between two steps, in 10^6 bytes; merged and dlora change all at once."""
     merge_error_limit: float = setting(0.05, above=0, fixed="auto merges up to 5 %")
-    """Largest relative change of an adapter's deltas by rounding merged weights, for auto.  merged and dlora
-    log a larger change."""
+    """Largest relative change of deltas by rounding, for auto."""
     verify_merge: bool = setting(
         False, fixed="tests compare the weights; a server has no use for the checksum"
     )
-    """Compare all weights with their first checksum after each unmerge."""
+    """Check all weights after each unmerge."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(
@@ -293,15 +289,12 @@ class EngineConfig(Settings):
         return read_settings(self.kv_events)
 
     def hf_config(self) -> dict[str, Any]:
-        """The model's config.json, with the served layers.
-
-        Raises ConfigError, also for num_layers above the model's.
-        """
+        """The model's config.json, with the served layers.  Raises ConfigError."""
         found = read_config(Path(self.model_dir))
         return found if self.num_layers is None else cut_to(found, self.num_layers)
 
     def weights_name(self) -> str:
-        """Name of the instances' weight format.  Raises ConfigError without a config.json."""
+        """Name of the weights' format.  Raises ConfigError."""
         from .weight_format import weight_format
 
         return weight_format(self.hf_config(), **self.quantisation).name
@@ -442,7 +435,7 @@ class EngineConfig(Settings):
 
     @property
     def threads_per_process(self) -> int | None:
-        """CPU threads of each of the engine's processes; None: torch's choice."""
+        """CPU threads per process; None: torch's choice."""
         if self.num_ranks == 1:
             return self.num_threads
         return max(1, (self.num_threads or os.cpu_count() or 1) // self.num_ranks)

@@ -173,9 +173,7 @@ class LimitsConfig(Settings):
     max_json_depth: int = setting(32, least=4, fixed="no request needs more than 32 levels")
     """Nested lists and objects; then 400."""
     check_timeout_s: float = setting(20.0, above=0, fixed="20 s serve all bodies that the limits allow")
-    """Wait of a body from 16 KiB on for its check; then 503.  A separate process checks these bodies one by
-    one, clients by turns.
-    """
+    """Wait of a body from 16 KiB on for its check; then 503."""
     max_choices: int = setting(128, least=1)
     """Choices of one request, prompts times n; then 400."""
     max_request_tokens: int = setting(1 << 20, least=1)
@@ -207,7 +205,7 @@ class LimitsConfig(Settings):
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
-    """A browser sends scheme://host[:port] and nothing more; other texts never match."""
+    """A browser sends scheme://host[:port] only."""
     for origin in origins:
         scheme, separator, host = origin.partition("://")
         if origin != "*" and not (scheme and separator and host and not set(host) & set("/?#@* ")):
@@ -438,7 +436,7 @@ class ControllerConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ProvisionConfig(Settings):
-    """Watch of the places for adapters against the load (`provision.online`)."""
+    """Watch of the places for adapters."""
 
     SECTION: ClassVar[str] = "provision"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' JSON files: a type states the content; errors name file, field and value."""
+"""Users' JSON files, checked by a type."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_object(path: str | Path, writer: str) -> dict[str, Any]:
 
 
 def checked(path: str | Path, kind: Any, given: Any) -> Any:
-    """The content as that type.  Raises ConfigError naming file, field, value and limit."""
+    """The content as that type.  Raises ConfigError naming file and field."""
     try:
         return TypeAdapter(kind).validate_python(given)
     except ValidationError as error:

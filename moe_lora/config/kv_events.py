@@ -13,7 +13,7 @@ DEFAULT_ADDRESS = "tcp://*:5557"
 NUM_KEPT = 10_000
 """Batches kept for repeats by default."""
 QUEUE_LENGTH = 100_000
-"""Messages for a slow reader; later ones are dropped, and the reader asks for them by number."""
+"""Messages for a slow reader; the reader asks for later ones by number."""
 
 
 class KvEventSettings(msgspec.Struct, forbid_unknown_fields=True):

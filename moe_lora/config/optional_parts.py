@@ -16,12 +16,12 @@ DEVICE_PUTS = ("none", "ibgda")
 MAX_PUT_INSTANCES = 24
 """Each has a stream on every server GPU, and CUDA runs 32 side by side."""
 POOL_TRANSPORTS = ("shm", "gloo")
-"""Not nixl: it keeps freed windows as long as the process lives, and pools free windows all the time."""
+"""Not nixl: it keeps freed windows until the process ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraServerConfig(Settings):
-    """The LoRA Server of a cluster.  On one host the start chooses address and store_dir."""
+    """The LoRA Server of a cluster."""
 
     SECTION: ClassVar[str] = "lora_server"
     GROUP: ClassVar[str] = "LoRA Server"
@@ -79,7 +79,7 @@ class LoraServerConfig(Settings):
     host_tokens_per_worker: int = setting(32, least=1, fixed="32 rows serve all models")
     """Rows of one layer for one worker; more are divided."""
     layer_wise: bool = setting(True, fixed="layers always serve as soon as each is there")
-    """Serve a layer once loaded; false: only with all layers, for comparisons."""
+    """Serve a layer once loaded; false: only with all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +147,9 @@ class StepProfile:
     """Stage times of one layer of the served model on the emulated device.
 
     attention: all of a layer but its experts.  experts: the experts' base GEMMs.  lora: the deltas, after the
-    base GEMM on an instance without LoRA Server, else by the server, once per instance.  transfer: inputs to
-    the server and deltas back.  overlap: the remote call runs beside the base GEMM; False: the base GEMM
-    begins with the deltas there.  prefill: a whole layer for the prompt rows of a step, by default another
-    device's (InfiniLoRA section 2.1).
+    base GEMM or on the LoRA Server, once per instance.  transfer: inputs to the server and deltas back.
+    overlap: the remote call runs beside the base GEMM.  prefill: a whole layer for prompt rows, by default
+    another device's (InfiniLoRA section 2.1).
     """
 
     attention: StageTime = StageTime()
@@ -168,7 +167,7 @@ class EmulationConfig(Settings):
     step_profile: StepProfile | None = setting(None, unset="none")
     """Times of a step's stages, the LoRA Server's included."""
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
-    """Upper bound on the rate of an instance's copies to and from its device, in 10^9 bytes per second."""
+    """Upper bound on copies to and from the device, in 10^9 bytes per second."""
     blocking_loads: bool = False
     """Start no step during an adapter's copy to the device, as in S-LoRA."""
     host_slowdown: float = setting(1.0, least=1)
@@ -183,8 +182,7 @@ def _of_dlora(default: Any, **rule: Any) -> Any:
 class DLoraConfig(Settings):
     """Parameters of batching=dlora (docs/guides/merging.md).
 
-    Defaults but period, least_threshold and most_threshold are the authors' artifact's
-    (LLMServe/dLoRA-artifact, vllm/core/scheduler.py).  Source: dLoRA, Algorithms 1 to 3.
+    Most defaults are the authors' artifact's (LLMServe/dLoRA-artifact).  Source: dLoRA, Algorithms 1 to 3.
     """
 
     SECTION: ClassVar[str] = "dlora"

@@ -16,7 +16,7 @@ FORCE_LENGTH = ("ignore-eos", "min-tokens", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanGoals(Settings):
-    """What a cluster is sized for: a load, two SLOs, a budget."""
+    """A cluster's load, SLOs and budget."""
 
     global_batch: float | None = setting(
         None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT"
@@ -81,8 +81,8 @@ class WorkloadOptions(Settings):
     """How a trace is turned into requests; lengths in tokens, None: as in the trace.
 
     arrivals: "trace" (scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests, duration_s:
-    recorded arrivals are cut; drawn ones repeat the trace's rows.  prompts: "text" sends the trace's texts,
-    "random" random token ids of the trace's lengths.
+    recorded arrivals are cut; drawn ones repeat the trace's rows.  prompts: "text" (the trace's), or "random"
+    token ids of the trace's lengths.
     """
 
     arrivals: str = setting("trace", choices=ARRIVALS)

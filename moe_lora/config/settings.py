@@ -6,8 +6,7 @@
         max_loras: int = setting(64, least=1, option="--max-loras")
         \"\"\"Adapters resident on the device at once.  The docs have further sentences too.\"\"\"
 
-Options (`cli.options`), sections of the cluster file (`read_section`), checks and tables of the docs derive
-from a setting.
+Options, sections of the cluster file, checks and tables of the docs derive from a setting.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ WORDS: dict[Any, str] = {
 class Rule:
     """Rule of a setting beside the type, and its names for users.
 
-    option: of `moe-lora serve`, with dashes; "": in the file only.  former: an earlier option's name.  words:
-    allowed in place of a number.  least, most: allowed bounds; above: excluded bound.  path: "folder" (an
-    existing one, as an option) or "place"; in a file relative to the file's folder.  no_path: pattern of
-    values other than paths.  check: called with name and value, raises ConfigError.  unset: meaning of None,
-    in words.  group: heading in --help, if unlike the class's.  fixed: reason for one value on all servers;
-    only code in Python sets another.  policy: the setting and value that the setting is a parameter of.
+    option: of `moe-lora serve`; "": in the file only.  former: an earlier option.  words: allowed in place of
+    a number.  least, most: allowed bounds; above: excluded bound.  path: "folder" (an existing one, as an
+    option) or "place"; relative to the file's folder.  no_path: pattern of other values.  check: called with
+    name and value, raises ConfigError.  unset: meaning of None, in words.  group: heading in --help.  fixed:
+    reason for one value on all servers; only Python code sets another.  policy: the setting and value that
+    use this parameter.
     """
 
     option: str = ""
@@ -102,7 +101,7 @@ class Setting(typing.NamedTuple):
         return f"{rule.least:g} or more" if rule.most is None else f"between {rule.least:g} and {rule.most:g}"
 
     def check(self, place: str, value: Any) -> None:
-        """Raise ConfigError, naming `place`, for a forbidden value of the right type."""
+        """Raise ConfigError for a forbidden value of the right type."""
         rule, allowed = self.rule, self.allowed()
         if rule.words and isinstance(value, str):
             if value not in rule.words:
@@ -158,7 +157,7 @@ class Settings:
 
 
 def setting(default: Any = MISSING, **rule: Any) -> Any:
-    """A field of a `Settings` class, required without a default.  Keywords are `Rule`'s."""
+    """A field of a `Settings` class.  Keywords are `Rule`'s."""
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 

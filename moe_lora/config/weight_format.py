@@ -21,7 +21,7 @@ def weight_format(
     quantize_group_size: int | None = None,
     quantize_head: bool = False,
 ) -> WeightFormat:
-    """Format of a model's weights in an engine with these settings.  config: config.json, {} if absent.
+    """Format of a model's weights with these settings.  config: config.json, {} if absent.
 
     An unknown scheme counts as unquantised: an engine refuses the scheme.
     """
