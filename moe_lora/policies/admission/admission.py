@@ -46,9 +46,8 @@ def admissible(
     """Requests that may start, first come first served; skips adapters without a place.
 
     can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request skipped
-    for longer than starvation_s stops younger requests, and gets the next free slot.  keeps_from_others: the
-    adapter has an unused place for its own users only; called once per adapter.  Such requests start
-    regardless, as the starving request may wait for that place.
+    for longer than starvation_s stops younger requests, unless keeps_from_others: the adapter has an unused
+    place for its own users only.  The starving request may wait for that place.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}
@@ -87,7 +86,7 @@ _last_used_s = attrgetter("last_used_s")
 
 
 def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
-    """The least recently used idle adapter, adapters of queued requests last; None if all run."""
+    """The least recently used idle adapter, adapters of queued requests last."""
     idle = [view for view in residents if not view.num_running]
     unwanted = [view for view in idle if not view.num_waiting]
     return min(unwanted or idle, key=_last_used_s, default=None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fair order of waiting requests between tenants of one instance.
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (virtual token counter), with the
-weights of its section 4.4.
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (virtual token counter, weights of
+section 4.4).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ PREFILL_COST, DECODE_COST = 1.0, 2.0
 class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
-    share: the tenant's weight.  priority: within the tenant; lower first.  matched: admitted before, and
-    first in the order, unless it gave way.
+    priority: lower first.  matched: admitted before, and first in the order, unless it gave way.
     """
 
     @property
@@ -88,7 +87,7 @@ class VirtualTokenCounter:
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
         """The queue in starting order: matched first, then by tenant, priority, arrival.
 
-        Reads the counters anew for each: a start changes them.
+        Starts change the counters meanwhile.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -112,8 +111,8 @@ class VirtualTokenCounter:
     ) -> list[Competing]:
         """Running requests to stop when all slots are taken.
 
-        A waiting tenant next in turn and below its share of slots gets slots beyond another's share.
-        running: by start; the first one stays.  num_others: further slots per tenant.
+        The next tenant, below its share of slots, gets slots beyond another's share.  running: by start; the
+        first one stays.  num_others: further slots per tenant.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

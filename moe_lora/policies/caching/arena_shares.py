@@ -13,15 +13,14 @@ from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 PRESENT_S = 300.0
 """An idle tenant's share ends after this time."""
 SLACK = 1 / 64
-"""Of an arena: returned at once, as scans of all nodes are slow."""
+"""Of an arena: returned at once, as scans are slow."""
 
 
 class ArenaShares:
     """Evicts tenants' nodes beyond shares of an arena before nodes within shares.
 
     Present tenants divide the arena by weight; a tenant may fill unused room.  The `asking` tenant gives back
-    `SLACK` of the arena, or the largest node, before its share is full.  T: tenants.  N: candidates for
-    eviction.
+    `SLACK` of the arena, or the largest node, before its share is full.  T: tenants.  N: candidates.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class ArenaShares:
         return len(self._numbers)
 
     def ask(self, tenant: str, share: float, now_s: float) -> int:
-        """Note a request of this tenant; returns the tenant's number."""
+        """Note a request; returns the tenant's number."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = len(self._shares)
@@ -48,7 +47,7 @@ class ArenaShares:
         return number
 
     def stay(self, numbers: Iterable[int], now_s: float) -> None:
-        """Keep tenants present that use nodes or wait."""
+        """Keep these tenants present."""
         self._asked_s[[number for number in numbers if number != NOBODY]] = now_s
 
     def make_room_for(self, number: int, now_s: float) -> None:
@@ -80,8 +79,7 @@ class ArenaShares:
         """[N]: eviction order before values.
 
         BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
-        nodes within shares.  held [T]: total per tenant.  owners, amounts, values [N].  total: size of the
-        arena.
+        nodes within shares.  held [T].  owners, amounts, values [N].  total: size of the arena.
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

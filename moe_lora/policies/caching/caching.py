@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of cached nodes, as pure functions over columns.
-
-N: valued nodes, one entry per column each.
-"""
+"""Values of N cached nodes, as pure functions over columns."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ NUM_LEVELS = 6
 DEPTHS = (64, 256, 1024, 4096)
 """Tokens of the whole prefix.  Short prompts return less often."""
 NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
-"""Levels of adapters by recent visits, then of KV by uses, for each depth."""
+"""Levels of adapters, then of KV for each depth."""
 STARTS_S: Floats = np.concatenate(([0.0], EDGES_S))
 WIDTHS_S: Floats = np.diff(np.concatenate((STARTS_S, [2 * EDGES_S[-1]])))
 
@@ -73,10 +70,10 @@ NOTHING_KNOWN = rates_from(np.zeros((NUM_CLASSES, NUM_BINS)), np.zeros((NUM_CLAS
 class NodeColumns:
     """Nodes to be valued.  All [N].
 
-    is_adapter bool; pages int64; visits float64; recent float64: decayed visits (0 for KV); idle_s float64:
-    since the last use; backed bool: on the host; first_token, num_tokens int64: place in the prompt (0 for
-    adapters); turn int64: earlier nodes of the dialogue (0 for adapters); wanted int64: queued requests for
-    the node; adapter_ready bool: the adapter is on this device or the LoRA Server.
+    is_adapter bool; pages int64; visits float64; recent float64: decayed visits (0 for KV); idle_s float64;
+    backed bool: on the host; first_token, num_tokens int64: place in the prompt (0 for adapters); turn int64:
+    earlier nodes of the dialogue (0 for adapters); wanted int64: queued requests for the node; adapter_ready
+    bool: the adapter is on this device or the LoRA Server.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -94,7 +91,7 @@ class NodeColumns:
 
 @dataclass(frozen=True)
 class CacheLoad:
-    """The whole cache at the moment of a decision.
+    """The whole cache at a decision.
 
     num_queries: requests so far.  adapter_visits [A]: by adapter.  batch_size: mean of 5 s.  num_adapters: on
     the device.
@@ -113,10 +110,9 @@ class Traits:
 
     keeps_dependencies: KV is on the device only with the adapter.  keeps_history: KV of finished requests
     stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
-    `tick` copies history ahead of need.  looks_ahead: queued requests count.  learns_reuse: needs
-    `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  drops_backed_first: backed nodes are
-    evicted first.  adapter_share: part of the device for adapters only.  keeps_idle_adapters: adapters
-    without requests stay.  needs_visits: a node without visits has no value.
+    `tick` copies history ahead of need.  looks_ahead: queued requests count.  exchanges: `tick` replaces less
+    valued nodes.  drops_backed_first: eviction starts with backed nodes.  adapter_share: part of the device
+    for adapters only.  needs_visits: a node without visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -142,7 +138,7 @@ class CachingPolicy(Protocol):
 
     @property
     def adapter_recent_s(self) -> float:
-        """Time constant of `NodeColumns.recent`."""
+        """Of `NodeColumns.recent`."""
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
@@ -159,7 +155,7 @@ class CachingPolicy(Protocol):
 
 
 BEYOND, REST, WITHIN = range(3)
-"""Eviction order of nodes: beyond their tenant's share; others of such a tenant; within shares."""
+"""Eviction order: beyond their tenant's share; others of such a tenant; within shares."""
 NOBODY, FIRST = 0, 1
 """Numbers: of no tenant, and of the first."""
 
@@ -185,7 +181,7 @@ def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np
 
 @dataclass(frozen=True, kw_only=True)
 class Recency:
-    """value = 1 / (1 + idle_s): the most recently used stays, of any kind."""
+    """value = 1 / (1 + idle_s): the most recently used stays."""
 
     traits: Traits = field(default_factory=Traits)
     adapter_recent_s: float = 60.0
@@ -201,18 +197,18 @@ class Recency:
 
 
 def lru() -> Recency:
-    """One pool, independent adapters and KV, moved on demand."""
+    """One pool, independent adapters and KV."""
     return Recency(traits=Traits(keeps_dependencies=False, swaps_in=False))
 
 
 def fastlibra_wos() -> Recency:
-    """FastLibra-WOS: tree and thresholds without the cost model (section 6.7)."""
+    """FastLibra-WOS: without the cost model (section 6.7)."""
     return Recency(traits=Traits(keeps_dependencies=True))
 
 
 def static_partition(adapter_share: float = 0.2) -> Recency:
-    """vLLM in FastLibra's comparison: a fixed part of the device for adapters, LRU in both parts, LRU offload
-    to the host (sections 2.2 and 6.1).
+    """vLLM in FastLibra's comparison: a fixed part for adapters, LRU in both parts, offload to the host
+    (sections 2.2 and 6.1).
     """
     if not 0 < adapter_share < 1:
         raise ValueError(f"adapter_share={adapter_share} must lie between 0 and 1")
@@ -220,7 +216,7 @@ def static_partition(adapter_share: float = 0.2) -> Recency:
 
 
 def slora() -> Recency:
-    """S-LoRA: one pool; KV goes with the request, adapters load on demand and leave when idle."""
+    """S-LoRA: one pool; KV goes with the request, adapters load on demand."""
     return Recency(
         traits=Traits(
             keeps_dependencies=False,
@@ -233,7 +229,7 @@ def slora() -> Recency:
 
 
 MAX_EXPONENT = 700.0
-"""Limit against overflow of exp; such old nodes are worth nothing."""
+"""Limit against overflow of exp."""
 
 
 def required_adapters(load: CacheLoad) -> float:
@@ -253,8 +249,7 @@ class FastLibra:
 
     cost: seconds to copy the node from the host; prob: visits per query; t: time since the last use, in an
     unspecified unit in the paper.  LoRA_Eval is 1 for KV.  rewards_adapters False: FastLibra-WOL.
-    keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2 (equations 3 to 6), 6.6 to
-    6.8.
+    keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2, 6.6 to 6.8.
     """
 
     costs: CacheCosts
@@ -287,10 +282,9 @@ class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
     Uses: learned by kind and idle time; plus one within queue_s per queued request.  Seconds, on the device:
-    a copy from the host or a load, or a faster recomputation, times 1 + behind_per_s x length for queued
-    requests (M/G/1), plus wait_s, the missed step.  unready_share: weight of KV without the adapter.
-    Seconds, on the host: the excess of computing or loading over copying.  behind_per_s: default for 6
-    requests/s at utilisation 0.8.
+    a copy or a load, or a faster recomputation, times 1 + behind_per_s x length for queued requests (M/G/1),
+    plus wait_s, the missed step.  unready_share: weight of KV without the adapter.  Seconds, on the host: the
+    excess of computing or loading over copying.
     """
 
     costs: CacheCosts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of unmerged, merged and mixed steps, and of swaps: modelled and measured."""
+"""Modelled and measured times of steps by mode, and of swaps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MergingCosts:
 
     A row of the merged adapter costs as a base row; other rows of a mixed step pay for two deltas (-delta_a +
     delta_b).  The measured ratio of the mode (unmeasured: the mean of other modes) scales model times, so a
-    wrong model favours no mode.  swap_s: from the merged adapter to another; None: none.
+    wrong model favours no mode.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MergingCosts:
         self._expected: tuple[Rows, Uid] = ({}, None)
 
     def step_s(self, rows: Rows, merged: Uid) -> float:
-        """A decode step with these requests on weights with `merged`."""
+        """A decode step."""
         return self._model_s(rows, merged) * self._ratio(mode_of(rows, merged))
 
     def swap_s(self, before: Uid, after: Uid) -> float:
@@ -100,9 +100,9 @@ class MergingCosts:
 class Credits:
     """Credits of adapters, whole numbers >= 0.  Transfers keep the sum.
 
-    share: credits of an adapter for each other adapter, so n adapters start with share (n - 1) each.  starve,
-    normal: credits above the start.  An adapter starves from more than `starve` until less than `normal`.
-    Source: dLoRA, Algorithm 3 (A.1); the start and its growth with n: the authors' artifact.
+    share: of an adapter for each other adapter, so n adapters start with share (n - 1) each.  starve, normal:
+    credits above the start.  An adapter starves from more than `starve` until less than `normal`.  Source:
+    dLoRA, Algorithm 3 (A.1); the start: the authors' artifact.
     """
 
     def __init__(self, share: int, starve: int, normal: int) -> None:
@@ -118,7 +118,7 @@ class Credits:
         return self._share * max(0, len(self.of) - 1)
 
     def update(self, uids: Iterable[Uid]) -> None:
-        """Add new adapters with requests, and update the starving set (lines 6-10)."""
+        """Add new adapters, and update the starving set (lines 6-10)."""
         for uid in uids:
             if uid not in self.of:
                 self._add(uid)
@@ -135,7 +135,7 @@ class Credits:
         self.of[uid] = self.start
 
     def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
-        """For each passed-over request, the richest served adapter pays one credit, if any."""
+        """The richest served adapter pays one credit per passed-over request, if any."""
         payers = sorted(served, key=str)
         for uid, num in passed_over.items():
             for _ in range(num):
@@ -146,9 +146,9 @@ class Credits:
                 self.of[uid] += 1
 
     def forget(self, uid: Uid) -> None:
-        """Remove an adapter, and from each other adapter its share for this one.
+        """Remove an adapter, and its share from each other adapter.
 
-        The poorest get the credits that the adapter gained; the richest pay for lost credits.
+        The poorest get its gains; the richest pay its losses.
         """
         self.starving.discard(uid)
         if self.of.pop(uid, None) is None:
@@ -178,7 +178,7 @@ def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
 
 @dataclass(slots=True)
 class Period:
-    """Steps since the last break point, in the actual and in the alternative mode.
+    """Steps since the last break point, in both modes.
 
     Source: dLoRA, Algorithm 2.
     """
@@ -192,7 +192,7 @@ class Period:
     fcfs_s: float = 0.0
 
     def add(self, merged: tuple[int, float], fcfs: tuple[int, float]) -> None:
-        """One step: rows and seconds of the merged batch, and of the FCFS batch unmerged."""
+        """One step's rows and seconds: merged batch, and FCFS batch unmerged."""
         self.num_steps += 1
         self.merged_rows += merged[0]
         self.merged_s += merged[1]
@@ -200,7 +200,7 @@ class Period:
         self.fcfs_s += fcfs[1]
 
     def other_is_better(self, swap_s: float) -> bool:
-        """True if the other mode, with the swap, would have served more per second."""
+        """True if the other mode would have served more per second."""
         merged_s = self.merged_s + (0.0 if self.merged else swap_s)
         fcfs_s = self.fcfs_s + (swap_s if self.merged else 0.0)
         merged_wins = self.merged_rows * fcfs_s > self.fcfs_rows * merged_s

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A migration plan in milliseconds: longest requests first from overloaded replicas, then a local search.
 
-Replicas above `lower_bound` give their cheapest moves, the longest first, to the replica of earliest end.
-Then single requests, groups of one adapter and pairs move between slowest and fastest.
+Replicas above `lower_bound` give their cheapest moves to the replica of earliest end.  Then requests, groups
+and pairs move between slowest and fastest.
 Source: dLoRA, section 5.2, for the problem; the algorithm is ours, after Graham's longest processing time.
 """
 
@@ -93,9 +93,9 @@ def _spread(placement: Placement, bound_s: float, depth: float) -> None:
 
 
 class _Fleet:
-    """Replicas during the spread; given requests count nowhere until placed.
+    """Replicas during the spread.
 
-    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0: swapped.
+    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -114,7 +114,7 @@ class _Fleet:
         self._swap = placement.problem.swap
 
     def give(self, j: int, most_s: float) -> list[int]:
-        """Take the cheapest requests until the replica's time is at most most_s."""
+        """Take the cheapest requests down to most_s."""
         placement, found = self._placement, []
         lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
         members = sorted(placement.members[j])
@@ -170,7 +170,7 @@ class _Fleet:
 
 
 class Search:
-    """Requests on the chosen replicas, moved while their slowest gets faster.
+    """Moves between the chosen replicas.
 
     Legend: m position among the chosen; c a candidate: requests of one adapter that move together.
     seconds: [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.
@@ -296,7 +296,7 @@ class Search:
         return any(self._try(m, target, here, there) for _, target, here, there in best)
 
     def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
-        """A few of the replica's requests; 1.0 for members: [sets of 0 to 2, requests]."""
+        """Some requests, and 1.0 for members: [sets of 0 to 2, requests]."""
         some = self._sample(m, NUM_PAIRED)
         one = np.eye(len(some))
         return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])

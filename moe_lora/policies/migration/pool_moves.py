@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holders of a pool's adapters in host memory, and droppable copies.
 
-Copies are made and confirmed, routing switches, then old copies are dropped (LoRAServe section IV-B): an
-adapter always has the old holders, or as many as required.
+Old copies are dropped after confirmed copies and the switch of routing (LoRAServe section IV-B).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Key = TypeVar("Key", bound=str)
 Holders = Mapping[Key, Collection[int]]
 
 UNEVEN = 0.1
-"""Least difference of fullest and emptiest instance, relative to the mean, for moves without a placement."""
+"""Least imbalance, relative to the mean, for moves without a placement."""
 
 
 def place_holders(
@@ -28,8 +27,8 @@ def place_holders(
 ) -> dict[Key, frozenset[int]]:
     """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
-    sizes: bytes.  wanted: by a placement; adapters outside stay or go where the fewest bytes are, and are
-    evened out.  Never fewer than min(replicas, live).
+    sizes: bytes.  wanted: by a placement; other adapters stay or go where the fewest bytes are, and are
+    evened out.
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}

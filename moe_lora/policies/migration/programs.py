@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Migration plans by programs of HiGHS: the whole problem, and dLoRA's relaxed part.
 
-The whole problem takes exponential time: for small clusters, and as the oracle of `fast`.  The relaxed
-program has no memory limits, and divides requests of the K slowest replicas among these and the K fastest; a
-request goes to its largest part.  Our addition: misfits return, and a plan without gain is dropped.
+The whole problem takes exponential time.  The relaxed program has no memory limits, and divides requests of
+the K slowest replicas among these and the K fastest; a request goes to its largest part.  Our addition:
+misfits return.
 Source: dLoRA, section 5.2, "Selective migration with constraints relaxation".
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> MigrationPlan:
     """The plan of least objective; after the time limit the best found, with a bound.
 
-    No moves if nothing better is found, or no placement fits memory.
+    No moves without a better placement.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -66,7 +66,7 @@ def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> Migr
 class _Program:
     """The problem in arrays.  Columns: T, then x^G, x^H (by request, then replica), y (by adapter).
 
-    Seconds in `unit`s, bytes relative to the largest request, for numbers near 1.
+    Scaled for numbers near 1.
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
@@ -180,7 +180,7 @@ class _Relaxed:
     """Columns T, then requests of each group on each replica, y of each adapter, swapped bytes per replica.
 
     groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none); they
-    share a row of x, with mean seconds and bytes.
+    share a row of x, with means.
     """
 
     def __init__(self, search: Search, num_slowest: int) -> None:

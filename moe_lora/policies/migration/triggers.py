@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration triggers, paying moves of a plan, and the form of a running request's move.
+"""Migration triggers, paying moves of a plan, and the form of a request's move.
 
-Source: dLoRA, section 5.2 (thresholds on memory and queueing); numbers, seats, and the choice between tokens
-and KV are ours.
+Source: dLoRA, section 5.2; numbers, seats, and the choice of tokens or KV are ours.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MoveKind: TypeAlias = Literal["tokens", "kv"]
 MOST_INTERVALS = 16.0
 """Longest pause between plans of too little gain."""
 MOVE_STEPS = 3.0
-"""Steps of a move with a second seat: the rest of the source's step and of the target's, and one more."""
+"""Steps of a move with a second seat: the rest of both replicas' steps, and one more."""
 
 
 def make_planner(config: MigrationConfig) -> Planner:
@@ -45,10 +44,10 @@ class ReplicaPressure:
 
 
 class DLoraMigration:
-    """Plans moves when a replica lacks memory or its requests queue, with a limited rate.
+    """Plans moves when a replica lacks memory or its requests queue.
 
     Plans are at least migration_interval_s apart; the pause doubles after too little gain, up to 16
-    intervals, until the pressure ends.  num_plans: solved problems; num_moves: in the returned plans.
+    intervals, until the pressure ends.
     """
 
     def __init__(self, config: MigrationConfig, planner: Planner | None = None) -> None:
@@ -102,8 +101,7 @@ def paying_moves(
     """The paying moves of a plan; waiting requests first, then the cheapest.
 
     A target needs a free seat; a moving request holds one at both ends.  A move must make the slower of both
-    replicas faster by more than its own seconds, or fix missing memory.  Moves that pay only after others are
-    retried.
+    replicas faster by more than its own seconds, or fix missing memory.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -152,7 +150,7 @@ def cheaper_move(
     """The form of a running request's move: by token ids, or by KV.
 
     tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
-    same_layout: False if KV can't move: other dtype, page size or ranks.
+    same_layout: of dtype, page size and ranks.
     """
     kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:

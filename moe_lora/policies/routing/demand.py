@@ -15,11 +15,10 @@ _OVERALL = None
 
 
 class DemandMeter(RequestListener):
-    """Tokens that requests bring to each adapter, counted at arrival.
+    """Tokens of requests to each adapter, counted at arrival.
 
     A request counts as its prompt and the expected answer: the mean of its adapter's answers, else of all
-    answers, else mean_output_tokens (None: FIRST_TOKENS).  The base model, on every instance, is not counted.
-    Not thread-safe.
+    answers, else mean_output_tokens (None: FIRST_TOKENS).  The base model is not counted.  Not thread-safe.
     """
 
     def __init__(self, mean_output_tokens: float | None = None) -> None:
@@ -42,7 +41,7 @@ class DemandMeter(RequestListener):
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """Correct the count of an ended request by its answer's tokens, in the current time step.
+        """Correct the count by the answer's tokens.
 
         Without a token the count stays: a client that left a queue wanted its answer.
         """
@@ -62,7 +61,7 @@ class DemandMeter(RequestListener):
         self._earlier.discard(key)
 
     def forget(self, adapter: str) -> None:
-        """The adapter was unloaded: its next content may answer at another length."""
+        """Drop the mean of an unloaded adapter."""
         self._lengths.forget(adapter)
         self._earlier.update(key for key, expected in self._expected.items() if expected[0] == adapter)
 
@@ -77,13 +76,13 @@ class DemandMeter(RequestListener):
 
 
 class DemandForecast:
-    """Tokens/s of each adapter in the next time step, from the last num_steps steps.
+    """Tokens/s of each adapter in the next time step.
 
     Holt's linear method with a damped trend, from the oldest step to the latest:
     level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
     trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
     gain: smoothing, or 1 / t in step t if more.  The forecast is at most twice the largest rate.
-    Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
+    Source: LoRAServe, Algorithm 1, lines 3-6.
     """
 
     DAMPING = 0.8
@@ -99,7 +98,7 @@ class DemandForecast:
         self._steps.append({adapter: max(0.0, number) / length_s for adapter, number in tokens.items()})
 
     def read(self) -> dict[str, float]:
-        """Tokens/s of each adapter with demand; empty before the first step."""
+        """Tokens/s of each adapter with demand."""
         adapters = dict.fromkeys(adapter for step in self._steps for adapter in step)
         return {adapter: self._next([step.get(adapter, 0.0) for step in self._steps]) for adapter in adapters}
 

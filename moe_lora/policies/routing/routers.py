@@ -35,10 +35,7 @@ class JoinShortestQueue:
 
 
 class FirstFit:
-    """The first instance with fewer than max_requests; if all are full, the one of fewest.
-
-    Source: Toppings section 7.4.
-    """
+    """The first instance with fewer than max_requests, else the one of fewest (Toppings section 7.4)."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -79,7 +76,7 @@ class PhiRouting:
     Smooth weighted round robin in place of the paper's draw: of n requests an instance gets below phi · n + 1
     and above phi · n - (instances - 1).  Absent instances leave their share to the others.  The base model
     and unplaced adapters go to the least token work.
-    Source: LoRAServe, section IV, "Architecture Overview"; disjoint assignment: InfiniLoRA, section 6.1.
+    Source: LoRAServe, section IV; disjoint assignment: InfiniLoRA, section 6.1.
     """
 
     def __init__(self, table: Mapping[str, Iterable[tuple[int, float]]] | None = None) -> None:
@@ -94,7 +91,7 @@ class PhiRouting:
         return {adapter: list(row) for adapter, row in self._table.items()}
 
     def swap(self, table: Mapping[str, Iterable[tuple[int, float]]]) -> None:
-        """Route by this table from the next request on; unchanged rows keep their turn.
+        """Route by this table from now on; unchanged rows keep their turn.
 
         Raises ValueError unless shares are positive and sum to 1, and keeps the old table.
         """
@@ -137,8 +134,8 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: concurrent requests of an instance.  max_loras: adapters on a device.  ranks: of the
-    adapters, updated at run time.  table: for `phi`.  seed: of `random`.
+    """max_num_seqs, max_loras: of an instance.  ranks: of the adapters, updated at run time.  table: for
+    `phi`.  seed: of `random`.
     """
 
     max_num_seqs: int = 64

@@ -15,10 +15,9 @@ MAX_RECENT = 64
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet, queued or in prefill (in the simulator: queued).  running: decoding.
-    waiting_prompts: prompt tokens of the waiting.  num_changes: version, for cached sums.  recent: last used
-    or preloaded adapters, latest last: likely on the device.  num_elsewhere: requests of other front ends,
-    with unknown adapters.  held_back: a request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
+    tokens of the waiting.  num_changes: version, for cached sums.  recent: last used adapters, latest last.
+    num_elsewhere: requests of other front ends.  held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -40,10 +39,9 @@ class InstanceLoad:
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
-        """True if the adapter is in use there, or has a place.
+        """True if the adapter is in use there, or has a place (Toppings section 5).
 
         max_loras: on the device at once; None: limited by memory.
-        Source: Toppings section 5, candidate servers.
         """
         if adapter is None or adapter in self.running:
             return True
@@ -130,15 +128,15 @@ Instance = TypeVar("Instance", bound=InstanceView)
 
 
 class Router(Protocol):
-    """Called once per request, and again after the end of its instance."""
+    """Called per request, and again after its instance's end."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        """One of `instances`: at least one, by rising index."""
+        """One of `instances`, by rising index."""
         ...
 
 
 class RequestListener:
-    """A router or a meter that follows requests.  key: names a request until its `stop`."""
+    """A router or a meter that follows requests."""
 
     @property
     def stats(self) -> RoutingStats | None:
@@ -149,10 +147,10 @@ class RequestListener:
         """A request has come."""
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """A request has ended with an answer of this length."""
+        """A request has ended."""
 
     def cancel(self, key: Hashable) -> None:
-        """The service refused a request.  Its `stop` follows."""
+        """A request was refused.  Its `stop` follows."""
 
     def forget(self, adapter: str) -> None:
         """An adapter was unloaded."""
