@@ -42,7 +42,7 @@ def parse_address(setting: str, address: str) -> Address:
 
 
 def _is_host(host: str) -> bool:
-    """False for a name refused by the socket module without an OSError."""
+    """False for a name that the socket module refuses."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:
@@ -59,9 +59,9 @@ def needs_keys(setting: str, address: object) -> ConfigError:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A listening socket for this user only; its path is removed with the context.
+    """A listening socket for this user only, removed with the context.
 
-    Removes a killed process's socket first.  Raises OSError, also for a path in use.
+    Raises OSError, also for a path in use.
     """
     _remove_dead(path)
     with socket.socket(socket.AF_UNIX) as sock:

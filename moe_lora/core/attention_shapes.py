@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and LoRA sites of Gated DeltaNet, Multi-head Latent Attention, and layers with heads of two sizes."""
+"""Sizes and LoRA sites of special attention layers."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class MlaShape:
 
     @property
     def cached_dim(self) -> int:
-        """Width of a cached token: the latent, and k's rotated part."""
+        """Width of a cached token: latent and rotated k."""
         return self.kv_rank + self.rope_dim
 
     def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
         """Sites before `o`; kv_b_proj is two sites with a copy per head.
 
-        latent_k maps a head's query into the latent space, latent_v a head's sum of latents to its output.
+        latent_k maps a head's query to the latent, latent_v a sum of latents to the head's output.
         """
         q_size = heads * (self.nope_dim + self.rope_dim)
         q: list[SiteRow] = [("q", ("q",), hidden, (q_size,), 0)]
@@ -111,7 +111,7 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeads:
-    """Sizes of layers of full attention with heads unlike the windowed layers'.
+    """Sizes of full attention layers beside windowed ones.
 
     k_is_v: V is the output of k_proj too, before k's norm and rotation.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for users: the given value, the allowed values, the way out."""
+"""Errors for users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ConfigError(MoeLoraError, ValueError):
 
 
 class AdapterError(MoeLoraError, ValueError):
-    """An adapter with unusable files; names the file and the key."""
+    """An adapter with unusable files."""
 
 
 class AdapterFailedError(MoeLoraError):
@@ -53,8 +53,8 @@ class CapacityError(MoeLoraError):
 class GenerationError(MoeLoraError):
     """Requests of one call without a complete answer.
 
-    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed prompt has its
-    tokens so far and finish_reason "error".
+    problems: index of a prompt -> reason.  completions: of all prompts; a failed one has finish_reason
+    "error".
     """
 
     def __init__(self, problems: Mapping[int, str], completions: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class SignalTimeoutError(MoeLoraError, TimeoutError):
 
 
 class UnreadError(MoeLoraError):
-    """The unread part of an answer exceeds the limit."""
+    """Too much of an answer is unread."""
 
 
 class LoraServerError(MoeLoraError):
@@ -145,6 +145,6 @@ def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
 
 
 def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """A text of limited length for an error or the log, line breaks escaped."""
+    """A text of limited length, line breaks escaped."""
     text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
     return text if text.isprintable() else repr(text)[1:-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders, memory, processor and file limits of this host."""
+"""Folders, memory and limits of this host."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def run_folder(given: str | None) -> Iterator[Path]:
 class OwnFolder:
     """A new folder for this user only, deleted with the context or by `remove`.
 
-    Deletes folders of this host's killed processes first, if folders have locks.  parent: may be shared by
-    hosts.  Raises OSError without a folder left.
+    Deletes folders of killed processes first, if folders have locks.  parent: may be shared by hosts.  Raises
+    OSError.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
@@ -183,7 +183,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_info() -> dict[str, str]:
-    """Fields of the first processor in /proc/cpuinfo; may be empty."""
+    """The first processor in /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -198,7 +198,7 @@ def cpu_model() -> str | None:
 
 
 def allow_many_files() -> int:
-    """Raise this process's limit of open files to the hard limit."""
+    """Raise the limit of open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

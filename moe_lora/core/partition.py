@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owners of adapters, layers and experts among LoRA Server ranks, and their peers in an instance.
+"""Owners of adapters, layers and experts among LoRA Server ranks.
 
 EPx-PPy cuts experts into x parts and layers into y stages, DPm cuts adapters (InfiniLoRA section 4.1, figure
 8).  Server rank = stage * x + ep_rank.
@@ -61,15 +61,15 @@ class Layout:
 
 
 class Partition:
-    """The owner of every (layer, site, expert), and its peers in an instance of p ranks.
+    """The owner of every (layer, site, expert).
 
     Layer l belongs to stage l mod y: several stages load an adapter's first layers at once (section 5.3).
     Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an instance [c*E/p, (c+1)*E/p).  x divides p
-    or p divides x: a rank meets part of one peer or whole peers (section 4.1).  A site without experts
-    belongs to EP rank (site index mod x) of the layer's stage; every instance rank sends rows there.
+    or p divides x (section 4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's
+    stage; every instance rank sends rows there.
 
     client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
-    ConfigError for an impossible division.
+    ConfigError.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
@@ -126,7 +126,7 @@ class Partition:
         return leader + expert * self.layout.ep // num_experts
 
     def servers_of_client(self, client_rank: int, layer: int, site_index: int) -> tuple[int, ...]:
-        """Server ranks, ascending, for this instance rank's activations at the site."""
+        """Server ranks of an instance rank's activations at the site."""
         ranks = self.ranks_of_stage(self.stage_of(layer))
         if self.layout.dp > 1:
             return tuple(ranks)
@@ -136,7 +136,7 @@ class Partition:
         return tuple(rank for rank in ranks if _overlap(self.experts_of(rank), local))
 
     def clients_of_server(self, server_rank: int, site_index: int | None = None) -> tuple[int, ...]:
-        """Instance ranks, ascending, that send to this server rank at a site (None: at any)."""
+        """Instance ranks of a server rank at a site (None: at any)."""
         layer = self.layers_of(server_rank)[0]
         sites = range(len(self.shape.sites)) if site_index is None else (site_index,)
         return tuple(
@@ -225,7 +225,7 @@ class CommunicationMetrics:
 def communication_metrics(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> CommunicationMetrics:
-    """Count a batch's activations by the partition's owners and peers.
+    """Count a batch's activations.
 
     expert_ids: [b][k].  slots: [b].  An activation is a (row, expert) pair.  Source: InfiniLoRA section 4.1,
     table 1.
@@ -253,7 +253,7 @@ def communication_metrics(
 def activation_counts(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> Counter[tuple[int, int]]:
-    """Activations from each client rank to each server rank at an expert site."""
+    """Activations by (client rank, server rank) at an expert site."""
     site = _expert_site(partition)
     holder = {e: client for client in range(partition.client_ranks) for e in partition.local_experts(client)}
     return Counter(
@@ -266,7 +266,7 @@ def activation_counts(
 def uniform_routing(
     num_rows: int, top_k: int, num_experts: int, num_slots: int
 ) -> tuple[list[list[int]], list[int]]:
-    """(expert_ids, slots) of a batch with experts in turn and a run of rows per slot."""
+    """(expert_ids, slots) with experts in turn and equal runs of rows."""
     expert_ids = [[(row * top_k + k) % num_experts for k in range(top_k)] for row in range(num_rows)]
     return expert_ids, [row * num_slots // num_rows for row in range(num_rows)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This host's processes: cores, environment, start, end, restart.  Torch-free."""
+"""This host's processes.  Torch-free."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """A death within `quick_s` of the start is quick; repeated quick deaths delay the next start."""
+    """Quick deaths, within `quick_s` of the start, delay the next start."""
 
     quick_s: float = 30.0
     first_pause_s: float = 0.5
@@ -84,9 +84,8 @@ class RestartPolicy:
 class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
-    words, options: command after the interpreter, around the number of the child's end of `socket`.  fds:
-    also inherited.  ended: exit code, negative for a signal.  Raises OSError or RuntimeError without a
-    process left.
+    words, options: command, around the number of the child's end of `socket`.  ended: exit code, negative for
+    a signal.  Raises OSError or RuntimeError.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Child:
 
     @property
     def cpu_ticks(self) -> int:
-        """CPU time of all threads in clock ticks; 0 if unknown."""
+        """CPU time in clock ticks; 0 if unknown."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -162,7 +161,7 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
 
 
 def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module FD`, with main `teardown.run_child`; returns also the connection."""
+    """Run `python -m module FD` (`teardown.run_child`)."""
     child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
 

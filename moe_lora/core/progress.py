@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work: a bar on a terminal, else a line every ten seconds."""
+"""A bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Show = Callable[[str, int, int], None]
 
 @contextmanager
 def progress(write: Callable[[str], object] | None = None, *, bar: bool = True) -> Iterator[Show]:
-    """The display for stderr, drawn during calls only: a refresh thread would disturb the run.
+    """The display, drawn during calls only: a refresh thread would disturb the run.
 
     write: gets the lines; None: stderr, with a last line at the end.  bar: False: lines on a terminal too.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records for front ends of the controller, its registry and the LoRA Server."""
+"""Records of controller, registry and LoRA Server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class RegisteredAdapter:
     """One version of an adapter.
 
     lora_rank: largest of the config.  num_bytes, content_hash: of the files (`ContentStore`).  base_hash: see
-    `base_model_hash`.  path: folder to serve.  source: original folder.  state: ready; broken (files lost or
-    altered); or removed.  created_s: Unix time.
+    `base_model_hash`.  path: folder to serve.  state: ready; broken (files lost or altered); or removed.
+    created_s: Unix time.
     """
 
     name: str
@@ -78,8 +78,8 @@ class ServerState(LeaseStats):
 class Outlook:
     """The model's view of a demand at a capacity.
 
-    expected_active: mean adapters in use.  predicted_iar: by the corrected model; predicted_iar_paper: by
-    InfiniLoRA's equation 4.  measured_iar: None without an ended request.
+    predicted_iar: by the corrected model; predicted_iar_paper: by InfiniLoRA's equation 4.  measured_iar:
+    None without an ended request.
     """
 
     num_requests: int
@@ -104,7 +104,7 @@ class PlacementQuality:
     """Quality of a table under a demand.  Loads are shares of a server's capacity.
 
     target_utilisation: mean load.  worst_load: at true ranks.  worst_padded_load: at the server's highest
-    rank.  rank_mixing: padded over own load.  copied_bytes, num_copies: of known adapters on new servers.
+    rank.  rank_mixing: padded over own load.
     """
 
     target_utilisation: float

@@ -29,15 +29,15 @@ UNFOLLOWABLE = "no token can follow"
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: a division of logits would overflow."""
 BACKGROUND = 1 << 20
-"""Least priority of background requests, with steps of their own."""
+"""Least priority of background requests."""
 
 MAX_ADAPTER_NAME_CHARS = 256
 COMPOSED = "composed:"
-"""Start of names and paths of weighted sums."""
+"""Prefix of weighted sums."""
 
 
 def name_problem(name: str) -> str | None:
-    """Error text for a bad adapter name, or None.  Metrics join names by commas, logs by lines."""
+    """Error text for a bad adapter name (metrics join names by commas), or None."""
     if not name:
         return "is empty; give the name that requests will use as model"
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
@@ -46,7 +46,7 @@ def name_problem(name: str) -> str | None:
 
 
 def is_base_name(name: str, bases: Collection[str]) -> bool:
-    """True for an empty name, or one of `bases`, alone or behind a slash."""
+    """True for a base model's name, empty or behind a slash too."""
     return not name or name in bases or name.rpartition("/")[2] in bases
 
 
@@ -66,7 +66,7 @@ def name_matches(adapter: str, patterns: Iterable[str]) -> bool:
 class ThinkingLimit:
     """The longest reasoning of an answer: `num_tokens` after `opening`, then the tokens of `closing`.
 
-    opening (): the prompt ends in the reasoning.
+    No opening: the prompt ends in the reasoning.
     """
 
     num_tokens: int
@@ -237,7 +237,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's log probability, position in the ranking (1 = likeliest), and the likeliest tokens."""
+    """A token's log probability, position (1 = likeliest), and the likeliest tokens."""
 
     logprob: float
     position: int
@@ -328,8 +328,7 @@ class AdapterInfo:
 class ModelInfo:
     """Facts about an engine for its front end.
 
-    devices: of the ranks, by torch's names.  tool_format: of the family's calls, "" = unknown.  expert_bytes:
-    of a token's chosen experts.
+    devices: of the ranks, by torch's names.  expert_bytes: of a token's chosen experts.
     """
 
     name: str
@@ -354,16 +353,16 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine (docs/reference/prometheus.md).
+    """Gauges and counters of an engine (docs/reference/prometheus.md).
 
     num_deferred: waiting requests without their adapter, or with a pause.  device_kv_invalid_bytes: history
-    of adapters not on the device.  swapped: copied between the arenas.  kv_lost_bytes: evicted without a host
-    copy.  num_put_back: waiting requests that yielded to an older request.  lora_server_ fields count the
-    engine's first rank: fallback_rows: computed by the engine instead; host_rows: by the server's host
-    workers; put_steps: with rows put by the device; redone_steps: recomputed for lack of answers.
-    lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ.
-    host_fallback_rows: computed by the engine instead of a host worker.  steps_merged: for the adapter's
-    requests alone; steps_mixed: for other requests too.  step_counts: by STEP_BUCKETS, the last for more.
+    of adapters not on the device.  swapped: copied between the arenas.  num_put_back: waiting requests that
+    yielded to an older request.  lora_server_ fields count the engine's first rank: fallback_rows: computed
+    by the engine instead; put_steps: with rows put by the device; redone_steps: recomputed for lack of
+    answers.
+    lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ. steps_merged:
+    for the adapter's requests alone; steps_mixed: for other requests too.  step_counts: by STEP_BUCKETS, the
+    last for more.
     """
 
     num_running: int = 0
@@ -432,10 +431,10 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStats:
-    """An instance behind a front end, counted since the front end's start.
+    """An instance, counted since the front end's start.
 
     silent: without requests for lack of progress.  drained: without requests while other instances serve.
-    outstanding_tokens: upper bound.  num_resent: unfinished requests continued by another instance.
+    outstanding_tokens: upper bound.
     """
 
     index: int
@@ -473,7 +472,7 @@ class MoveStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingStats:
-    """Choices of routing=rank_aware in one front end since its start.
+    """Choices of routing=rank_aware.
 
     num_choices: "finite" or "infinite" (no instance keeps slo_tpot_s).
     """
@@ -483,13 +482,13 @@ class RoutingStats:
 
     @property
     def infinite_share(self) -> float:
-        """Share of infinite choices, 0 to 1."""
+        """Share of infinite choices."""
         return self.num_choices["infinite"] / max(1, sum(self.num_choices.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStats(EngineStats):
-    """Several engines together: counts as sums, names as unions, kv_usage as the mean."""
+    """Several engines: sums of counts, unions of names, mean kv_usage."""
 
     instances: tuple[InstanceStats, ...]
     moves: MoveStats = field(default_factory=MoveStats)
@@ -500,7 +499,7 @@ class FleetStats(EngineStats):
 class AdapterFacts:
     """A packed adapter without its bytes, picklable.
 
-    dtype: without "torch.".  num_entries: rows of each layer's table.  layer_elements: of each layer's data.
+    num_entries: rows of a layer's table.  layer_elements: of each layer's data.
     """
 
     name: str
@@ -524,7 +523,7 @@ def token_work(request: GenerateRequest, max_model_len: int) -> int:
 
 
 def add_run(runs: list[tuple[int, int]], version: int, num_tokens: int) -> None:
-    """Add an answer's tokens to its runs of (version, number of tokens)."""
+    """Add tokens to runs of (version, number of tokens)."""
     if runs and runs[-1][0] == version:
         num_tokens += runs.pop()[1]
     if num_tokens:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a decoder model and its LoRA sites.
+"""A decoder model's sizes and LoRA sites.
 
 A LoRA module m of a site adds to the site's fused output y:
 
@@ -62,8 +62,8 @@ def rank_problem(lora_rank: int, limit: int) -> str:
 class Site:
     """A place in a decoder layer where one input feeds one or more LoRA modules.
 
-    `num_experts` is 0 at a dense site, else the number of copies: experts or heads.  The site's rows of the
-    offset table start at `entry_base`, expert-major.
+    `num_experts` is 0 at a dense site, else the number of copies: experts or heads.  Rows of the offset table
+    start at `entry_base`, expert-major.
     """
 
     name: str
@@ -102,12 +102,11 @@ class Site:
 class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense model.
 
-    `intermediate_size`: of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
-    has_output_gate: a gate scales the heads' outputs.  shared_size: width of the shared expert, 0 = none;
-    has_shared_gate scales its output.  dense_layers: with a dense MLP of width dense_size in place of
-    experts.  gated_q: the outputs of q are query and gate of each head.  mla: over one KV head of head_dim
-    mla.cached_dim.  global_heads: layers with heads of their own size.  Raises ConfigError for impossible
-    sizes.
+    `intermediate_size`: of one expert (or of the dense MLP).  has_output_gate: a gate scales the heads'
+    outputs.  shared_size: width of the shared expert, 0 = none; has_shared_gate scales its output.
+    dense_layers: with a dense MLP of width dense_size in place of experts.  gated_q: the outputs of q are
+    query and gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  global_heads: layers with
+    heads of their own size.  Raises ConfigError for impossible sizes.
     """
 
     family: str
@@ -248,7 +247,7 @@ class ModelShape:
     def outer_sites(self) -> tuple[Site, ...]:
         """Sites outside the layers: the vocabulary head, then the embedding of one-hot tokens.
 
-        Pairs form one more layer; entries follow a layer's entries.
+        Pairs form one more layer.
         """
         vocab, hidden, first = self.vocab_size, self.hidden_size, self.num_entries
         return (
@@ -260,8 +259,7 @@ class ModelShape:
     def column_sites(self) -> tuple[Site, ...]:
         """Sites with output columns to scale and shift: the dense sites without the router.
 
-        B has two rows, factor - 1 and shift; A is empty but for its alignment.  Entries follow the outer
-        sites'.
+        B has two rows, factor - 1 and shift; A is empty but for its alignment.
         """
         entry_base, found = self.outer_sites[-1].entry_base + 1, list[Site]()
         for site in self.sites:
@@ -272,7 +270,7 @@ class ModelShape:
 
     @property
     def special_layers(self) -> list[str]:
-        """Kinds of layers without support everywhere."""
+        """Kinds of layers with limited support."""
         kinds = {
             "Gated DeltaNet layers": self.delta,
             "Multi-head Latent Attention": self.mla,
@@ -338,7 +336,7 @@ class ModelShape:
         return 2 * (self.num_layers - len(self.dense_layers)) * self.num_experts_per_token
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's K and V over all layers, or of the latents."""
+        """Bytes of a token's K and V, or latents, over all layers."""
         num_parts, layers = 2 if self.mla is None else 1, self.num_kv_layers
         width = layers * self.num_kv_heads * self.head_dim
         if (other := self.global_heads) is not None:

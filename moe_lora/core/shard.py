@@ -3,8 +3,8 @@
 
 With tensor parallelism T each rank has 1/T of the attention heads, a dense MLP's inner width, and the
 vocabulary head.  Outputs of qkv, output_gate and gate_up are column-parallel; inputs of o and down
-row-parallel, with outputs summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Ranks may share a KV
-head.  Experts are divided like a dense MLP, or (expert parallelism) distributed whole.
+row-parallel, with outputs summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Experts are divided
+like a dense MLP, or (expert parallelism) distributed whole.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModelShard:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's sizes on this rank; num_experts and vocab_size are the whole model's."""
+        """Sizes on this rank; num_experts and vocab_size are the whole model's."""
         by = self.tensor_parallel if self.divides_inner else 1
         return replace(
             self.whole,
@@ -110,7 +110,7 @@ class ModelShard:
 
     @property
     def owns_kv_heads(self) -> bool:
-        """True on the first of the ranks with these KV heads."""
+        """True on the first rank with these KV heads."""
         return self._of_heads % max(1, self.tensor_parallel // self.whole.num_kv_heads) == 0
 
     @property

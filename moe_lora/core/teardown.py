@@ -17,10 +17,9 @@ from .errors import PeerGoneError
 
 
 def quiet_teardown() -> None:
-    """Drop the stderr output of C++ libraries after this process's Python code ends.
+    """Drop stderr of C++ libraries after Python's end.
 
-    Triton's nanobind reports hundreds of false "leaks" there.  Call this first: exit functions run in reverse
-    order.
+    Triton's nanobind reports false "leaks" there.  Call this first: exit functions run in reverse order.
     """
     atexit.register(_close_stderr)
 

@@ -16,8 +16,7 @@ DEFAULT_GROUP_SIZE = 64
 class WeightFormat:
     """name: "none" (the model's dtype), "int8", "int4-64", "fp8-128" and so on; "+head" with the head.
 
-    attention_bits, expert_bits: per weight of attention, and of an MLP or expert, with scales; None: the
-    model's dtype.
+    attention_bits, expert_bits: per weight, with scales; None: the model's dtype.
     """
 
     name: str = "none"

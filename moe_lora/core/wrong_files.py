@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted files without torch: headers of tensors, and causes of unreadable files and folders.
+"""Untrusted files without torch: tensor headers, and causes of unreadable files.
 
 Sizes, names and offsets are checked before any allocation.
 """
@@ -68,7 +68,7 @@ _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
 def content_of(head: bytes, *, is_text: bool = False) -> FileKind | None:
-    """Kind of an unreadable file by the first HEAD_BYTES bytes; None if unknown.
+    """Kind of an unreadable file by the first HEAD_BYTES bytes.
 
     is_text: the reader expected text.
     """
@@ -148,7 +148,7 @@ _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 def pickle_problem(folder: Path) -> str | None:
-    """Cause and way out for pickled weights in the folder, without a trainer's state."""
+    """Cause and way out for pickled weights, without a trainer's state."""
     state = _named(folder, (*_TRAINER_STATE, *_SHARDED_STATE))
     names = [name for name in _named(folder, _PICKLES) if name not in state]
     for name in names:
@@ -162,7 +162,7 @@ def pickle_problem(folder: Path) -> str | None:
 
 
 def other_content(folder: Path) -> str | None:
-    """Content of a folder without the expected files, with the way out; None if unknown."""
+    """Unexpected content of a folder, with the way out."""
     if found := other_format(folder):
         return found
     weights = _named(folder, ("*.safetensors",))
@@ -241,7 +241,7 @@ _MAX_KEY_CHARS = 500
 """Errors show the whole name."""
 _END = re.compile(rb'"data_offsets"\s{0,99}:\s{0,99}\[\s{0,99}\d{1,19}\s{0,99},\s{0,99}(\d{1,19})')
 _SLICE, _OVERLAP = 1 << 20, 1024
-"""Bytes of a header searched at a time, since a search holds the interpreter; more than a match."""
+"""Bytes of a header per search, since a search holds the interpreter; more than a match."""
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -320,8 +320,8 @@ def read_header(weights: Path) -> dict[str, TensorEntry]:
 def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
     """The tensors of an open safetensors file, values unread.
 
-    Raises AdapterError with `where` unless names are unique, bytes match shapes and dtypes, and data are
-    contiguous to the file's end.
+    Raises AdapterError unless names are unique, bytes match shapes and dtypes, and data are contiguous to the
+    end.
     """
     import msgspec
 
