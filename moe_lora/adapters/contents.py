@@ -40,8 +40,8 @@ class AdapterContents:
     """Reads adapters from folders, or a store of earlier contents.  Thread-safe.
 
     root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and replaced
-    rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (weights quantised at the load), or
-    "lora_server", the owner of the store.
+    rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or "lora_server",
+    the store's owner.
     """
 
     def __init__(
@@ -84,9 +84,8 @@ class AdapterContents:
     ) -> PackedAdapter:
         """The adapter in a folder; with a content hash, exactly this content.
 
-        must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, for
-        clients; the log names the folder.  Raises AdapterError; StorageError for a full store, or no free
-        file handle.
+        must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, the
+        log the folder.  Raises AdapterError; StorageError for a full store, or no free file handle.
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
@@ -189,7 +188,7 @@ class AdapterContents:
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:
-        """Log warnings.  Raises AdapterError for changes without computation here."""
+        """Log warnings.  Raises AdapterError for uncomputed changes."""
         for warning in packed.warnings:
             logger.warning("%s", warning)
         beside_lora_server, problem = self._computed_by == "lora_server", None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed adapters as files mapped by all processes of a host."""
+"""Packed adapters as files, mapped by a host's processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if the adapter is present, maybe written again from a mapping.
+        """True if present, maybe written again from a mapping.
 
         Raises StorageError.
         """
@@ -108,7 +108,7 @@ class HostStore:
         with ExitStack() as stack:
             with self._explained():
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # A locked folder marks a write in progress.
+                # A locked folder marks a write in progress; the library may choose a temporary name inside.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
             yield folder / path.name
             with self._explained():
@@ -162,7 +162,7 @@ _SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invoca
 class WindowLayout:
     """Byte offsets of an adapter in memory: tables, scales, then each layer's data.
 
-    Parts start at multiples of 64 bytes.  head_bytes: tables and scales.  data: (start, length) per layer.
+    Parts start at multiples of 64 bytes.  data: (start, length) per layer.
     """
 
     scales: int

@@ -22,7 +22,7 @@ from moe_lora.core.shard import ModelShard
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayer:
-    """One layer's matrices back to back, as the kernels read them.
+    """One layer's matrices back to back, for the kernels.
 
     data: 1-D, model dtype, CPU.  Per matrix: A as lora_rank rows of in_features, or B transposed as lora_rank
     rows of out_features, from multiples of 64 bytes on; gaps are zero.
@@ -81,7 +81,7 @@ class Pair:
 
 
 def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, where: str) -> PackedLayer:
-    """Copy each matrix of the pairs once into a PackedLayer.
+    """Copy each matrix once into a PackedLayer.
 
     Raises AdapterError for NaN or infinity after conversion.
     """
@@ -208,8 +208,8 @@ def content_hash(layers: Sequence[PackedLayer], invocation: tuple[int, ...] = ()
 class LayerShard:
     """A rank's part of a packed layer.
 
-    With divided layers (`core.shard`) B is divided for a column-parallel site, A for a row-parallel site:
-    deltas need no communication (unlike S-LoRA, arXiv 2311.03285, section 6).
+    With divided layers (`core.shard`) B is divided for column-parallel sites, A for row-parallel sites, so
+    deltas need no communication (unlike S-LoRA, arXiv 2311.03285).
     copies: (first element in the layer's data, in the shard, number of elements), ascending.
     divided: partial columns (first element in the layer's data, in the shard, number of rows, of columns, row
     stride in the data, in the shard).
@@ -233,7 +233,7 @@ class LayerShard:
 
 @lru_cache(maxsize=8)
 def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
-    """Row widths of A and B of each entry, outer and column sites included: [X] int64 each."""
+    """Row widths of A and B, outer and column sites included: [X] int64 each."""
     shape = held.shape if isinstance(held, ModelShard) else held
     sites = (*shape.sites, *held.outer_sites, *shape.column_sites)
     a_width = np.zeros(num_table_entries(shape, shape.num_layers, True), dtype=np.int64)

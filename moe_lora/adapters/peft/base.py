@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base beside an adapter: model, embeddings, and copies in the file.  Torch-free."""
+"""The base beside an adapter.  Torch-free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?l
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
     """config.json of the base model; None if absent here, or outside `root`.
 
-    Raises AdapterError for an unreadable file, or a base of other sizes.
+    Raises AdapterError.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base's values for copies, replaced rows, and DoRA's norms.
 
-Factors and shifts of output columns enter the adapter's content hash, so every host must compute equal bits.
-Sums are of integers in fp64, exact below 2**53 in any order; the rest is elementwise.
+Column factors and shifts enter the content hash, so every host must compute equal bits. Sums are of integers
+in fp64, exact below 2**53 in any order; the rest is elementwise.
 
-Legend: O output features, I input features, R LoRA rank.
+Legend: O outputs, I inputs, R LoRA rank.
 """
 
 from __future__ import annotations

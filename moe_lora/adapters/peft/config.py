@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """adapter_config.json as PEFT writes it; refusal of all but plain LoRA.
 
-Source: peft's LoraConfig (suffix match of target names, patterns at the path's end).
+Source: peft's LoraConfig.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExpertLayout:
     def is_grouped(self, parameter: str, key: str) -> bool:
         """True if this parameter's lora_B is grouped by expert.
 
-        Raises AdapterError for an unknown layout, two layouts, or Unsloth's without a mark.
+        Raises AdapterError for no clear layout.
         """
         auto_mapping = self.fields.get("auto_mapping")
         sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
@@ -142,7 +142,7 @@ _UNSET_IF_FALSE = (
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
-"""The base loses the initial delta: the initial adapter converts the trained one."""
+"""The base loses the initial delta."""
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")

@@ -72,7 +72,7 @@ def opened(
     subtracts: bool = False,
     base_dir: Path | None = None,
 ) -> Iterator[OpenAdapter]:
-    """The adapter in a folder, checked against the model by config and header.
+    """The adapter in a folder, checked by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
     Raises AdapterError, at the end for files changed meanwhile; StorageError without free file handles.

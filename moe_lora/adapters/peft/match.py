@@ -37,14 +37,14 @@ _ACTIVATED = {
     *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
     *("global_qkv", "global_qk", "global_o"),
 }
-"""Sites of an activated LoRA.  Absorbed kv_b_proj sees the base's earlier tokens."""
+"""Sites of an activated LoRA; absorbed kv_b_proj sees the base's earlier tokens."""
 _MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """layers: LoRA pairs per layer; one more layer for the head and the embedding, if any.
+    """layers: LoRA pairs per layer; one more for the head and the embedding.
 
     copies: keys of base weights.  replaced: rows of the head and the embedding.  invocation: tokens of an
     activated LoRA.  columns: one term per pair.
@@ -69,8 +69,8 @@ def match(
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: see `read_base`.  A target name without a match is a warning.  Raises AdapterError with `where` and
-    the key of a tensor without place or partner, or of wrong shape.
+    base: see `read_base`.  A target name without a match is a warning.  Raises AdapterError for a tensor
+    without place or partner, or of wrong shape.
     """
     if config.use_dora or config.lora_bias:
         from .columns import match_with_columns

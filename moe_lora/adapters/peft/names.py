@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor names in an adapter's file, without known wrapper prefixes.
 
-PEFT matched the config with or without a wrapper's segment, so both readings are kept.
+PEFT matched the config with or without wrappers, so both readings are kept.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TensorName:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a file, sorted.  notes: a warning per kind of removed prefix."""
+    """The names of a file, sorted.  notes: warnings of removed prefixes."""
 
     by_key: dict[str, TensorName]
     notes: tuple[str, ...]
@@ -135,7 +135,7 @@ class Names:
         return replace(self, by_key=by_key, _read_as=readings)
 
     def readings(self, path: str) -> tuple[str, ...]:
-        """Paths of the module in the config: the served model's first."""
+        """The module's paths in the config: the served model's first."""
         if not self._read_as:
             return (path,)
         fronts = self._fronts if path.startswith(f"{self._layer_prefix}.") else ()

@@ -80,7 +80,7 @@ def as_end(pattern: str) -> str:
 
 
 def as_layer(pattern: str) -> str:
-    """The expression for layers in a module called `pattern`; the last group is the layer."""
+    """The expression for layers in the module `pattern`; the last group is the layer."""
     return rf"(?:^|.*?\.){pattern}\.(\d+)\."
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The places of LoRA pairs in a model: PEFT's paths mapped to sites.  Torch-free.
 
-PEFT nests several parameters of one module: the last has the bare key, each earlier has one `.base_layer`
-more, so places are in order of definition.
+PEFT nests parameters of one module: the last has the bare key, each earlier one `.base_layer` more, so places
+are in order of definition.
 
-Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter.
+Legend: E experts, R LoRA rank, I inputs, O outputs of the whole parameter.
 
 Tinker and Megatron-Bridge stack experts: A [E or 1, R, I] and B [E or 1, O, R], with 1 shared by all.
 Megatron-Bridge writes the partner of a shared matrix once per expert.
@@ -113,8 +113,7 @@ class Shaped(Protocol):
 class PairSource:
     """One pair in the file, with its config.
 
-    keys_a, keys_b: a tensor, or one per expert beside a matrix of all experts.  grouped: see
-    `config.ExpertLayout`.
+    keys_a, keys_b: a tensor, or one per expert.  grouped: see `config.ExpertLayout`.
     """
 
     place: Place
@@ -155,7 +154,7 @@ def make_pairs(
 def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape: ModelShape) -> list[Pair]:
     """The delta of kv_b_proj on both sides of the latent, by head; heads share A.
 
-    For queries B's rows of K shrink and A expands: the transposed delta.
+    For queries the delta is transposed: B's rows of K shrink and A expands.
     """
     from moe_lora.adapters.packed import Pair
 
@@ -268,7 +267,7 @@ def _views(
     if source.place.form == "rows":
         shared = a.unsqueeze(0)
         sliced = b.view(site.num_experts, -1, rank).transpose(1, 2)
-        # The down matrix is applied untransposed: rows are inputs, so B shrinks and A expands.
+        # The down matrix is applied untransposed, so B shrinks and A expands.
         return (sliced, shared) if site.name == "down" else (shared, sliced)
     if source.place.form == "stacked":
         return a, b.transpose(1, 2)

@@ -3,7 +3,7 @@
 
 Gate and up with an A each get one A of both ranks, and a block-diagonal B.
 
-Legend: E experts, R LoRA rank, I in_features, O out_features.
+Legend: E experts, R LoRA rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ _Made = tuple[torch.Tensor, torch.Tensor, int, float]
 
 
 def _fused(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
-    """A [E * R, I], expert-major, and B [O, R * E], rank-major, with R and the scale."""
+    """A [E * R, I], expert-major, B [O, R * E], rank-major, R, and the scale."""
     scales = {one.scale for experts in modules if experts for one in experts.values()}
     scale = scales.pop() if len(scales) == 1 else 1.0
     pairs = [_whole_expert(modules, expert, place, shape, scale) for expert in range(shape.num_experts)]
@@ -276,7 +276,7 @@ def _padded(matrix: torch.Tensor, lora_rank: int) -> torch.Tensor:
 
 
 def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
-    """A [R, H] of all experts, and B [E * F, R]; for down A and B change places."""
+    """A [R, H] and B [E * F, R]; for down A and B change places."""
     assert modules[0] is not None, "the caller has found it"
     experts = [modules[0][expert] for expert in range(shape.num_experts)]
     is_down = place.site == "down"
@@ -316,7 +316,7 @@ def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str
 
 
 def _names(paths: Sequence[str], num_layers: int, stack: str) -> list[str]:
-    """Names of the paths: below the layer if every layer has one, else the whole path."""
+    """Names below the layer if every layer has one, else the whole path."""
     below: dict[str, list[str]] = {}
     for path in paths:
         rest = path.removeprefix(f"{stack}.").partition(".")[2] if path.startswith(f"{stack}.") else ""

@@ -45,9 +45,9 @@ def read_adapter(
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
-    name: by default the folder's.  Peak memory: the file, the packed adapter, and the changes of replaced
-    rows.  Raises AdapterError with the file and the key unless every tensor is used and every target is
-    present.  base_dir: checkpoint of the base, for replaced rows.  Otherwise as `opened`.
+    Peak memory: the file, the packed adapter, and the changes of replaced rows.  Raises AdapterError unless
+    every tensor is used and every target is present.  base_dir: checkpoint of the base, for replaced rows.
+    Otherwise as `opened`.
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the embedding or the head that an adapter replaces, as LoRA pairs of their change.
 
-PEFT replaces n rows (`trainable_token_indices`) or the whole matrix (`modules_to_save`).  The change of n
-rows is a pair of rank n: a one-hot of the tokens, and the trained rows minus the base's.  With more rows than
-columns the pair is the change, and an identity.
+PEFT replaces n rows (`trainable_token_indices`) or all (`modules_to_save`).  The change of n rows is a pair
+of rank n: a one-hot of the tokens, and the trained rows minus the base's.  With more rows than columns the
+pair is the change, and an identity.
 Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
 
 Legend: N rows, H hidden size.
@@ -59,8 +59,7 @@ def replaced_rows(
 ) -> tuple[ReplacedRows, ...]:
     """The replaced rows of the file.
 
-    Raises AdapterError for other modules, without a checkpoint, for missing or misshapen tensors, and for
-    rows replaced twice.
+    Raises AdapterError, also without a checkpoint.
     """
     if base_dir is None:
         raise AdapterError(

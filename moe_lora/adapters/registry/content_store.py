@@ -117,9 +117,7 @@ class ContentStore:
         shutil.rmtree(dying, ignore_errors=True)
 
     def sweep(self, kept: Collection[str]) -> list[str]:
-        """Delete remains of crashes: content outside `kept`, and staged files without a stager; returns their
-        names.
-        """
+        """Delete content outside `kept`, and dead writers' files; returns the names."""
         swept = []
         for place in sorted(self.folder.iterdir()):
             if _HASH.fullmatch(place.name) and place.name not in kept:
@@ -137,7 +135,7 @@ class ContentStore:
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
-        """Shared by stagers, to tell their folders from a dead writer's."""
+        """Shared by stagers; a dead writer's folder is unlocked."""
         with (self.folder / ".lock").open("a") as file:
             fcntl.flock(file, kind)
             yield

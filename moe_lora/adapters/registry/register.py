@@ -36,8 +36,8 @@ def register_adapter(
 ) -> RegisteredAdapter:
     """Check an adapter against the base model in `model_dir`, then `Registry.add`.
 
-    source: a PEFT folder, or LoRA tensors by PEFT keys with `config` (see `pack_state_dict`).  link: for a
-    folder only.  Raises AdapterError, ConfigError.
+    source: a PEFT folder, or LoRA tensors with `config` (see `pack_state_dict`).  link: for a folder only.
+    Raises AdapterError, ConfigError.
     """
     if isinstance(source, Mapping):
         if config is None:

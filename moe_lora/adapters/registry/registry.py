@@ -74,6 +74,7 @@ class RegistryDatabase:
                 f"there is no registry at {folder}; moe-lora adapters add --registry {folder} makes one"
             )
         self._mutex = threading.RLock()
+        # Serialises the table's creation.
         with folder_locked(folder), self._explained():
             if not self.path.exists() and any(folder.iterdir()):
                 raise RegistryError(
@@ -392,7 +393,7 @@ class Registry:
         return bool(self._database.read(query, (content_hash,)))
 
     def _settle(self, one: RegisteredAdapter) -> str | None:
-        """Check a version's files and update the state; returns the fault or None."""
+        """Check a version's files and update the state; returns the fault."""
         problem = self._store.problem(one.content_hash)
         if (problem is None) != (one.state == READY):
             with self._database.writing() as connection:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a hub or in object storage: an allowed address in, a local folder out."""
+"""Adapters on a hub or in object storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scheme_of(path: str) -> str | None:
 
 
 class AdapterSources:
-    """Fetches adapters from allowed addresses.  config: None: none is allowed.  Thread-safe."""
+    """Fetches adapters from allowed addresses (None: no address).  Thread-safe."""
 
     def __init__(self, config: SourcesConfig | None) -> None:
         self._config = config
