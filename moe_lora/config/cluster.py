@@ -53,10 +53,10 @@ NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices"
 class ClusterConfig:
     """A cluster as its file describes it.
 
-    engine: of every instance, without a LoRA Server.  other_model_names: of the base model; answers show
-    served_model_name.  lora_server: None: instances compute deltas.  certificates: a folder; None: one host.
-    provision: None: defaults with a LoRA Server, else off.  front_ends: by name, with shared settings in
-    front_end.  controller: None: the one front end decides.  devices: by role.
+    other_model_names: of the base model; answers show served_model_name.  lora_server: None: instances
+    compute deltas.  certificates: a folder; None: one host. provision: None: defaults with a LoRA Server,
+    else off.  front_ends: by name, with shared settings in front_end.  controller: None: the one front end
+    decides.  devices: by role.
     """
 
     engine: EngineConfig
@@ -198,7 +198,7 @@ class ClusterConfig:
 
     @property
     def has_resolver(self) -> bool:
-        """True if unknown adapters are found at their first request."""
+        """True if a resolver finds unknown adapters."""
         return self.sources is not None and self.sources.resolver is not None
 
     @property
@@ -318,7 +318,7 @@ def read_content(path: str | Path) -> Any:
 
 
 def cluster_of(content: Any, folder: Path) -> ClusterConfig:
-    """The cluster of a file's content; relative paths start at `folder`.  Raises ConfigError."""
+    """The cluster of a file's content.  Raises ConfigError."""
     given = dict(mapping_of("the file", content))
     fixed = _read_fixed(given.pop(_FIXED, {}))
     check_names("", given, NAMES)
@@ -378,7 +378,7 @@ def _fixed(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _served_names(given: Any) -> list[str]:
-    """Names of the base model, without doubles.  Raises ConfigError."""
+    """The base model's names.  Raises ConfigError."""
     names = given if isinstance(given, list) and given else [given]
     return list(dict.fromkeys(text_of("served_model_name", name) for name in names))
 

@@ -24,7 +24,7 @@ Devices = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """The device of a rank.  num_sharers: ranks of this host on the device, this rank included."""
+    """The device of a rank.  num_sharers: ranks on the device, this one included."""
 
     number: int
     num_sharers: int = 1

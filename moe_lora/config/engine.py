@@ -61,9 +61,9 @@ class EngineConfig(Settings):
     }
 
     model_dir: str = setting(in_file=False)
-    """Folder of the base model's checkpoint."""
+    """Folder of the base model."""
     adapters: tuple[tuple[str, str], ...] = setting((), in_file=False)
-    """(name, directory) pairs served from the start.  With a pool, the start only measures adapters."""
+    """(name, directory) pairs served from the start."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype", metavar="DTYPE")
     """Type of weights, KV and activations: float32, bfloat16, or auto, the checkpoint's (bfloat16 for
     float16)."""
@@ -116,8 +116,8 @@ class EngineConfig(Settings):
         None, above=0, most=1, unset="half of the memory that is free once the weights are there"
     )
     """Share of a device's memory for weights, KV and adapters of one process, without a step's working
-    memory.  Of the room beside the weights, adapters get a quarter, KV three quarters.  Ranks that share a
-    device count equal parts of its memory.
+    memory.  Chosen sizes: a quarter of the rest for adapters, three quarters for KV.  Ranks on one device
+    count equal parts of its memory.
     """
     host_arena_mb: float | None = setting(
         None,
@@ -174,9 +174,7 @@ class EngineConfig(Settings):
     num_instances: int = setting(1, least=1, option="--instances", group="Scaling")
     """Engine processes that replace each other, and divide a host's cores and memory."""
     spare_process: bool = setting(True)
-    """Keep a spare process beside several instances, with torch imported and without a device, to replace the
-    next instance that dies.
-    """
+    """Keep a spare process without a device, to replace the next of several instances that dies."""
     kv_events: str | None = setting(None, metavar="JSON", unset="none")
     """Publish events of cached prefixes over ZeroMQ: vLLM's kv_events_config in JSON.  Instance n adds n to
     the ports.  Prompts with a salt have no events.
@@ -184,7 +182,7 @@ class EngineConfig(Settings):
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
     """Wait for an adapter before younger requests stop passing."""
     seed: int = 0
-    """Seed of sampling without a request's seed.  Each front end and each start derives its own."""
+    """Seed of sampling without a request's seed; each front end and start derives its own."""
     lora_kernel: str = setting("sgmv", choices=LORA_KERNELS)
     """Kernel of deltas: sgmv (true rank); baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
     lora_server: LoraServerConfig | None = setting(None, in_file=False)

@@ -189,10 +189,10 @@ class LimitsConfig(Settings):
     """Format of tool calls in answers.  auto: by the chat template, else by the family; only requests with
     tools are parsed.  none: requests with tools are a 400."""
     reasoning_parser: str = setting("none", choices=REASONING_PARSERS)
-    """Format of reasoning in answers of chats, for reasoning_content.  auto: by the chat template."""
+    """Format of reasoning in chats, for reasoning_content.  auto: by the chat template."""
     return_routed_experts: bool = setting(False)
     """Send the chosen experts of tokens with each choice, unless a request says otherwise.  Such steps run
-    without compiled code and graphs.
+    without compiled code.
     """
     received_mb: int = setting(4096, least=1)
     """Size in 2^20 bytes of all adapters with tensors in bodies; then 413."""
@@ -265,7 +265,7 @@ class RoutingConfig(Settings):
     """Divide adapters over instances, and route by the result.  Beside burst_tolerance, routing may be
     shortest_pending_time (docs/guides/placement.md)."""
     prefill_instances: tuple[str, ...] = setting((), unset="none: every instance does both")
-    """Instances that compute prompts, by name (docs/guides/migration.md)."""
+    """Names of instances that compute prompts (docs/guides/migration.md)."""
     placement_interval_s: float = setting(30.0, above=0)
     """Time between placements."""
     demand_steps: int = setting(8, least=1)
@@ -373,8 +373,8 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     cors_origins: tuple[str, ...] = setting(
         (), check=_check_origins, former="--cors-origin", metavar="ORIGIN", unset="none"
     )
-    """Let pages of this origin call the server from a browser (https://app.example.com; *: all); may be given
-    several times.
+    """Let pages of this origin call the server (https://app.example.com; *: all); may be given several
+    times.
     """
     docs_page: bool = setting(True)
     """Serve the pages / and /docs, and /openapi.json."""
@@ -391,7 +391,8 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     """
     adapter_chat_template: bool = setting(False, option="--adapter-chat-template", group="Adapters")
     """Use an adapter's own chat template, and its end token if its tokenizer has the base model's tokens.  A
-    template is a program: trust the author of the adapter."""
+    template is a program: trust its author.
+    """
     log_level: str = setting("info", choices=LOG_LEVELS, option="--log-level", metavar="LEVEL", group="More")
     """Log level: debug, info, warning or error."""
     drain_s: float = setting(20.0, least=0)

@@ -52,9 +52,9 @@ class LoraServerConfig(Settings):
     store_dir: str = setting("", path="folder")
     """Folder of packed adapters, shared on one host; other hosts receive missing files."""
     transport: str = setting("shm", choices=TRANSPORTS)
-    """Exchange of rows between instances and LoRA Server: shm (one host), gloo (two-sided, any hosts), nixl
-    (one-sided, any hosts; pip install "moe-lora[nixl]").  Avoid nixl on networks that break: after a cut, a
-    server rank once ended with a segmentation fault.
+    """Exchange of rows with the LoRA Server: shm (one host), gloo (two-sided, any hosts), nixl (one-sided,
+    any hosts; pip install "moe-lora[nixl]").  Avoid nixl on networks that break: after a cut, a server rank
+    once ended with a segmentation fault.
     """
     device_puts: str = setting("none", choices=DEVICE_PUTS)
     """ibgda: GPUs of instances put rows of decode steps to the server's GPUs (NVSHMEM), and receive the
@@ -144,12 +144,12 @@ class StageTime(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Stage times of one layer of the served model on the emulated device.
+    """Stage times of one layer on the emulated device.
 
     attention: all of a layer but its experts.  experts: the experts' base GEMMs.  lora: the deltas, after the
     base GEMM or on the LoRA Server, once per instance.  transfer: inputs to the server and deltas back.
-    overlap: the remote call runs beside the base GEMM.  prefill: a whole layer for prompt rows, by default
-    another device's (InfiniLoRA section 2.1).
+    overlap: the remote call runs beside the base GEMM.  prefill: a whole layer for prompt rows, by default on
+    another device.
     """
 
     attention: StageTime = StageTime()

@@ -78,7 +78,7 @@ class ReplayOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(Settings):
-    """How a trace is turned into requests; lengths in tokens, None: as in the trace.
+    """From trace to requests; lengths in tokens, None: as in the trace.
 
     arrivals: "trace" (scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests, duration_s:
     recorded arrivals are cut; drawn ones repeat the trace's rows.  prompts: "text" (the trace's), or "random"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting is a field of a frozen dataclass: type, default, range, option and meaning, stated once.
+"""A setting is a field of a frozen dataclass, stated once.
 
     @dataclass(frozen=True, kw_only=True)
     class EngineConfig(Settings):
         max_loras: int = setting(64, least=1, option="--max-loras")
-        \"\"\"Adapters resident on the device at once.  The docs have further sentences too.\"\"\"
+        \"\"\"Adapters on the device.  Further sentences are for the docs.\"\"\"
 
 Options, sections of the cluster file, checks and tables of the docs derive from a setting.
 """
@@ -196,7 +196,7 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def read_section(kind: Any, section: str, given: Any) -> dict[str, Any]:
-    """Keyword arguments of a settings class, from a section of a file.  Raises ConfigError."""
+    """Keyword arguments of a settings class.  Raises ConfigError."""
     values, settings = mapping_of(section, given), settings_of(kind)
     check_section(kind, section, values)
     return {name: settings[name].read(f"{section}.{name}", value) for name, value in values.items()}
