@@ -46,8 +46,8 @@ def admissible(
     """Requests that may start, first come first served; skips adapters without a place.
 
     can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request skipped
-    for longer than starvation_s stops younger requests, unless keeps_from_others: the adapter has an unused
-    place for its own users only.  The starving request may wait for that place.
+    for longer than starvation_s stops younger requests, unless keeps_from_others: their adapter has an unused
+    place for its own users only.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fair order of waiting requests between tenants of one instance.
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (virtual token counter, weights of
-section 4.4).
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (section 4.4).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Competing = TypeVar("Competing", bound=CompetingView)
 
 
 class VirtualTokenCounter:
-    """Counts service per tenant, by weight; the tenant of least service goes first.
+    """Counts service per tenant, by weight; the least goes first.
 
     A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  With U
     = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
@@ -77,7 +76,7 @@ class VirtualTokenCounter:
             self._last = tenant
 
     def prefill(self, tenant: str, share: float, num_tokens: int) -> None:
-        """A request with num_tokens prompt tokens to compute starts."""
+        """A request with num_tokens to compute starts."""
         self.counters[tenant] += PREFILL_COST * num_tokens / share
 
     def decode(self, tenant: str, share: float) -> None:
@@ -112,7 +111,7 @@ class VirtualTokenCounter:
         """Running requests to stop when all slots are taken.
 
         The next tenant, below its share of slots, gets slots beyond another's share.  running: by start; the
-        first one stays.  num_others: further slots per tenant.
+        first one stays.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

@@ -20,8 +20,7 @@ _LONGEST_PROMPT = 1 << 17
 class HostStart:
     """Start of a prompt on host workers.
 
-    tokens_per_worker: largest piece of rows, to workers in turn.  Host and device overlap; the slower one
-    counts.
+    tokens_per_worker: largest piece of rows.  Host and device overlap; the slower one counts.
     """
 
     times: HostTimes
@@ -32,8 +31,8 @@ class HostStart:
     def tokens_per_step(self, max_tokens: int) -> int:
         """Most prompt rows on the host in a step with other requests.
 
-        With tpot_budget_s: within the budget over all layers, for an adapter of the largest measured rank.
-        Raises ConfigError if a single row exceeds the budget.
+        tpot_budget_s: over all layers, for the largest measured rank.  Raises ConfigError if a row exceeds
+        the budget.
         """
         if self.tpot_budget_s is None:
             return self.num_workers * self.tokens_per_worker
@@ -143,7 +142,7 @@ def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
 def enough_workers(
     times: HostTimes, tokens_per_worker: int, adapter: ColdAdapter, *, max_tokens: int, num_cores: int
 ) -> int:
-    """Workers to compute a step's prompts in time, one per core; 0 if waiting is faster."""
+    """Workers for a step's prompts, one per core; 0 if waiting is faster."""
     number = min(num_cores, math.ceil(max_tokens / tokens_per_worker))
     if number < 1:
         return 0
@@ -173,7 +172,7 @@ class HostLoads:
     def begin(
         self, uid: Hashable, adapter: ColdAdapter, num_tokens: int, now_s: float, *, under_way: bool
     ) -> None:
-        """Note a load for a request.  under_way: already before."""
+        """Note a load.  under_way: already before."""
         if self._rule is None or (under_way and uid in self._loads):
             return
         ahead_s = max(0.0, self._busy_until_s - now_s)

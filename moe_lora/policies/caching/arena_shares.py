@@ -17,7 +17,7 @@ SLACK = 1 / 64
 
 
 class ArenaShares:
-    """Evicts tenants' nodes beyond shares of an arena before nodes within shares.
+    """Evicts nodes beyond tenants' shares before nodes within.
 
     Present tenants divide the arena by weight; a tenant may fill unused room.  The `asking` tenant gives back
     `SLACK` of the arena, or the largest node, before its share is full.  T: tenants.  N: candidates.
@@ -78,8 +78,8 @@ class ArenaShares:
     ) -> NDArray[np.int64]:
         """[N]: eviction order before values.
 
-        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
-        nodes within shares.  held [T].  owners, amounts, values [N].  total: size of the arena.
+        BEYOND: the least valued nodes beyond a share.  REST: the tenant's others.  WITHIN: nodes within
+        shares.  held [T].  owners, amounts, values [N].
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

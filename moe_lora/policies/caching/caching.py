@@ -22,7 +22,7 @@ NUM_LEVELS = 6
 DEPTHS = (64, 256, 1024, 4096)
 """Tokens of the whole prefix.  Short prompts return less often."""
 NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
-"""Levels of adapters, then of KV for each depth."""
+"""Levels of adapters, then of KV by depth."""
 STARTS_S: Floats = np.concatenate(([0.0], EDGES_S))
 WIDTHS_S: Floats = np.diff(np.concatenate((STARTS_S, [2 * EDGES_S[-1]])))
 
@@ -68,7 +68,7 @@ NOTHING_KNOWN = rates_from(np.zeros((NUM_CLASSES, NUM_BINS)), np.zeros((NUM_CLAS
 
 @dataclass(frozen=True)
 class NodeColumns:
-    """Nodes to be valued.  All [N].
+    """All [N].
 
     is_adapter bool; pages int64; visits float64; recent float64: decayed visits (0 for KV); idle_s float64;
     backed bool: on the host; first_token, num_tokens int64: place in the prompt (0 for adapters); turn int64:
@@ -111,8 +111,8 @@ class Traits:
     keeps_dependencies: KV is on the device only with the adapter.  keeps_history: KV of finished requests
     stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
     `tick` copies history ahead of need.  looks_ahead: queued requests count.  exchanges: `tick` replaces less
-    valued nodes.  drops_backed_first: eviction starts with backed nodes.  adapter_share: part of the device
-    for adapters only.  needs_visits: a node without visits has no value.
+    valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node without visits
+    has no value.
     """
 
     keeps_dependencies: bool = True
@@ -207,9 +207,7 @@ def fastlibra_wos() -> Recency:
 
 
 def static_partition(adapter_share: float = 0.2) -> Recency:
-    """vLLM in FastLibra's comparison: a fixed part for adapters, LRU in both parts, offload to the host
-    (sections 2.2 and 6.1).
-    """
+    """vLLM in FastLibra's comparison: a fixed part for adapters, LRU in both parts (sections 2.2 and 6.1)."""
     if not 0 < adapter_share < 1:
         raise ValueError(f"adapter_share={adapter_share} must lie between 0 and 1")
     return Recency(traits=Traits(keeps_dependencies=False, swaps_in=False, adapter_share=adapter_share))
@@ -247,9 +245,9 @@ def adapter_reward(load: CacheLoad) -> float:
 class FastLibra:
     """Eval_i = LoRA_Eval_i x cost_i x prob_i x (1 - sigmoid(t_i / time_unit_s)) (equations 5 and 6).
 
-    cost: seconds to copy the node from the host; prob: visits per query; t: time since the last use, in an
-    unspecified unit in the paper.  LoRA_Eval is 1 for KV.  rewards_adapters False: FastLibra-WOL.
-    keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2, 6.6 to 6.8.
+    cost: seconds to copy the node from the host; prob: visits per query; t: time since the last use (no unit
+    in the paper).  LoRA_Eval is 1 for KV.  rewards_adapters False: FastLibra-WOL. keeps_dependencies False:
+    FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2, 6.6 to 6.8.
     """
 
     costs: CacheCosts
@@ -282,8 +280,8 @@ class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
     Uses: learned by kind and idle time; plus one within queue_s per queued request.  Seconds, on the device:
-    a copy or a load, or a faster recomputation, times 1 + behind_per_s x length for queued requests (M/G/1),
-    plus wait_s, the missed step.  unready_share: weight of KV without the adapter.  Seconds, on the host: the
+    a copy, load or faster recomputation, times 1 + behind_per_s x length for queued requests (M/G/1), plus
+    wait_s, the missed step.  unready_share: weight of KV without the adapter.  Seconds, on the host: the
     excess of computing or loading over copying.
     """
 

@@ -34,8 +34,8 @@ class Batching:
 class MergingView:
     """A policy's view before a step.
 
-    requests: in FCFS order: running, then waiting.  merged: adapter in all weights; None: none, or a swap is
-    in progress.  eligible: True if an adapter may be merged; not called for the base model.
+    requests: running, then waiting, FCFS.  merged: adapter in all weights; None: none, or a swap is in
+    progress.  eligible: True if an adapter may be merged; not called for the base model.
     """
 
     requests: Sequence[WaitingView]
@@ -47,7 +47,7 @@ class MergingView:
 
 
 class MergingPolicy(Protocol):
-    """Called before each step with requests; the caller follows as far as possible."""
+    """Called before each step with requests."""
 
     def decide(self, view: MergingView) -> Batching: ...
 
@@ -85,7 +85,7 @@ class UnmergedOnly:
 class MergedOnly(UnmergedOnly):
     """One adapter's requests at a time, merged, then the oldest request's adapter.
 
-    Ineligible adapters and the base model have unmerged turns.
+    Ineligible adapters and the base model are unmerged.
     """
 
     def __init__(self) -> None:

@@ -28,9 +28,9 @@ def mode_of(rows: Rows, merged: Uid) -> Mode:
 class MergingCosts:
     """Seconds of decode steps by mode, and of swaps.
 
-    A row of the merged adapter costs as a base row; other rows of a mixed step pay for two deltas (-delta_a +
-    delta_b).  The measured ratio of the mode (unmeasured: the mean of other modes) scales model times, so a
-    wrong model favours no mode.
+    The merged adapter's rows cost as base rows; other rows of a mixed step pay for two deltas.  The measured
+    ratio of the mode (unmeasured: the mean of other modes) scales model times, so a wrong model favours no
+    mode.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Credits:
 
     share: of an adapter for each other adapter, so n adapters start with share (n - 1) each.  starve, normal:
     credits above the start.  An adapter starves from more than `starve` until less than `normal`.  Source:
-    dLoRA, Algorithm 3 (A.1); the start: the authors' artifact.
+    dLoRA, Algorithm 3 (A.1), and the artifact.
     """
 
     def __init__(self, share: int, starve: int, normal: int) -> None:

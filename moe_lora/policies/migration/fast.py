@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A migration plan in milliseconds: longest requests first from overloaded replicas, then a local search.
+"""A migration plan in milliseconds: longest requests first, then a local search.
 
 Replicas above `lower_bound` give their cheapest moves to the replica of earliest end.  Then requests, groups
 and pairs move between slowest and fastest.
-Source: dLoRA, section 5.2, for the problem; the algorithm is ours, after Graham's longest processing time.
+Source: dLoRA, section 5.2, for the problem; the algorithm is ours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEAR = 0.02
 """Accepted share above the bound."""
 MAX_STEPS = 48
 DEPTHS = (1.0, 0.75)
-"""Fractions of the bound that givers go down to; the next follows a bad result."""
+"""Fractions of the bound for givers; the next follows a bad result."""
 
 
 def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:

@@ -27,8 +27,7 @@ def place_holders(
 ) -> dict[Key, frozenset[int]]:
     """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
-    sizes: bytes.  wanted: by a placement; other adapters stay or go where the fewest bytes are, and are
-    evened out.
+    wanted: by a placement; other adapters stay or go where the fewest bytes are.
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}
@@ -48,7 +47,7 @@ def place_holders(
 def _even_out(
     sizes: Mapping[Key, int], load: dict[int, int], holders: dict[Key, set[int]], fixed: dict[Key, set[int]]
 ) -> None:
-    """Move adapters from the fullest instance to the emptiest, the largest that keeps their order."""
+    """Move adapters from the fullest instance to the emptiest."""
     movable: defaultdict[int, list[tuple[int, Key]]] = defaultdict(list)
     for key in sorted(holders, key=lambda key: (sizes[key], key)):
         for instance in holders[key] - fixed[key]:

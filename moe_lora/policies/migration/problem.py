@@ -118,9 +118,9 @@ class MigrationProblem:
 class MigrationPlan:
     """The plan; loads precede their moves.
 
-    moves: (request, source, target), cheapest first, so waiting before running.  loads: (adapter, replica).
-    objective, objective_before: seconds of the slowest replica; infinite without enough memory.  bound: lower
-    bound of any plan; 0 if unknown.
+    moves: (request, source, target), cheapest first.  loads: (adapter, replica).  objective,
+    objective_before: seconds of the slowest replica; infinite without enough memory.  bound: of any plan; 0
+    if unknown.
     """
 
     moves: tuple[tuple[RequestId, ReplicaName, ReplicaName], ...]
@@ -131,7 +131,7 @@ class MigrationPlan:
 
 
 class Placement:
-    """A placement in indices of the problem's sequences, with costs per replica.
+    """A placement in indices of the problem, with costs per replica.
 
     A move takes constant time.  counts: requests by replica and adapter.  seconds, used: per replica, without
     swapping, and bytes.  Columns: home, adapter (the base model is an extra one of 0 bytes), exec_s, moved_s
@@ -296,8 +296,8 @@ def undo_needless(placement: Placement, limit: float) -> None:
 
 
 def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
-    """Return requests from replicas with more missing memory than before, smallest first; all of them unless
-    the slowest gets faster.
+    """Return requests from replicas with more missing memory than before; all unless the slowest gets
+    faster.
     """
     moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}
     too_full = [j for j, (lacking, _) in enumerate(before) if placement.cost(j)[0] > lacking]
@@ -315,7 +315,7 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 
 
 def lower_bound(placement: Placement) -> float:
-    """Lower bound of the slowest replica's seconds, not always reached.
+    """Lower bound of the slowest replica's seconds.
 
     The least T whose replicas hold all work and swapping, and at least any request with its adapter.
     """

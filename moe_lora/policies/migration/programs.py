@@ -2,8 +2,7 @@
 """Migration plans by programs of HiGHS: the whole problem, and dLoRA's relaxed part.
 
 The whole problem takes exponential time.  The relaxed program has no memory limits, and divides requests of
-the K slowest replicas among these and the K fastest; a request goes to its largest part.  Our addition:
-misfits return.
+the K slowest replicas among these and the K fastest; a request goes to its largest part.  Misfits return.
 Source: dLoRA, section 5.2, "Selective migration with constraints relaxation".
 """
 
@@ -177,10 +176,10 @@ def _rounded(parts: FloatArray) -> list[int]:
 
 
 class _Relaxed:
-    """Columns T, then requests of each group on each replica, y of each adapter, swapped bytes per replica.
+    """Columns T, then requests (group, replica), y of adapters, swapped bytes per replica.
 
-    groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none); they
-    share a row of x, with means.
+    groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none) share a
+    row of x.
     """
 
     def __init__(self, search: Search, num_slowest: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration triggers, paying moves of a plan, and the form of a request's move.
+"""Migration triggers, paying moves, and their form.
 
 Source: dLoRA, section 5.2; numbers, seats, and the choice of tokens or KV are ours.
 """
@@ -46,8 +46,7 @@ class ReplicaPressure:
 class DLoraMigration:
     """Plans moves when a replica lacks memory or its requests queue.
 
-    Plans are at least migration_interval_s apart; the pause doubles after too little gain, up to 16
-    intervals, until the pressure ends.
+    The pause doubles after too little gain, up to 16 intervals, until the pressure ends.
     """
 
     def __init__(self, config: MigrationConfig, planner: Planner | None = None) -> None:
@@ -66,7 +65,7 @@ class DLoraMigration:
     def decide(
         self, replicas: Iterable[ReplicaPressure], problem: Callable[[], MigrationProblem], now_s: float
     ) -> MigrationPlan | None:
-        """The moves to make now, or None.  problem: called only for a plan.
+        """The moves to make now, or None.
 
         A plan must shorten the slowest replica's time by migration_min_gain.
         """
@@ -150,7 +149,7 @@ def cheaper_move(
     """The form of a running request's move: by token ids, or by KV.
 
     tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
-    same_layout: of dtype, page size and ranks.
+    same_layout: dtype, page size and ranks.
     """
     kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demand of each adapter: metered at arrival, forecast for the next time step."""
+"""Demand of adapters: metered at arrival, and forecast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DemandMeter(RequestListener):
     """Tokens of requests to each adapter, counted at arrival.
 
     A request counts as its prompt and the expected answer: the mean of its adapter's answers, else of all
-    answers, else mean_output_tokens (None: FIRST_TOKENS).  The base model is not counted.  Not thread-safe.
+    answers, else mean_output_tokens (None: FIRST_TOKENS).  Not thread-safe.
     """
 
     def __init__(self, mean_output_tokens: float | None = None) -> None:

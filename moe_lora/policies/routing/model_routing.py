@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing by a performance model: Toppings' rank-aware cost, dLoRA's shortest pending time."""
+"""Routing by a performance model."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class CostModel:
     max_num_batched_tokens: int | None = None
 
     def start_s(self, prompt: Row) -> float:
-        """Cost of a missing adapter for a prompt: the load, or host workers' shorter extra time (Toppings
-        section 4.1).
-        """
+        """Cost of a missing adapter: the load, or shorter extra time on the host (Toppings section 4.1)."""
         load_s = self.adapter_load_s_per_rank * prompt.lora_rank
         if self.host is None:
             return load_s
@@ -119,9 +117,9 @@ class RankAware(RequestListener):
 
     Δ: the request's addition to a step, prefill over waiting prompts, decode over all requests.  With host
     workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  Candidates have room for
-    the adapter.  `requests` counts present requests, so an idle instance costs nothing, as in the paper.
-    cost "all" adds the request's own time per token.  At equal costs the least token work left decides; the
-    paper takes the first.  Source: Toppings, section 5, Algorithm 1.
+    the adapter.  `requests` counts present requests, so an idle instance costs nothing.
+    cost "all" adds the request's own time per token.  At equal costs the least token work decides; the paper
+    takes the first.  Source: Toppings, section 5, Algorithm 1.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:

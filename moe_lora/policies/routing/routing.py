@@ -16,8 +16,8 @@ class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
     waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
-    tokens of the waiting.  num_changes: version, for cached sums.  recent: last used adapters, latest last.
-    num_elsewhere: requests of other front ends.  held_back: a request waits for an adapter's slot.
+    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last. num_elsewhere:
+    requests of other front ends.  held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
