@@ -74,7 +74,7 @@ class DeltaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaShape:
-    """Sizes of Multi-head Latent Attention: one latent per token makes K and V of all heads.
+    """Sizes of Multi-head Latent Attention: a latent per token makes K and V.
 
     q_rank: width of queries' latent, 0 = none.  kv_rank: of K and V.  nope_dim, rope_dim: of a head of q and
     k, without and with rotation.  v_dim: of a head of v.
@@ -95,7 +95,7 @@ class MlaShape:
     def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
         """Sites before `o`; kv_b_proj is two sites with a copy per head.
 
-        latent_k maps a head's query to the latent, latent_v a sum of latents to the head's output.
+        latent_k maps a head's query to the latent, latent_v latents to the head's output.
         """
         q_size = heads * (self.nope_dim + self.rope_dim)
         q: list[SiteRow] = [("q", ("q",), hidden, (q_size,), 0)]

@@ -75,7 +75,7 @@ class StorageError(CapacityError):
 
 
 class SloError(MoeLoraError):
-    """The hardware can't meet the latency goals or the load."""
+    """The hardware can't meet latency goals or load."""
 
 
 class EngineDeadError(MoeLoraError):

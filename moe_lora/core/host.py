@@ -93,7 +93,7 @@ def run_folder(given: str | None) -> Iterator[Path]:
 
 
 class OwnFolder:
-    """A new folder for this user only, deleted with the context or by `remove`.
+    """A new folder for this user, deleted with the context or by `remove`.
 
     Deletes folders of killed processes first, if folders have locks.  parent: may be shared by hosts.  Raises
     OSError.

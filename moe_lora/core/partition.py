@@ -63,10 +63,10 @@ class Layout:
 class Partition:
     """The owner of every (layer, site, expert).
 
-    Layer l belongs to stage l mod y: several stages load an adapter's first layers at once (section 5.3).
-    Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an instance [c*E/p, (c+1)*E/p).  x divides p
-    or p divides x (section 4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's
-    stage; every instance rank sends rows there.
+    Layer l belongs to stage l mod y, so stages load first layers at once (section 5.3). Rank i of x holds the
+    experts [i*E/x, (i+1)*E/x); rank c of an instance [c*E/p, (c+1)*E/p).  x divides p or p divides x (section
+    4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every instance
+    rank sends rows there.
 
     client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
     ConfigError.
@@ -211,8 +211,7 @@ class CommunicationMetrics:
     """Table 1's metrics for one expert site and one instance's batch.
 
     peer_volume: mean activations per pair of peers.  servers_per_client, clients_per_server: maxima.
-    compute_volume: mean activations per server rank of this layer.  sync_scope: server ranks that agree on
-    the order of instances.
+    compute_volume: mean activations per server rank.  sync_scope: server ranks with one order of instances.
     """
 
     peer_volume: float

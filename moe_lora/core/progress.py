@@ -17,7 +17,7 @@ Show = Callable[[str, int, int], None]
 def progress(write: Callable[[str], object] | None = None, *, bar: bool = True) -> Iterator[Show]:
     """The display, drawn during calls only: a refresh thread would disturb the run.
 
-    write: gets the lines; None: stderr, with a last line at the end.  bar: False: lines on a terminal too.
+    write: gets the lines; None: stderr, with a last line.  bar: False: lines on a terminal too.
     """
     if not (bar and sys.stderr.isatty()):
         yield _lines(write)

@@ -12,9 +12,8 @@ READY, BROKEN, REMOVED = "ready", "broken", "removed"
 class RegisteredAdapter:
     """One version of an adapter.
 
-    lora_rank: largest of the config.  num_bytes, content_hash: of the files (`ContentStore`).  base_hash: see
-    `base_model_hash`.  path: folder to serve.  state: ready; broken (files lost or altered); or removed.
-    created_s: Unix time.
+    lora_rank: largest of the config.  num_bytes, content_hash: of the files.  path: folder to serve.  state:
+    ready; broken (files lost or altered); or removed.  created_s: Unix time.
     """
 
     name: str
@@ -47,7 +46,7 @@ class LeaseStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState(LeaseStats):
-    """capacity: most resident adapters.  max_capacity: limit by memory and registered adapters; None without
+    """capacity: most resident adapters.  max_capacity: by memory and registered adapters; None without
     adapters.  incarnation: of the leader.  ranks: joins of each rank with this leader; 0: absent.  unlinked:
     per rank, missing links.
     """
@@ -101,7 +100,7 @@ class Outlook:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementQuality:
-    """Quality of a table under a demand.  Loads are shares of a server's capacity.
+    """Quality of a table.  Loads are shares of a server's capacity.
 
     target_utilisation: mean load.  worst_load: at true ranks.  worst_padded_load: at the server's highest
     rank.  rank_mixing: padded over own load.

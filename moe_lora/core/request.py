@@ -15,7 +15,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 OnPublish = Literal["keep", "switch"]
-"""A running answer ends with its first version, or goes on with each new version."""
+"""A running answer keeps its first version, or follows new ones."""
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 NO_TOKEN = -1
@@ -33,7 +33,7 @@ BACKGROUND = 1 << 20
 
 MAX_ADAPTER_NAME_CHARS = 256
 COMPOSED = "composed:"
-"""Prefix of weighted sums."""
+"""Prefix of sums."""
 
 
 def name_problem(name: str) -> str | None:
@@ -46,7 +46,7 @@ def name_problem(name: str) -> str | None:
 
 
 def is_base_name(name: str, bases: Collection[str]) -> bool:
-    """True for a base model's name, empty or behind a slash too."""
+    """True for a base model's name, empty, or behind a slash."""
     return not name or name in bases or name.rpartition("/")[2] in bases
 
 
@@ -56,7 +56,7 @@ def version_name(name: str, version: int) -> str:
 
 
 def name_matches(adapter: str, patterns: Iterable[str]) -> bool:
-    """True if a shell pattern matches the adapter, with or without the version."""
+    """True if a shell pattern matches the adapter, with version or without."""
     name, _, version = adapter.rpartition("@v")
     names = (adapter, name) if name and version.isdigit() else (adapter,)
     return any(fnmatchcase(one, pattern) for pattern in patterns for one in names)
@@ -89,10 +89,9 @@ class SamplingParams:
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
-    to logits.  Only allowed_token_ids are drawn, and never the last token of bad_words.  grammar: made by
-    `engine.text.grammars`.
+    to logits.  Only allowed_token_ids are drawn, and never the last token of bad_words.
 
-    Raises ValueError naming the parameter and its allowed range.
+    Raises ValueError with the parameter's allowed range.
     """
 
     max_tokens: int | None = 16
@@ -206,8 +205,8 @@ class GenerateRequest:
     awaits_kv: held without computation: KV arrives from the former instance; an output reports allocated
     pages.  prefill_only: held after the first token, until a move or a resume.
 
-    tenant, share: owner and weight for fairness.  priority: within the tenant; lower goes first; from
-    BACKGROUND on after all tenants.  cache_salt: only equal salts share cached prompts.
+    tenant, share: owner and weight.  priority: within the tenant; lower goes first; from BACKGROUND on after
+    all tenants.  cache_salt: only equal salts share cached prompts.
     """
 
     request_id: str
@@ -246,7 +245,7 @@ class TokenLogprobs:
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to `prompt_logprobs`, `hidden_state` and `prompt_logprob_token_ids`.
+    """Requested facts about a prompt.
 
     logprobs: of each prompt token but the first.  hidden: [H] fp32.  id_logprobs: [rows, most ids of a row]
     fp32; minus infinity for no token.  experts: L layers with experts, K experts of a token, and [tokens, L,
@@ -261,13 +260,12 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
-    """A request's seconds inside the engine (docs/reference/metrics.md); TTFT is the sum without
-    first_decode_s.
+    """A request's seconds in the engine (docs/reference/metrics.md); TTFT is the sum without first_decode_s.
 
     queue_s: until admission, without loads.  adapter_load_s: wait for the adapter (LoRA cold start).
     kv_load_s: further wait for history KV.  prefill_s: until the first token.  first_decode_s: first until
-    second token, or 0.  adapter_wait_s: part of queue_s with room in the engine but no slot for this adapter
-    or an earlier request's.
+    second token, or 0.  adapter_wait_s: part of queue_s with room, but no slot for this adapter or an earlier
+    request's.
     """
 
     queue_s: float
@@ -285,7 +283,7 @@ class RequestTiming:
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """New tokens of a request in one step; finish_reason and timing come with the last."""
+    """New tokens of a request; finish_reason and timing come with the last."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -355,11 +353,10 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class EngineStats:
     """Gauges and counters of an engine (docs/reference/prometheus.md).
 
-    num_deferred: waiting requests without their adapter, or with a pause.  device_kv_invalid_bytes: history
-    of adapters not on the device.  swapped: copied between the arenas.  num_put_back: waiting requests that
-    yielded to an older request.  lora_server_ fields count the engine's first rank: fallback_rows: computed
-    by the engine instead; put_steps: with rows put by the device; redone_steps: recomputed for lack of
-    answers.
+    num_deferred: waiting without their adapter, or paused.  device_kv_invalid_bytes: history of absent
+    adapters.  swapped: copied between the arenas.  num_put_back: yielded to an older request.  lora_server_
+    fields count the engine's first rank: fallback_rows: computed by the engine instead; put_steps: with rows
+    put by the device; redone_steps: recomputed for lack of answers.
     lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ. steps_merged:
     for the adapter's requests alone; steps_mixed: for other requests too.  step_counts: by STEP_BUCKETS, the
     last for more.
@@ -488,7 +485,7 @@ class RoutingStats:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStats(EngineStats):
-    """Several engines: sums of counts, unions of names, mean kv_usage."""
+    """Several engines: sums, unions of names, mean kv_usage."""
 
     instances: tuple[InstanceStats, ...]
     moves: MoveStats = field(default_factory=MoveStats)

@@ -60,7 +60,7 @@ def rank_problem(lora_rank: int, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a decoder layer where one input feeds one or more LoRA modules.
+    """A place in a layer where one input feeds LoRA modules.
 
     `num_experts` is 0 at a dense site, else the number of copies: experts or heads.  Rows of the offset table
     start at `entry_base`, expert-major.
@@ -104,9 +104,9 @@ class ModelShape:
 
     `intermediate_size`: of one expert (or of the dense MLP).  has_output_gate: a gate scales the heads'
     outputs.  shared_size: width of the shared expert, 0 = none; has_shared_gate scales its output.
-    dense_layers: with a dense MLP of width dense_size in place of experts.  gated_q: the outputs of q are
-    query and gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  global_heads: layers with
-    heads of their own size.  Raises ConfigError for impossible sizes.
+    dense_layers: a dense MLP of width dense_size replaces experts.  gated_q: the outputs of q are query and
+    gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  global_heads: layers with heads of
+    their own size.  Raises ConfigError for impossible sizes.
     """
 
     family: str
@@ -218,7 +218,7 @@ class ModelShape:
         return len(self.delta.layers) * -(-4 * self.delta.state_floats // page_bytes)
 
     def check_equal_layers(self, what: str) -> None:
-        """Raises ConfigError for a model beyond equal layers of attention and one MLP or routed experts."""
+        """Raises ConfigError unless layers are equal: attention, and one MLP or routed experts."""
         unequal = self.delta or self.mla or self.global_heads
         if self.dense_layers or self.shared_size or self.has_output_gate or unequal:
             raise ConfigError(
@@ -309,7 +309,7 @@ class ModelShape:
         shared_gate_up_a: bool = False,
         expert_parallel: int = 1,
     ) -> int:
-        """Bytes of one packed adapter on whole sites, with alignment, on one rank.
+        """Bytes of one packed adapter on one rank, with alignment.
 
         targets: site names; None: `default_targets`.  shared_gate_up_a: gate and up of an expert share one A
         (the fused PEFT form).

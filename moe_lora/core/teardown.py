@@ -48,7 +48,7 @@ def run_child(serve: Callable[[int], None]) -> None:
 
 
 def end_at_hang_up(fd: int, clean_up: Callable[[], None]) -> None:
-    """Clean up and end this process, even in a computation, once the socket's other end has hung up."""
+    """Clean up and end this process, even in a computation, once the other end hangs up."""
     hang_up = select.poll()
     # poll always reports hang-ups; POLLRDHUP reports a half-closed peer.
     hang_up.register(fd, getattr(select, "POLLRDHUP", 0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Untrusted files without torch: tensor headers, and causes of unreadable files.
 
-Sizes, names and offsets are checked before any allocation.
+Sizes and offsets are checked before any allocation.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ _MAX_KEY_CHARS = 500
 """Errors show the whole name."""
 _END = re.compile(rb'"data_offsets"\s{0,99}:\s{0,99}\[\s{0,99}\d{1,19}\s{0,99},\s{0,99}(\d{1,19})')
 _SLICE, _OVERLAP = 1 << 20, 1024
-"""Bytes of a header per search, since a search holds the interpreter; more than a match."""
+"""Bytes of a header per search, since a search holds the interpreter."""
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -296,7 +296,7 @@ def confined(path: str | Path, root: str | None) -> bool:
 def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
     """A regular file, open to read, inside the folder `root`.
 
-    called: name in errors.  Raises AdapterError for anything else (a pipe is not opened), and OSError.
+    Raises AdapterError for anything else (a pipe is not opened), and OSError.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(handle, "rb")
