@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: PEFT files, packed true-rank form, the host store, and a registry."""
+"""Adapters: PEFT files, packed form, host store, registry."""

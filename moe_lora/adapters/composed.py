@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weighted sums of plain LoRA adapters, exact by concatenated ranks.
 
-Legend: R LoRA rank, D features, K adapters.
+Legend: R LoRA rank, D features.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .packed import PackedAdapter, PackedLayer, assemble, entry_widths
 def compose(name: str, terms: Sequence[tuple[PackedAdapter, float]], shape: ModelShape) -> PackedAdapter:
     """sum_k w_k s_k B_k A_k as one adapter of rank sum_k R_k: [w_1 s_1 A_1; ...; w_K s_K A_K], [B_1 ... B_K].
 
-    Raises AdapterError for a term that is no plain LoRA, and for values beyond the dtype.
+    Raises AdapterError.
     Source: PEFT, add_weighted_adapter with combination_type="cat".
     """
     for adapter, _ in terms:
@@ -50,7 +50,7 @@ def _check_plain(adapter: PackedAdapter, shape: ModelShape) -> None:
 
 
 def _composed_layer(terms: Sequence[tuple[PackedLayer, float]], shape: ModelShape) -> PackedLayer:
-    """A layer of the sum.  Entries with the same matrices share the sum's matrices too."""
+    """A layer of the sum; equal entries share matrices."""
     first = terms[0][0]
     align = MATRIX_ALIGN_BYTES // first.data.element_size()
     tables = np.stack([layer.table.numpy() for layer, _ in terms])
@@ -84,7 +84,7 @@ def _composed_layer(terms: Sequence[tuple[PackedLayer, float]], shape: ModelShap
 
 
 def _rows(layer: PackedLayer, row: np.ndarray, column: int, width: int, factor: float) -> torch.Tensor:
-    """Rows [R, D] of a term's matrix; of A with its factor."""
+    """Rows [R, D] of a term's matrix; A with the factor."""
     start, lora_rank = int(row[column]), int(row[2])
     rows = layer.data[start : start + lora_rank * width].view(lora_rank, width)
     return rows if column else (rows.float() * float(factor)).to(rows.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of registered adapters' folders, kept by hash for later reads."""
+"""Contents of registered adapters, kept by hash."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ COLUMNS_REFUSED = {
 
 
 class AdapterContents:
-    """Reads adapters from their folders, or from a store of earlier contents.
+    """Reads adapters from folders, or a store of earlier contents.  Thread-safe.
 
-    store: of contents, or None; contents go after their last use.  root: folder that must contain every path.
-    max_lora_rank: larger adapters are refused.  base_dir: checkpoint of the base, to compare copies and
-    replaced rows of its weights; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (weights
-    quantised at the load), or "lora_server", which owns the store; changes not computed there are refused.
-    For the engine's and the reader's threads.
+    root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and replaced
+    rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or "lora_server",
+    the store's owner.
     """
 
     def __init__(
@@ -65,11 +63,11 @@ class AdapterContents:
         self.shape = shape
         self.dtype = dtype
         self._served: dict[str, list[str]] = {}
-        """Name -> content hashes of its last two versions, to undo a load that a peer refuses."""
+        """Name -> content hashes of the last two versions, to undo a refused load."""
         self._lock = threading.Lock()
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
-        """The adapter of these tensors in memory (see `pack_state_dict`); the store does not keep it."""
+        """The adapter of these tensors, outside the store."""
         packed = pack_state_dict(
             tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir
         )
@@ -86,10 +84,8 @@ class AdapterContents:
     ) -> PackedAdapter:
         """The adapter in a folder; with a content hash, exactly this content.
 
-        must_keep: a full store is an error; None: only without a content hash.
-        Errors name the adapter, for clients; the log names the folder.
-        Raises AdapterError, also for other content that the store lacks; StorageError for a full store,
-        or no free file handle.
+        must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, the
+        log the folder.  Raises AdapterError; StorageError for a full store, or no free file handle.
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
@@ -137,7 +133,7 @@ class AdapterContents:
     ) -> list[tuple[PackedAdapter, str]]:
         """Each adapter of (name, path) pairs, with its path.
 
-        leave_out_bad: log and skip bad adapters, and ignore a full store.  Raises as `read` otherwise.
+        leave_out_bad: skip bad adapters, and ignore a full store; otherwise raises as `read`.
         """
         found = []
         for name, path in adapters:
@@ -162,7 +158,7 @@ class AdapterContents:
         return found
 
     def serve(self, name: str, hash_now: str) -> None:
-        """A new version of `name` has this content; drops the version before the last."""
+        """Note a new version's content; drops the version before the last."""
         with self._lock:
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
@@ -171,7 +167,7 @@ class AdapterContents:
                     self._remove(before[:-1])
 
     def forget(self, name: str) -> None:
-        """The name is not served any more."""
+        """Drop an unloaded name's contents."""
         with self._lock:
             self._remove(self._served.pop(name, []))
 
@@ -192,7 +188,7 @@ class AdapterContents:
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:
-        """Log the adapter's warnings.  Raises AdapterError for changes that are not computed here."""
+        """Log warnings.  Raises AdapterError for uncomputed changes."""
         for warning in packed.warnings:
             logger.warning("%s", warning)
         beside_lora_server, problem = self._computed_by == "lora_server", None

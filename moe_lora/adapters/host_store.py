@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed adapters as files mapped by all processes of a host: one copy in memory."""
+"""Packed adapters as files, mapped by a host's processes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _PARTS = ("data", "table", "scale")
 class HostStore:
     """Adapters by content hash in one directory.
 
-    Only whole files get their name, so concurrent writers and crashes are safe; opening the store removes a
-    dead writer's parts (unless folders have no locks).  A lost file is written again from a mapping.
+    Only whole files get their name, so concurrent writers and crashes are safe.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -44,14 +43,14 @@ class HostStore:
         """Adapters in use: a removed file stays mapped."""
 
     def path(self, content_hash: str) -> Path:
-        """Path of the adapter with this hash, present or not."""
+        """Path of this hash, present or not."""
         return self.directory / f"{content_hash}{_SUFFIX}"
 
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
 
     def find(self, prefix: str) -> str:
-        """The full content hash with this prefix, among `get`'s.  Raises AdapterError."""
+        """The full content hash with this prefix.  Raises AdapterError."""
         for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
             return path.name.removesuffix(_SUFFIX)
         for mapped in self._mapped.valuerefs():
@@ -61,9 +60,9 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if the adapter is present; a lost file is written again from a mapping here.
+        """True if present, maybe written again from a mapping.
 
-        Raises StorageError without room.
+        Raises StorageError.
         """
         if content_hash in self:
             return True
@@ -75,7 +74,7 @@ class HostStore:
         return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless present.  Raises StorageError without room."""
+        """Write the adapter unless present.  Raises StorageError."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -96,7 +95,7 @@ class HostStore:
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
         """Write the file of this hash from another store's bytes.
 
-        Raises StorageError without room, and errors of `blocks` unchanged.
+        Raises StorageError; errors of `blocks` pass.
         """
         with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
@@ -105,12 +104,11 @@ class HostStore:
 
     @contextmanager
     def _appearing(self, path: Path) -> Iterator[Path]:
-        """A temporary file; gets the name `path` once whole."""
+        """A temporary file, renamed to `path` once whole."""
         with ExitStack() as stack:
             with self._explained():
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # A locked folder of its own marks a write in progress; the library may choose a temporary
-                # name inside.
+                # A locked folder marks a write in progress; the library may choose a temporary name inside.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
             yield folder / path.name
             with self._explained():
@@ -129,10 +127,7 @@ class HostStore:
             ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
-        """The adapter of this hash, its tensors mapped from the file.
-
-        Raises AdapterError for a missing or damaged file without a mapping here.
-        """
+        """The adapter of this hash, mapped from the file.  Raises AdapterError."""
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():
@@ -165,10 +160,9 @@ _SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invoca
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Byte offsets of an adapter in one piece of memory: tables, scales, then each layer's data.
+    """Byte offsets of an adapter in memory: tables, scales, then each layer's data.
 
-    Parts start at multiples of 64 bytes; no header, as `AdapterFacts` gives the sizes.  scales: start; tables
-    start at 0.  head_bytes: tables and scales.  data: (start, length) of each layer.
+    Parts start at multiples of 64 bytes.  data: (start, length) per layer.
     """
 
     scales: int
@@ -212,7 +206,7 @@ def write_adapter(packed: PackedAdapter, memory: torch.Tensor) -> None:
 
 
 def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
-    """The adapter in `memory`, uint8 [layout.num_bytes]; no copy."""
+    """The adapter in `memory`, uint8 [layout.num_bytes], without a copy."""
     layout = layout_of(facts)
     tables, scales = _head(facts, memory[: layout.head_bytes])
     dtype = getattr(torch, facts.dtype)
@@ -221,9 +215,9 @@ def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
 
 
 def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) -> PackedAdapter:
-    """Placeholder of an adapter without its data: tensors of the right sizes on the device "meta".
+    """An adapter with data tensors on the device "meta".
 
-    head: uint8 [layout.head_bytes], tables and scales; None: absent too.
+    head: uint8 [layout.head_bytes]; None: absent too.
     """
     if head is None:
         shape = (len(facts.layer_elements), facts.num_entries)
@@ -231,7 +225,7 @@ def adapter_without_data(facts: AdapterFacts, head: torch.Tensor | None = None) 
         scales = torch.empty(shape, dtype=_SCALE, device="meta")
     else:
         tables, scales = _head(facts, head)
-    # Layers of equal size share a meta tensor: cheap for many adapters.
+    # Layers of equal size share a meta tensor.
     dtype = getattr(torch, facts.dtype)
     empty = {size: torch.empty(size, dtype=dtype, device="meta") for size in set(facts.layer_elements)}
     return _adapter(facts, [empty[size] for size in facts.layer_elements], tables, scales)
@@ -243,7 +237,7 @@ def has_data(packed: PackedAdapter) -> bool:
 
 
 def without_data(packed: PackedAdapter) -> PackedAdapter:
-    """The adapter without data; tables and scales are copied."""
+    """The adapter without data; copies tables and scales."""
     bare = adapter_without_data(facts_of(packed))
     layers = [
         replace(empty, table=layer.table.clone(), scale=layer.scale.clone())
@@ -258,7 +252,7 @@ def is_intact(packed: PackedAdapter) -> bool:
 
 
 def _head(facts: AdapterFacts, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[L, X, 3] and [L, X] views of L layers with X entries."""
+    """[L, X, 3] tables and [L, X] scales of L layers, as views."""
     num_layers, num_entries = len(facts.layer_elements), facts.num_entries
     scales_start = layout_of(facts).scales
     tables = head[: num_layers * num_entries * 3 * _TABLE.itemsize].view(_TABLE)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters packed at true rank: per layer one flat tensor and a table of offsets.
 
-Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features, X offset-table entries of a
-layer, C ranges of columns.
+Legend: N copies of a matrix, R LoRA rank, X table entries, C column ranges.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from moe_lora.core.shard import ModelShard
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayer:
-    """One layer's matrices back to back, as the kernels read them.
+    """One layer's matrices back to back, for the kernels.
 
-    data: 1-D, model dtype, CPU.  Per matrix: A as lora_rank rows of in_features, or B transposed as
-    lora_rank rows of out_features; matrices start at multiples of 64 bytes, gaps are zero.
-    table: int64 [num_entries, 3] (a_offset, b_offset, lora_rank), offsets in elements from data's
-    start; lora_rank 0: no delta.  Entries may share a matrix.
+    data: 1-D, model dtype, CPU.  Per matrix: A as lora_rank rows of in_features, or B transposed as lora_rank
+    rows of out_features, from multiples of 64 bytes on; gaps are zero.
+    table: int64 [num_entries, 3] (a_offset, b_offset, lora_rank), in elements; lora_rank 0: no delta.
+    Entries may share a matrix.
     scale: float32 [num_entries].
     """
 
@@ -44,13 +43,12 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAdapter:
-    """A whole adapter.  nbytes: bytes of all layers' data.  targets: module names with deltas.
+    """A whole adapter.  targets: module names with deltas.
 
     content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
-    warnings: config fields without effect, with reasons.  base_copies: keys of base weights in the file,
-    still to compare with the base (`peft.base_weights`).  invocation: tokens of an activated LoRA: the
-    adapter starts at their last occurrence in the prompt, and is part of the hash.  has_columns: with entries
-    of `ModelShape.column_sites`.
+    warnings: config fields without effect.  base_copies: keys of base weights to compare.  invocation: tokens
+    of an activated LoRA: the adapter starts at their last occurrence in the prompt; part of the hash.
+    has_columns: with `ModelShape.column_sites`.
     """
 
     name: str
@@ -67,10 +65,10 @@ class PackedAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One LoRA pair of a PEFT file as views for a copy.
+    """One LoRA pair of a PEFT file as views.
 
-    shrink: [N, R, in_features], N = 1 (shared) or one per expert.  expands: per module of the site
-    [N, R, out_features].  experts: entries fed by the pair.  source: key of lora_A, for errors.
+    shrink: [N, R, in_features], N = 1 (shared) or one per expert.  expands: per module [N, R, out_features].
+    source: key of lora_A.
     """
 
     site: Site
@@ -83,11 +81,9 @@ class Pair:
 
 
 def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, where: str) -> PackedLayer:
-    """Copy each matrix of the pairs once into a PackedLayer.
+    """Copy each matrix once into a PackedLayer.
 
-    num_entries: rows of the table; see `num_table_entries`.
-
-    Raises AdapterError with `where` and the key for NaN or infinity, also after conversion to dtype.
+    Raises AdapterError for NaN or infinity after conversion.
     """
     offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
@@ -107,17 +103,14 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
 
 
 def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:
-    """Entries in each table of an adapter with this number of layers; one more than the model's is outer.
-
-    has_columns: with entries of `ModelShape.column_sites`, the last.
-    """
+    """Entries in each table; a layer beyond the model's is outer."""
     if has_columns:
         return shape.column_sites[-1].entry_base + shape.column_sites[-1].num_entries
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
 
 
 def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
-    """Data bytes of `pack_layer` for these pairs; reads no value."""
+    """Data bytes of `pack_layer` without reading values."""
     return _offsets(pairs, dtype.itemsize)[1] * dtype.itemsize
 
 
@@ -174,7 +167,7 @@ def assemble(
     invocation: tuple[int, ...] = (),
     has_columns: bool = False,
 ) -> PackedAdapter:
-    """The packed layers of a whole model as one adapter, with derived fields."""
+    """The packed layers as one adapter."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
     if has_columns:
         ranks = ranks[:, : shape.column_sites[0].entry_base]
@@ -213,14 +206,14 @@ def content_hash(layers: Sequence[PackedLayer], invocation: tuple[int, ...] = ()
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShard:
-    """A rank's part of a packed layer: copied elements, and their new entries.
+    """A rank's part of a packed layer.
 
-    With divided layers (`core.shard`) B is divided for a column-parallel site, A for a row-parallel site: no
-    communication for deltas (S-LoRA, arXiv 2311.03285, section 6, divides both and sends).
-    copies: (first element in the layer's data, first element in the shard, number of elements), ascending.
-    divided: matrices with a part of their columns (first element in the layer's data, in the shard, number of
-    rows, of columns, row stride in the data, in the shard).
-    table, scale: as in `PackedLayer`, offsets from the shard's start; lora_rank 0: entry not kept.
+    With divided layers (`core.shard`) B is divided for column-parallel sites, A for row-parallel sites, so
+    deltas need no communication (unlike S-LoRA, arXiv 2311.03285).
+    copies: (first element in the layer's data, in the shard, number of elements), ascending.
+    divided: partial columns (first element in the layer's data, in the shard, number of rows, of columns, row
+    stride in the data, in the shard).
+    table, scale: as in `PackedLayer`, offsets in the shard.
     """
 
     copies: tuple[tuple[int, int, int], ...]
@@ -230,7 +223,7 @@ class LayerShard:
     divided: tuple[tuple[int, ...], ...] = ()
 
     def copy(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """out = the shard's elements of the layer's `data`; both 1-D, out of `num_elements`."""
+        """out = the shard's elements of the layer's `data`; both 1-D."""
         for source, target, count in self.copies:
             out[target : target + count].copy_(data[source : source + count])
         for source, target, num_rows, width, stride, out_stride in self.divided:
@@ -240,7 +233,7 @@ class LayerShard:
 
 @lru_cache(maxsize=8)
 def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
-    """Row widths of A and B of each entry, with the outer and the column sites: [X] int64 each."""
+    """Row widths of A and B, outer and column sites included: [X] int64 each."""
     shape = held.shape if isinstance(held, ModelShard) else held
     sites = (*shape.sites, *held.outer_sites, *shape.column_sites)
     a_width = np.zeros(num_table_entries(shape, shape.num_layers, True), dtype=np.int64)
@@ -254,7 +247,7 @@ def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]
 
 @lru_cache(maxsize=8)
 def _held_columns(shard: ModelShard) -> np.ndarray:
-    """[2, X, C, 2] int64: of A and of B of each entry, (first, number) of its column ranges."""
+    """[2, X, C, 2] int64: per entry of A and B, (first, number) of column ranges."""
     whole = shard.whole
     sites = (*whole.sites, *whole.outer_sites, *whole.column_sites)
     found = np.zeros((2, num_table_entries(whole, whole.num_layers, True), 3, 2), dtype=np.int64)
@@ -270,9 +263,10 @@ def _held_columns(shard: ModelShard) -> np.ndarray:
 def shard_layer(
     layer: PackedLayer, shape: ModelShape, kept: np.ndarray, shard: ModelShard | None = None
 ) -> LayerShard:
-    """The part of `layer` with the entries `kept` ([X] bool); shared matrices stay shared.
+    """The part of `layer` with the entries `kept` ([X] bool), outer entries and columns; shared matrices stay
+    shared.
 
-    Outer entries and columns are always kept.  shard: division of sites; None: matrices stay whole.
+    shard: division of sites; None: matrices stay whole.
     """
     table = layer.table.numpy()
     kept = np.concatenate([kept, np.ones(len(table) - len(kept), dtype=bool)])
@@ -305,7 +299,7 @@ def shard_layer(
 
 
 def entries_of_experts(shape: ModelShape, experts: range) -> np.ndarray:
-    """Entries of a rank with these experts: dense entries and those of its experts, [X] bool."""
+    """[X] bool: dense entries, and entries of these experts."""
     kept = np.ones(shape.num_entries, dtype=bool)
     for site in shape.sites:
         if site.is_routed:
@@ -320,9 +314,7 @@ def _divided(
     where: tuple[np.ndarray, np.ndarray, np.ndarray],
     lora_rank: np.ndarray,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, ...], ...]]:
-    """`LayerShard.copies` and `divided`.  matrices: A (0) or B (1), and entry;
-    where: from, to, number of elements.
-    """
+    """`LayerShard.copies` and `divided`."""
     starts, places, sizes = where
     strides, out_strides = (np.stack(entry_widths(one))[matrices] for one in (shard.whole, shard))
     whole = strides == out_strides

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a setting is: a field of a frozen dataclass that states type, default, range, option and meaning once.
+"""A setting is a field of a frozen dataclass, stated once.
 
     @dataclass(frozen=True, kw_only=True)
     class EngineConfig(Settings):
         max_loras: int = setting(64, least=1, option="--max-loras")
-        \"\"\"Adapters resident on the device at once.  What follows the first sentence is for the docs.\"\"\"
+        \"\"\"Adapters on the device.  Further sentences are for the docs.\"\"\"
 
-From that come the command's option (`cli.options`), what a section of the cluster file may hold
-(`read_section`), the checks when one is made in Python, and the row of a table in the docs (`tables`).
+Options, sections of the cluster file, checks and tables of the docs derive from a setting.
 """
 
 from __future__ import annotations
@@ -37,21 +36,18 @@ WORDS: dict[Any, str] = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[str, ...]: "a list of texts",
 }
-"""Types of values as users are told of them."""
+"""Types of values in users' words."""
 
 
 class Rule:
-    """What a setting may be beside its type, and where users find it.
+    """Rule of a setting beside the type, and its names for users.
 
-    option: of `moe-lora serve`, with its dashes; "" for a setting of the file alone.  former: another option
-    that named the setting once.  words: what a number may be instead.  least, most: bounds
-    that are allowed; above: one that is not.  path: "folder" (one that is there, as an option) or "place";
-    in a file of settings it starts at that file's folder.  no_path: pattern of values of a path's setting
-    that are no paths.  check: called with name and value, raises
-    ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
-    group: heading of the option in --help, if not that of the class.  in_file: whether it may stand in a
-    file.  fixed: reason for one value on all servers; code in Python sets another for comparisons and tests,
-    and no file does.  policy: the setting and value of the policy that the setting is a parameter of.
+    option: of `moe-lora serve`; "": in the file only.  former: an earlier option.  words: allowed in place of
+    a number.  least, most: allowed bounds; above: excluded bound.  path: "folder" (an existing one, as an
+    option) or "place"; relative to the file's folder.  no_path: pattern of other values.  check: called with
+    name and value, raises ConfigError.  unset: meaning of None, in words.  group: heading in --help.  fixed:
+    reason for one value on all servers; only Python code sets another.  policy: the setting and value that
+    use this parameter.
     """
 
     option: str = ""
@@ -78,13 +74,13 @@ class Rule:
             self.in_file = False
 
     def placed(self, value: Any, place: Callable[[str], str]) -> Any:
-        """The value, or what `place` makes of a path."""
+        """The value; a path is changed by `place`."""
         is_path = self.path and value and isinstance(value, str) and not re.fullmatch(self.no_path, value)
         return place(value) if is_path else value
 
 
 class Setting(typing.NamedTuple):
-    """A field of a settings class with its rule; kinds: the types its values may have."""
+    """A field of a settings class with its rule; kinds: types of values."""
 
     name: str
     kinds: tuple[Any, ...]
@@ -92,7 +88,7 @@ class Setting(typing.NamedTuple):
     rule: Rule
 
     def allowed(self) -> str:
-        """What a number may be, in words; empty if any."""
+        """Allowed numbers in words; empty if any."""
         rule = self.rule
         if rule.above is not None:
             return (
@@ -105,7 +101,7 @@ class Setting(typing.NamedTuple):
         return f"{rule.least:g} or more" if rule.most is None else f"between {rule.least:g} and {rule.most:g}"
 
     def check(self, place: str, value: Any) -> None:
-        """Raise ConfigError, naming `place`, for a value of the right type that is not allowed."""
+        """Raise ConfigError for a forbidden value of the right type."""
         rule, allowed = self.rule, self.allowed()
         if rule.words and isinstance(value, str):
             if value not in rule.words:
@@ -129,7 +125,7 @@ class Setting(typing.NamedTuple):
             rule.check(place, value)
 
     def read(self, place: str, value: Any) -> Any:
-        """The value as the field's type has it, checked.  Raises ConfigError."""
+        """The value in the field's type, checked.  Raises ConfigError."""
         for kind in self.kinds:
             found = _as_kind(kind, place, value)
             if found is not MISSING:
@@ -141,14 +137,14 @@ class Setting(typing.NamedTuple):
 
 
 class Settings:
-    """What a dataclass of settings is made from: each value given is checked against its rule."""
+    """Base of dataclasses of settings; checks each given value by its rule."""
 
     SECTION: ClassVar[str] = ""
-    """What stands before a setting's name in errors."""
+    """Prefix of a setting's name in errors."""
     GROUP: ClassVar[str] = ""
     """Heading of the options in --help."""
     OPENED_BY: ClassVar[str] = ""
-    """The setting without whose option, or a section in the file, the others' options have no meaning."""
+    """The setting whose option or section gives the others a meaning."""
     GONE: ClassVar[Mapping[str, str]] = {}
     """Name of a former setting → reason for its end."""
 
@@ -161,13 +157,13 @@ class Settings:
 
 
 def setting(default: Any = MISSING, **rule: Any) -> Any:
-    """A field of a `Settings` class; keywords are those of `Rule`.  Without a default it must be given."""
+    """A field of a `Settings` class.  Keywords are `Rule`'s."""
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 
 @functools.cache
 def settings_of(kind: Any) -> dict[str, Setting]:
-    """The settings of a class by name, in the order of their definition."""
+    """The settings of a class by name, in order of definition."""
     hints = typing.get_type_hints(kind)
     return {
         one.name: Setting(
@@ -183,7 +179,7 @@ def settings_of(kind: Any) -> dict[str, Setting]:
 
 @functools.cache
 def meanings(kind: type) -> dict[str, str]:
-    """The string below each field, of a class and those it is made from, on one line."""
+    """The string below each field, bases included, on one line."""
     found: dict[str, str] = {}
     for one in reversed([one for one in kind.__mro__ if is_dataclass(one)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
@@ -200,14 +196,14 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def read_section(kind: Any, section: str, given: Any) -> dict[str, Any]:
-    """Keyword arguments of a settings class, from a section of a file.  Raises ConfigError."""
+    """Keyword arguments of a settings class.  Raises ConfigError."""
     values, settings = mapping_of(section, given), settings_of(kind)
     check_section(kind, section, values)
     return {name: settings[name].read(f"{section}.{name}", value) for name, value in values.items()}
 
 
 def check_section(kind: Any, section: str, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for names that a section of a file can't have."""
+    """Raises ConfigError for names foreign to a section."""
     former = former_settings(kind)
     for name in given:
         if name in former:
@@ -216,13 +212,13 @@ def check_section(kind: Any, section: str, given: Mapping[str, Any]) -> None:
 
 
 def former_settings(kind: Any) -> dict[str, str]:
-    """Name → reason, of settings that a section of a file had."""
+    """Name → reason, of a section's former settings."""
     fixed = {name: one.rule.fixed for name, one in settings_of(kind).items() if one.rule.fixed}
     return {**getattr(kind, "GONE", {}), **fixed}
 
 
 def _as_kind(kind: Any, place: str, value: Any) -> Any:
-    """The value as that type; MISSING if it is none."""
+    """The value in that type, or MISSING."""
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         right = isinstance(value, (list, tuple)) and all(type(one) is item for one in value)
@@ -235,7 +231,7 @@ def _as_kind(kind: Any, place: str, value: Any) -> Any:
 
 
 def mapping_of(section: str, given: Any) -> dict[str, Any]:
-    """The section, empty if there is nothing in it.  Raises ConfigError."""
+    """The section as a dict.  Raises ConfigError."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -244,7 +240,7 @@ def mapping_of(section: str, given: Any) -> dict[str, Any]:
 
 
 def check_names(section: str, given: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    """Raises ConfigError for a name that is none of the allowed ones; it names the nearest."""
+    """Raises ConfigError for a name outside `allowed`, with the nearest."""
     allowed = tuple(allowed)
     for name in given:
         if name not in allowed:
@@ -255,7 +251,7 @@ def check_names(section: str, given: Mapping[str, Any], allowed: Iterable[str]) 
 
 
 def text_of(place: str, value: Any) -> str:
-    """A text that is not empty.  Raises ConfigError."""
+    """A non-empty text.  Raises ConfigError."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{place}={value!r} must be a text that is not empty")
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of listeners in a cluster: a port of a host, or a Unix socket."""
+"""Addresses of listeners in a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKE_KEYS = "moe-lora cluster init"
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a listener: host and port, or the path of a Unix socket."""
+    """Host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -29,7 +29,7 @@ class Address:
 
 
 def parse_address(setting: str, address: str) -> Address:
-    """Parse "host:port" or "/path".  Raises ConfigError for anything else."""
+    """Parse "host:port" or "/path".  Raises ConfigError."""
     if address.startswith("/"):
         return Address(path=address)
     host, separator, port = address.rpartition(":")
@@ -42,7 +42,7 @@ def parse_address(setting: str, address: str) -> Address:
 
 
 def _is_host(host: str) -> bool:
-    """False for a name that the socket module refuses with an error other than OSError."""
+    """False for a name that the socket module refuses."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:
@@ -59,9 +59,9 @@ def needs_keys(setting: str, address: object) -> ConfigError:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A listening socket for this user only; closed, and its path removed, with the context.
+    """A listening socket for this user only, removed with the context.
 
-    A killed process's socket is removed first.  Raises OSError, also if a process listens at the path.
+    Raises OSError, also for a path in use.
     """
     _remove_dead(path)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -72,12 +72,12 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
             yield sock
         finally:
             sock.close()
-            with suppress(OSError):  # the path may belong to another process by now
+            with suppress(OSError):  # the path may be another process's by now
                 _remove_dead(path)
 
 
 def _remove_dead(path: str) -> None:
-    """Remove a socket without a listener.  Raises OSError if a process listens."""
+    """Remove a socket without a listener.  Raises OSError for a listener."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -94,10 +94,7 @@ def _remove_dead(path: str) -> None:
 
 
 def own_host(address: str) -> str:
-    """This host's IP address on the route to a control address.
-
-    Raises LoraServerError without a route.
-    """
+    """This host's IP address on the route to an address.  Raises LoraServerError."""
     place = parse_address("lora_server.address", address)
     if place.path:
         return "127.0.0.1"

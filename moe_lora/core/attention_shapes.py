@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and LoRA sites of Gated DeltaNet, Multi-head Latent Attention, and full layers with other heads."""
+"""Sizes and LoRA sites of special attention layers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 LATENT_SITES = ("latent_k", "latent_v")
-"""Sites with a copy for each head of Multi-head Latent Attention."""
+"""With a copy for each head."""
 DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
-"""Sites of Gated DeltaNet layers, in place of attention's."""
+"""Of Gated DeltaNet layers, in place of attention's."""
 GLOBAL_SITES = ("global_qkv", "global_qk", "global_o")
-"""Sites of layers with heads of their own size, in place of attention's."""
+"""Of layers with heads of their own size."""
 SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
-"""Name, modules, in_features, out_features and num_experts of a `Site`."""
+"""Fields of a `Site`, without entry_base."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape:
-    """Sizes of the Gated DeltaNet layers among layers of attention.
+    """Sizes of the Gated DeltaNet layers.
 
-    layers: their numbers.  k_dim, v_dim: of a head; each key head serves num_v_heads / num_k_heads
-    neighbouring value heads.  conv_width: tokens of the causal convolution.  is_interleaved: outputs of
-    q, k, v and z alternate by key head.  Source: Gated DeltaNet (arXiv 2412.06464).
+    k_dim, v_dim: of a head; a key head serves num_v_heads / num_k_heads neighbouring value heads.
+    conv_width: tokens of the causal convolution.  is_interleaved: outputs of q, k, v and z alternate by key
+    head.  Source: Gated DeltaNet (arXiv 2412.06464).
     """
 
     layers: tuple[int, ...]
@@ -48,7 +48,7 @@ class DeltaShape:
 
     @property
     def conv_size(self) -> int:
-        """Width of q, k and v together, the convolution's channels."""
+        """Width of q, k and v: the convolution's channels."""
         return 2 * self.num_k_heads * self.k_dim + self.value_size
 
     @property
@@ -74,10 +74,10 @@ class DeltaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaShape:
-    """Sizes of Multi-head Latent Attention, with K and V of all heads made of one latent per token.
+    """Sizes of Multi-head Latent Attention: a latent per token makes K and V.
 
-    q_rank: width of the latent of queries, 0 = none.  kv_rank: of the latent of K and V.  nope_dim, rope_dim:
-    of a head of q and k, without and with rotation.  v_dim: of a head of v.
+    q_rank: width of queries' latent, 0 = none.  kv_rank: of K and V.  nope_dim, rope_dim: of a head of q and
+    k, without and with rotation.  v_dim: of a head of v.
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
@@ -89,13 +89,13 @@ class MlaShape:
 
     @property
     def cached_dim(self) -> int:
-        """Width of a cached token: the latent, then the rotated part of k of all heads."""
+        """Width of a cached token: latent and rotated k."""
         return self.kv_rank + self.rope_dim
 
     def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
-        """Sites before `o`.  kv_b_proj is two sites, each with a copy for each head.
+        """Sites before `o`; kv_b_proj is two sites with a copy per head.
 
-        latent_k maps a head's query into the latent space, latent_v a head's sum of latents to its output.
+        latent_k maps a head's query to the latent, latent_v latents to the head's output.
         """
         q_size = heads * (self.nope_dim + self.rope_dim)
         q: list[SiteRow] = [("q", ("q",), hidden, (q_size,), 0)]
@@ -111,9 +111,8 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeads:
-    """Sizes of the layers of full attention, which have heads unlike those of the layers with a window.
+    """Sizes of full attention layers beside windowed ones.
 
-    layers: their numbers.  num_kv_heads, head_dim: of these layers; query heads are as many as elsewhere.
     k_is_v: V is the output of k_proj too, before k's norm and rotation.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as an argument: a wall clock for engines; simulation and tests bring their own."""
+"""Time as an argument."""
 
 from __future__ import annotations
 

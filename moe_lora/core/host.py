@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders, memory, processor and file limits of this host."""
+"""Folders, memory and limits of this host."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ logger = logging.getLogger(__name__)
 
 _RUN = "run-"
 _NEW, _NEW_S = "new-", 600.0
-"""Prefix of an unlocked new folder, and its maximum age before removal."""
+"""Of an unlocked new folder: prefix, and age of removal."""
 _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of file systems without locks for folders."""
 
 
 def state_folder(given: str | None) -> Path:
-    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, created if absent.
+    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, else a temporary folder.
 
-    Hosts may share the default folder.  If neither is writable: a temporary folder.  Raises ConfigError for
-    a given folder.
+    Raises ConfigError for an unusable given folder.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     folder = Path(given) if given is not None else Path(home) / "moe_lora" / _host_name()
@@ -81,10 +80,7 @@ def _of_host(prefix: str) -> str:
 
 @contextmanager
 def run_folder(given: str | None) -> Iterator[Path]:
-    """A folder under `state_folder` for this run, deleted with the context.
-
-    Folders of killed runs are deleted first.  Raises ConfigError.
-    """
+    """A folder for this run, deleted with the context.  Raises ConfigError."""
     parent = state_folder(given)
     try:
         folder = OwnFolder(parent, _RUN)
@@ -97,11 +93,10 @@ def run_folder(given: str | None) -> Iterator[Path]:
 
 
 class OwnFolder:
-    """A new folder for this user only, deleted with the context or by `remove`.
+    """A new folder for this user, deleted with the context or by `remove`.
 
-    Folders of this host's killed processes are deleted first; on file systems without folder locks they
-    stay.  parent: may be shared by hosts; None: the folder for temporary files. Raises OSError, and then
-    leaves no folder.
+    Deletes folders of killed processes first, if folders have locks.  parent: may be shared by hosts.  Raises
+    OSError.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
@@ -115,7 +110,7 @@ class OwnFolder:
             self._handle = os.open(new, os.O_RDONLY)
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX)
-            except OSError as error:  # maybe temporary: without a lock the folder could be swept while in use
+            except OSError as error:  # without a lock the folder could be swept while in use
                 if error.errno not in _NO_LOCKS:
                     raise
             self.path = new.rename(parent / new.name.removeprefix(_NEW))
@@ -146,7 +141,7 @@ def _make(folder: Path) -> None:
 
 
 def sweep_folders(parent: Path, prefix: str) -> None:
-    """Delete each `OwnFolder` of a killed process of this host."""
+    """Delete folders of this host's killed processes."""
     prefix = _of_host(prefix)
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), folder_locked(folder, wait=False):
@@ -159,9 +154,9 @@ def sweep_folders(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of an existing folder; the folder is its own lock file.
+    """Hold a folder's lock.
 
-    wait: False raises BlockingIOError if another process holds the lock.
+    wait: False raises BlockingIOError if the lock is taken.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -175,7 +170,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory_bytes() -> int:
-    # Not MemFree (SC_AVPHYS_PAGES): the page cache, mostly checkpoint files, can be reclaimed.
+    # MemFree (SC_AVPHYS_PAGES) excludes the page cache, mostly reclaimable checkpoint files.
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -188,9 +183,9 @@ def host_memory_bytes() -> int:
 
 
 def cpu_info() -> dict[str, str]:
-    """Fields of the first processor in /proc/cpuinfo; empty on systems without the file."""
+    """The first processor in /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
-    if not path.exists():  # not Linux
+    if not path.exists():
         return {}
     first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
@@ -203,7 +198,7 @@ def cpu_model() -> str | None:
 
 
 def allow_many_files() -> int:
-    """Raise this process's limit of open files to the hard limit; returns the limit."""
+    """Raise the limit of open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -228,7 +223,7 @@ def resident_bytes() -> int:
 
 
 def return_memory() -> None:
-    """Return free memory to the system, if the C library can."""
+    """Return free memory to the system."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
         if trim is not None:

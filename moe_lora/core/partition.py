@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owners of adapters, layers and experts among LoRA Server ranks, and their peers in an instance.
+"""Owners of adapters, layers and experts among LoRA Server ranks.
 
-The adapters form a block of adapters x layers x experts (InfiniLoRA section 4.1, figure 8).  EPx-PPy cuts
-experts into x parts and layers into y stages, DPm cuts adapters.  Server rank = stage * x + ep_rank.
+EPx-PPy cuts experts into x parts and layers into y stages, DPm cuts adapters (InfiniLoRA section 4.1, figure
+8).  Server rank = stage * x + ep_rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """EPx-PPy: `ep` ranks share the experts of each of `pp` stages.  DPm: `dp` ranks share the adapters.
+    """EPx-PPy: `ep` ranks share the experts of each of `pp` stages.  DPm: `dp` ranks share the adapters, for
+    comparison only (table 1).
 
-    Data parallelism is for comparison only (table 1). Raises ConfigError for a count below 1 and for a
-    mixed layout.
+    Raises ConfigError for a mixed layout, or a count below 1.
     """
 
     ep: int = 1
@@ -39,10 +39,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout written as EPx-PPy, EPx (one stage), PPy (one rank a stage) or DPm.
-
-        Raises ConfigError for anything else.
-        """
+        """The layout EPx-PPy, EPx, PPy or DPm.  Raises ConfigError."""
         found = re.fullmatch(r"(?:EP(?P<ep>[0-9]+))?(?:(?(ep)-)PP(?P<pp>[0-9]+))?|DP(?P<dp>[0-9]+)", text)
         counts = {name: int(count) for name, count in found.groupdict().items() if count} if found else {}
         if not counts or min(counts.values()) < 1:
@@ -59,22 +56,20 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that share the work of one layer: x, or m under data parallelism."""
+        """Ranks that share a layer's work: x, or m under data parallelism."""
         return self.ep * self.dp
 
 
 class Partition:
-    """The owner of every (layer, site, expert) of one model, and its peers in an instance of p ranks.
+    """The owner of every (layer, site, expert).
 
-    Layer l belongs to stage l mod y: several stages load an adapter's first layers at once (section 5.3).
-    Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an instance [c*E/p, (c+1)*E/p).  x divides p
-    or p divides x: a rank meets part of one peer or whole peers ("aligned expert partitioning", section
-    4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every rank of
-    the instance sends rows there.
+    Layer l belongs to stage l mod y, so stages load first layers at once (section 5.3). Rank i of x holds the
+    experts [i*E/x, (i+1)*E/x); rank c of an instance [c*E/p, (c+1)*E/p).  x divides p or p divides x (section
+    4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every instance
+    rank sends rows there.
 
-    client_ranks: p.  sites: "all", "experts" (sites with experts only), or "auto": "experts" for a model
-    with experts.  Raises ConfigError if x or p does not divide the number of experts, neither divides the
-    other, or stages exceed layers.
+    client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
+    ConfigError.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
@@ -86,14 +81,14 @@ class Partition:
         self._check_clients()
 
     def serves(self, site_index: int) -> bool:
-        """True if the server computes this site, False if the instances do."""
+        """True if the server computes this site."""
         return not self._experts_only or self.shape.sites[site_index].num_experts > 0
 
     def stage_of(self, layer: int) -> int:
         return layer % self.layout.pp
 
     def stage_leader(self, stage: int) -> int:
-        """The stage's first server rank, which orders the turns of the stage (section 5.1)."""
+        """The stage's first rank; orders the stage's turns (section 5.1)."""
         return stage * self.layout.ranks_per_stage
 
     def ranks_of_stage(self, stage: int) -> range:
@@ -104,12 +99,12 @@ class Partition:
         return range(server_rank // self.layout.ranks_per_stage, self.shape.num_layers, self.layout.pp)
 
     def experts_of(self, server_rank: int) -> range:
-        """This server rank's experts in each of its layers; empty for a model without experts."""
+        """Experts of this server rank in each layer."""
         ep_rank = server_rank % self.layout.ranks_per_stage // self.layout.dp
         return _part(self.shape.num_experts, ep_rank, self.layout.ep)
 
     def local_experts(self, client_rank: int) -> range:
-        """Experts with base weights on this rank of the instance."""
+        """Experts with base weights on this instance rank."""
         return _part(self.shape.num_experts, client_rank, self.client_ranks)
 
     def owner(
@@ -117,8 +112,8 @@ class Partition:
     ) -> int:
         """Server rank with the LoRA matrices of this place.
 
-        site_index: position in `shape.sites`.  expert: None at a site without experts.  slot: the adapter's
-        slot, needed under data parallelism only (rank slot mod m holds the whole adapter).
+        site_index: in `shape.sites`.  expert: None at a site without experts.  slot: under data parallelism
+        rank slot mod m holds the whole adapter.
         """
         leader = self.stage_leader(self.stage_of(layer))
         num_experts = self.shape.sites[site_index].num_experts
@@ -131,7 +126,7 @@ class Partition:
         return leader + expert * self.layout.ep // num_experts
 
     def servers_of_client(self, client_rank: int, layer: int, site_index: int) -> tuple[int, ...]:
-        """Server ranks, ascending, to which this rank of an instance sends activations of the site."""
+        """Server ranks of an instance rank's activations at the site."""
         ranks = self.ranks_of_stage(self.stage_of(layer))
         if self.layout.dp > 1:
             return tuple(ranks)
@@ -141,7 +136,7 @@ class Partition:
         return tuple(rank for rank in ranks if _overlap(self.experts_of(rank), local))
 
     def clients_of_server(self, server_rank: int, site_index: int | None = None) -> tuple[int, ...]:
-        """Ranks of an instance, ascending, that send to this server rank at a site (None: at any)."""
+        """Instance ranks of a server rank at a site (None: at any)."""
         layer = self.layers_of(server_rank)[0]
         sites = range(len(self.shape.sites)) if site_index is None else (site_index,)
         return tuple(
@@ -213,11 +208,10 @@ def _either(numbers: list[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationMetrics:
-    """The metrics of table 1 for one expert site of one layer and one instance's batch.
+    """Table 1's metrics for one expert site and one instance's batch.
 
-    peer_volume: mean activations per pair of peers. servers_per_client, clients_per_server: maxima ("comm
-    peer count" of the table, and of the text). compute_volume: mean activations per server rank of this
-    layer. sync_scope: server ranks that agree on the order of instances for this layer.
+    peer_volume: mean activations per pair of peers.  servers_per_client, clients_per_server: maxima.
+    compute_volume: mean activations per server rank.  sync_scope: server ranks with one order of instances.
     """
 
     peer_volume: float
@@ -230,10 +224,10 @@ class CommunicationMetrics:
 def communication_metrics(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> CommunicationMetrics:
-    """Count a batch's activations by the partition's owners and peers.
+    """Count a batch's activations.
 
-    expert_ids: [b][k], the experts of each row.  slots: [b], the slot of each row's adapter.  An activation
-    is a (row, expert) pair, the paper's unit: b * k per layer. Source: InfiniLoRA section 4.1, table 1.
+    expert_ids: [b][k].  slots: [b].  An activation is a (row, expert) pair.  Source: InfiniLoRA section 4.1,
+    table 1.
     """
     counts = activation_counts(partition, expert_ids, slots, layer)
     site = _expert_site(partition)
@@ -258,7 +252,7 @@ def communication_metrics(
 def activation_counts(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> Counter[tuple[int, int]]:
-    """Activations from each client rank to each server rank at an expert site of the layer."""
+    """Activations by (client rank, server rank) at an expert site."""
     site = _expert_site(partition)
     holder = {e: client for client in range(partition.client_ranks) for e in partition.local_experts(client)}
     return Counter(
@@ -271,7 +265,7 @@ def activation_counts(
 def uniform_routing(
     num_rows: int, top_k: int, num_experts: int, num_slots: int
 ) -> tuple[list[list[int]], list[int]]:
-    """(expert_ids, slots) of a batch with experts in turn and a run of rows per slot."""
+    """(expert_ids, slots) with experts in turn and equal runs of rows."""
     expert_ids = [[(row * top_k + k) % num_experts for k in range(top_k)] for row in range(num_rows)]
     return expert_ids, [row * num_slots // num_rows for row in range(num_rows)]
 

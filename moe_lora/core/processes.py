@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keeper of this host's processes: cores, environment, start, end, restart.  Imports no torch."""
+"""This host's processes.  Torch-free."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def usable_core_numbers() -> list[int]:
 
 
 def allowed_core_numbers() -> list[int]:
-    """Cores available to child processes, ascending.
-
-    Includes cores outside this process's `taskset` mask; a cpuset limits both.
-    """
+    """Cores available to child processes, also outside this process's `taskset` mask."""
     if not hasattr(os, "sched_setaffinity"):
         return usable_core_numbers()
 
@@ -51,10 +48,9 @@ def usable_cores() -> int:
 
 
 def worker_environment(num_threads: int | None) -> dict[str, str]:
-    """Environment of an engine process: its share of cores, set before the import of torch.
+    """Environment of an engine process: core share, set before the import of torch.
 
-    Idle OpenMP threads spin for about 0.1 ms, longer than the gaps within a step, and then sleep: front end
-    and load share the cores.
+    Idle OpenMP threads spin for about 0.1 ms, longer than the gaps within a step, then sleep.
     """
     threads = str(num_threads or usable_cores())
     return {
@@ -68,18 +64,18 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """A death within `quick_s` of the start is quick; repeated quick deaths delay the next start."""
+    """Quick deaths, within `quick_s` of the start, delay the next start."""
 
     quick_s: float = 30.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 5.0
 
     def num_deaths(self, before: int, lived_s: float) -> int:
-        """Quick deaths in a row with a further death after lived_s."""
+        """Quick deaths in a row after one more death."""
         return before + 1 if lived_s < self.quick_s else 1
 
     def pause_s(self, num_deaths: int) -> float:
-        """Seconds before the next start after num_deaths quick deaths in a row; 0 after the first."""
+        """Seconds before the next start; 0 after the first quick death."""
         if num_deaths <= 1:
             return 0.0
         return min(self.longest_pause_s, self.first_pause_s * 2 ** (num_deaths - 2))
@@ -88,9 +84,8 @@ class RestartPolicy:
 class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
-    words, options: command after the interpreter, around the number of the child's end of `socket`.
-    fds: also inherited.  ended: exit code, negative for a signal.  Raises OSError or RuntimeError without a
-    free handle, memory or thread, and then leaves no process.
+    words, options: command, around the number of the child's end of `socket`.  ended: exit code, negative for
+    a signal.  Raises OSError or RuntimeError.
     """
 
     def __init__(
@@ -127,7 +122,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """True if the process is stopped, for example by SIGSTOP."""
+        """True if the process is stopped, as by SIGSTOP."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -135,7 +130,7 @@ class Child:
 
     @property
     def cpu_ticks(self) -> int:
-        """CPU time of all threads in clock ticks; 0 after the end, or without /proc."""
+        """CPU time in clock ticks; 0 if unknown."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -144,7 +139,7 @@ class Child:
 
     @property
     def how_ended(self) -> str:
-        """Exit code or signal in words, after the end."""
+        """Exit code or signal in words."""
         code = self.ended.result()
         if code >= 0:
             return f"ended with exit code {code}"
@@ -158,7 +153,7 @@ class Child:
 
 
 def end_children(children: Sequence[Child], limit_s: float) -> None:
-    """Wait for the end of processes, and kill the rest after limit_s."""
+    """Wait for processes; kill the rest after limit_s."""
     wait([child.ended for child in children], limit_s)
     for child in children:
         child.process.kill()
@@ -166,7 +161,7 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
 
 
 def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module FD`, whose main is `teardown.run_child`; returns also the connection."""
+    """Run `python -m module FD` (`teardown.run_child`)."""
     child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work: a bar on a terminal, a line every ten seconds elsewhere."""
+"""A bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Show = Callable[[str, int, int], None]
 
 @contextmanager
 def progress(write: Callable[[str], object] | None = None, *, bar: bool = True) -> Iterator[Show]:
-    """The display for stderr.  Drawn during calls only: a refresh thread would disturb the run.
+    """The display, drawn during calls only: a refresh thread would disturb the run.
 
-    write: gets a line every ten seconds if there is no terminal; None: stderr, with a last line at the end.
-    bar: False: lines on a terminal too.
+    write: gets the lines; None: stderr, with a last line.  bar: False: lines on a terminal too.
     """
     if not (bar and sys.stderr.isatty()):
         yield _lines(write)

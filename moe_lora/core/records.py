@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the controller, its registry and the LoRA Server for front ends."""
+"""Records of controller, registry and LoRA Server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ READY, BROKEN, REMOVED = "ready", "broken", "removed"
 class RegisteredAdapter:
     """One version of an adapter.
 
-    lora_rank: largest of the config.  targets: modules and parameters in the config.  num_bytes,
-    content_hash: of the files (`ContentStore`).  base_hash: see `base_model_hash`.  path: folder to serve.
-    source: original folder.  state: ready; broken (files lost or altered); or removed. created_s: Unix
-    time.
+    lora_rank: largest of the config.  num_bytes, content_hash: of the files.  path: folder to serve.  state:
+    ready; broken (files lost or altered); or removed.  created_s: Unix time.
     """
 
     name: str
@@ -35,9 +33,7 @@ class RegisteredAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseStats:
-    """Now: resident adapters, leases, waiting acquires, bytes of used pages.  Since the start: loaded and
-    evicted adapters, bytes of loaded pages.
-    """
+    """Counts of now, then loads and evictions since the start; bytes are of pages."""
 
     num_resident: int
     num_leases: int
@@ -50,10 +46,9 @@ class LeaseStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState(LeaseStats):
-    """capacity: most resident adapters.  max_capacity: limit by the ranks' memory and the registered
-    adapters; None without adapters.  num_instances: linked.  incarnation: of the leader.  ranks: joins of
-    each rank with this leader; 0: absent.  unlinked: per rank, processes of these
-    instances without their link.
+    """capacity: most resident adapters.  max_capacity: by memory and registered adapters; None without
+    adapters.  incarnation: of the leader.  ranks: joins of each rank with this leader; 0: absent.  unlinked:
+    per rank, missing links.
     """
 
     capacity: int
@@ -82,8 +77,8 @@ class ServerState(LeaseStats):
 class Outlook:
     """The model's view of a demand at a capacity.
 
-    expected_active: mean adapters in use.  predicted_iar: by the corrected model; predicted_iar_paper: by
-    InfiniLoRA's equation 4.  measured_iar: None without an ended request.  needed_capacity: for target_iar.
+    predicted_iar: by the corrected model; predicted_iar_paper: by InfiniLoRA's equation 4.  measured_iar:
+    None without an ended request.
     """
 
     num_requests: int
@@ -105,11 +100,10 @@ class Outlook:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementQuality:
-    """Quality of a table under a demand.  Loads are shares of a server's capacity.
+    """Quality of a table.  Loads are shares of a server's capacity.
 
-    target_utilisation: mean load.  worst_load: of a server, true ranks.  worst_padded_load: at the server's
-    highest rank.  rank_mixing: padded over own load of all servers; 1: ranks are apart.  most_held,
-    mean_held: adapters per server.  copied_bytes, num_copies: of known adapters on new servers.
+    target_utilisation: mean load.  worst_load: at true ranks.  worst_padded_load: at the server's highest
+    rank.  rank_mixing: padded over own load.
     """
 
     target_utilisation: float

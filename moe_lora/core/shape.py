@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a decoder model and its LoRA sites.
+"""A decoder model's sizes and LoRA sites.
 
 A LoRA module m of a site adds to the site's fused output y:
 
@@ -27,30 +27,30 @@ from .attention_shapes import (
 from .errors import ConfigError
 
 MATRIX_ALIGN_BYTES = 64
-"""Alignment of each A and B matrix of a packed adapter."""
+"""Of each A and B matrix."""
 MAX_CUDA_LORA_RANK = 512
-"""Largest rank in the launch tables of the CUDA kernels."""
+"""Limit of the CUDA kernels' launch tables."""
 DEFAULT_LORA_RANK = 16
-"""Assumed for unknown adapters."""
+"""For unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
 ATTENTION_SITES = ("qkv", "o", "output_gate", "q", "q_a", "q_b", "kv_a", *LATENT_SITES)
 DENSE_SITES = ("dense_gate_up", "dense_down")
-"""Sites of dense layers among layers with experts."""
+"""Of dense layers among layers with experts."""
 NEVER_QUANTISED = ("router", "shared_gate", "delta_ba", *LATENT_SITES)
 """Sites with weights in the model's dtype."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
-"""Largest LoRA rank of each type of device; None: any."""
+"""By type of device; None: any."""
 
 
 def rank_limit(max_lora_rank: int | None, devices: Iterable[str]) -> int | None:
-    """The largest LoRA rank of these devices (such as cuda:1) under a setting; None: any."""
+    """The largest LoRA rank of these devices (such as cuda:1); None: any."""
     limits = {max_lora_rank, *(RANK_LIMITS.get(one.partition(":")[0]) for one in devices)}
     return min((one for one in limits if one is not None), default=None)
 
 
 def rank_problem(lora_rank: int, limit: int) -> str:
-    """Error text for an adapter above the limit, with the way out."""
+    """Error text for an adapter above the limit."""
     return (
         f"the LoRA rank {lora_rank} is above max_lora_rank={limit} of this server; start the server with "
         f"--max-lora-rank {lora_rank} or more (at most {MAX_CUDA_LORA_RANK} on CUDA), or train the adapter "
@@ -60,10 +60,10 @@ def rank_problem(lora_rank: int, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a decoder layer where one input feeds one or more LoRA modules.
+    """A place in a layer where one input feeds LoRA modules.
 
-    `num_experts` is 0 at a dense site, else the number of copies of each module: experts or heads. The site's
-    rows of the layer's offset table start at `entry_base`, expert-major.
+    `num_experts` is 0 at a dense site, else the number of copies: experts or heads.  Rows of the offset table
+    start at `entry_base`, expert-major.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Site:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """First output column of each module in the site's fused output y."""
+        """First output column of each module."""
         return tuple(accumulate(self.out_features, initial=0))[:-1]
 
     @property
@@ -90,11 +90,11 @@ class Site:
 
     @cached_property
     def num_entries(self) -> int:
-        """Rows of this site in the layer's offset table."""
+        """Rows of this site in the offset table."""
         return len(self.modules) * max(1, self.num_experts)
 
     def entry(self, module: int, expert: int = 0) -> int:
-        """Row of (module index, expert) in the layer's offset table."""
+        """Row of (module index, expert) in the offset table."""
         return self.entry_base + expert * len(self.modules) + module
 
 
@@ -102,15 +102,11 @@ class Site:
 class ModelShape:
     """Sizes of one base model; `num_experts` is 0 for a dense model.
 
-    `intermediate_size`: of one expert (or of the dense MLP).  fused_qkv: one module for q, k and v.
-    fused_gate_up: one module for gate and up.  num_windowed_layers: layers with windowed attention.
-    has_output_gate: a gate scales the heads' outputs.  shared_size: width of the expert of all tokens, 0 =
-    none.  has_shared_gate: a gate scales its output.  dense_layers: layers with a dense MLP of width
-    dense_size in place of experts.  gated_q: the outputs of q are query and gate of each head.  delta: Gated
-    DeltaNet layers, None = none.  mla: Multi-head Latent Attention over one KV head of head_dim
-    mla.cached_dim, None = none.  global_heads: layers with heads of their own size, None = none.  Raises
-    ConfigError for impossible sizes.
-    `families.shape_of` reads a checkpoint's config.json.
+    `intermediate_size`: of one expert (or of the dense MLP).  has_output_gate: a gate scales the heads'
+    outputs.  shared_size: width of the shared expert, 0 = none; has_shared_gate scales its output.
+    dense_layers: a dense MLP of width dense_size replaces experts.  gated_q: the outputs of q are query and
+    gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  global_heads: layers with heads of
+    their own size.  Raises ConfigError for impossible sizes.
     """
 
     family: str
@@ -161,11 +157,7 @@ class ModelShape:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """LoRA sites: qkv or those of the latent, o, router (MoE only), gate_up, down, output gate, shared
-        experts, dense layers, DeltaNet, layers with heads of their own size.
-
-        A layer may lack some: see `has_site`.
-        """
+        """LoRA sites in the offset table's order; see `has_site`."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
         q_out = q_size * (1 + self.gated_q)
@@ -212,7 +204,7 @@ class ModelShape:
         return (layer in self.dense_layers) == (name in DENSE_SITES)
 
     def is_recurrent(self, layer: int) -> bool:
-        """True for a Gated DeltaNet layer, which keeps a state in place of KV."""
+        """True for a Gated DeltaNet layer, with a state in place of KV."""
         return self.delta is not None and layer in self.delta.layers
 
     @property
@@ -220,15 +212,13 @@ class ModelShape:
         return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
 
     def state_pages(self, page_bytes: int) -> int:
-        """Pages of a sequence's state, whole pages for each layer; 0 without recurrent layers."""
+        """Pages of a sequence's state, whole pages for each layer."""
         if self.delta is None:
             return 0
         return len(self.delta.layers) * -(-4 * self.delta.state_floats // page_bytes)
 
     def check_equal_layers(self, what: str) -> None:
-        """Raises ConfigError for dense layers beside experts, shared experts, an output gate, recurrent
-        layers, latent attention, or heads of two sizes.
-        """
+        """Raises ConfigError unless layers are equal: attention, and one MLP or routed experts."""
         unequal = self.delta or self.mla or self.global_heads
         if self.dense_layers or self.shared_size or self.has_output_gate or unequal:
             raise ConfigError(
@@ -241,7 +231,7 @@ class ModelShape:
 
     @cached_property
     def layers_with(self) -> dict[str, int]:
-        """Number of layers with each site, by its name."""
+        """Number of layers with each site."""
         return {one: sum(self.has_site(i, one) for i in range(self.num_layers)) for one in self._site_names}
 
     @cached_property
@@ -257,7 +247,7 @@ class ModelShape:
     def outer_sites(self) -> tuple[Site, ...]:
         """Sites outside the layers: the vocabulary head, then the embedding of one-hot tokens.
 
-        Their pairs form one more layer, after the last.  Their entries follow a layer's entries.
+        Pairs form one more layer.
         """
         vocab, hidden, first = self.vocab_size, self.hidden_size, self.num_entries
         return (
@@ -267,10 +257,9 @@ class ModelShape:
 
     @cached_property
     def column_sites(self) -> tuple[Site, ...]:
-        """Sites whose output columns an adapter may scale and shift: the dense sites without the router.
+        """Sites with output columns to scale and shift: the dense sites without the router.
 
-        B has two rows, factor - 1 and shift; A is empty but for its alignment.  Their entries follow those of
-        the outer sites.
+        B has two rows, factor - 1 and shift; A is empty but for its alignment.
         """
         entry_base, found = self.outer_sites[-1].entry_base + 1, list[Site]()
         for site in self.sites:
@@ -281,7 +270,7 @@ class ModelShape:
 
     @property
     def special_layers(self) -> list[str]:
-        """Names of kinds of layers that some devices and parts do not compute."""
+        """Kinds of layers with limited support."""
         kinds = {
             "Gated DeltaNet layers": self.delta,
             "Multi-head Latent Attention": self.mla,
@@ -295,7 +284,7 @@ class ModelShape:
         return {site.name: site for site in (*self.sites, *self.outer_sites)}
 
     def site(self, name: str) -> Site:
-        """The site of this name. Raises ConfigError if the model has none."""
+        """The site of this name.  Raises ConfigError."""
         for site in self.sites:
             if site.name == name:
                 return site
@@ -320,11 +309,10 @@ class ModelShape:
         shared_gate_up_a: bool = False,
         expert_parallel: int = 1,
     ) -> int:
-        """Bytes of one packed adapter of this rank on whole sites, with alignment.
+        """Bytes of one packed adapter on one rank, with alignment.
 
-        targets: site names; None: `default_targets`. shared_gate_up_a: gate and up of an expert share one A
-        (the fused PEFT form); further sharing takes fewer bytes. expert_parallel: divides the experts; the
-        result is for one rank.
+        targets: site names; None: `default_targets`.  shared_gate_up_a: gate and up of an expert share one A
+        (the fused PEFT form).
         """
         if lora_rank < 1:
             raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
@@ -344,11 +332,11 @@ class ModelShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of a token's chosen experts over all layers, as int16; 0: a dense model."""
+        """Bytes of a token's chosen experts over all layers, as int16."""
         return 2 * (self.num_layers - len(self.dense_layers)) * self.num_experts_per_token
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers with KV; of latent attention, of the latents."""
+        """Bytes of a token's K and V, or latents, over all layers."""
         num_parts, layers = 2 if self.mla is None else 1, self.num_kv_layers
         width = layers * self.num_kv_heads * self.head_dim
         if (other := self.global_heads) is not None:
@@ -368,7 +356,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def check_expert_parallel(num_experts: int, expert_parallel: int) -> None:
-    """Raises ConfigError, with the allowed values, if ranks don't divide the experts evenly."""
+    """Raises ConfigError if ranks don't divide the experts evenly."""
     if expert_parallel == 1 or (num_experts and num_experts % expert_parallel == 0):
         return
     if not num_experts:
@@ -384,7 +372,7 @@ def check_expert_parallel(num_experts: int, expert_parallel: int) -> None:
 
 
 def experts_of_rank(num_experts: int, expert_parallel: int, dist_rank: int) -> range:
-    """The contiguous experts of one rank: expert e belongs to rank e // (num_experts / expert_parallel)."""
+    """The contiguous experts of one rank."""
     check_expert_parallel(num_experts, expert_parallel)
     share = num_experts // expert_parallel
     return range(dist_rank * share, (dist_rank + 1) * share)

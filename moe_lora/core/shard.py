@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a model on one rank of an instance, and its partial sums.
+"""The part of a model on one rank of an instance, and partial sums.
 
-With tensor parallelism T each rank has 1/T of the attention heads, a dense MLP's inner width, and the
-vocabulary head. Outputs of qkv, output_gate and gate_up are column-parallel; inputs of o and down
-row-parallel, with outputs summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Several ranks hold a
-KV head if there are fewer heads than ranks.  Experts are divided like a dense MLP, or (expert parallelism)
-distributed whole.
+With tensor parallelism T each rank has 1/T of heads, a dense MLP's inner width, and the vocabulary head.
+Outputs of qkv, output_gate and gate_up are column-parallel; inputs of o and down row-parallel, with outputs
+summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Experts are divided like a dense MLP, or
+(expert parallelism) distributed whole.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from .shape import ModelShape, Site, check_expert_parallel, experts_of_rank
 ROW_PARALLEL = ("o", "down", "shared_down", "dense_down")
 """Sites with divided inputs."""
 INNER_SIZES = ("intermediate_size", "shared_size", "dense_size")
-"""Widths of an MLP between gate_up and down, by `ModelShape`'s names."""
+"""Widths of an MLP between gate_up and down."""
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One of max(tensor_parallel, expert_parallel) ranks; by default the whole model.
+    """One of max(tensor_parallel, expert_parallel) ranks.
 
     Raises ConfigError for numbers that don't divide the model.
     """
@@ -58,7 +57,7 @@ class ModelShard:
 
     @property
     def divides_inner(self) -> bool:
-        """True if the inner width of the MLP, or of each expert, is divided."""
+        """True if an MLP's or expert's inner width is divided."""
         return self.tensor_parallel > 1 and self.expert_parallel == 1
 
     @cached_property
@@ -80,7 +79,7 @@ class ModelShard:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's sizes on this rank; num_experts and vocab_size stay those of the whole model."""
+        """Sizes on this rank; num_experts and vocab_size are the whole model's."""
         by = self.tensor_parallel if self.divides_inner else 1
         return replace(
             self.whole,
@@ -111,7 +110,7 @@ class ModelShard:
 
     @property
     def owns_kv_heads(self) -> bool:
-        """True on the first of the ranks with these KV heads."""
+        """True on the first rank with these KV heads."""
         return self._of_heads % max(1, self.tensor_parallel // self.whole.num_kv_heads) == 0
 
     @property
@@ -122,7 +121,7 @@ class ModelShard:
         return range(min(first, self.whole.vocab_size), min(first + share, self.whole.vocab_size))
 
     def is_summed(self, site: Site) -> bool:
-        """True if this rank's output of the site is a summand of T."""
+        """True if this rank's output of the site is a summand."""
         return site.name in ROW_PARALLEL and (
             self.tensor_parallel > 1 if site.name == "o" else self.divides_inner
         )
@@ -136,7 +135,7 @@ class ModelShard:
         return range(site.in_features)
 
     def outputs(self, site: Site) -> tuple[tuple[range, ...], ...]:
-        """Local outputs of each module of a site of the whole model, in local order."""
+        """Local outputs of each module of a site, in local order."""
         match site.name:
             case "qkv":
                 return self._qkv(len(site.modules))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quiet and quick ends of a process, and a child's end with its keeper.  Every command imports this first."""
+"""Quiet and quick ends of a process.  Every command imports this first."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from .errors import PeerGoneError
 
 
 def quiet_teardown() -> None:
-    """Drop the stderr output of C++ libraries after this process's Python code ends.
+    """Drop stderr of C++ libraries after Python's end.
 
-    Triton's nanobind reports hundreds of false "leaks" there.  Call this first: exit functions run in
-    reverse order.
+    Triton's nanobind reports false "leaks" there.  Call this first: exit functions run in reverse order.
     """
     atexit.register(_close_stderr)
 
 
 def quick_teardown() -> None:
-    """End this process without garbage collection, which takes half a second with torch."""
+    """End this process without garbage collection, half a second with torch."""
     atexit.register(gc.freeze)
 
 
 def ignore_ctrl_c(priority: int | None = None) -> None:
-    """For a child that its keeper ends.  priority: of this process from now on; None: unchanged."""
+    """For a child that its keeper ends.  priority: None: unchanged."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if priority is not None:
         os.setpriority(os.PRIO_PROCESS, 0, priority)
 
 
 def run_child(serve: Callable[[int], None]) -> None:
-    """Main of `processes.start_child`: serve the socket of this number, until the keeper hangs up."""
+    """Main of `processes.start_child`: serve the socket until the keeper hangs up."""
     ignore_ctrl_c()
     quick_teardown()
     import logging
@@ -49,9 +48,9 @@ def run_child(serve: Callable[[int], None]) -> None:
 
 
 def end_at_hang_up(fd: int, clean_up: Callable[[], None]) -> None:
-    """Once the socket's other end has hung up, clean up and end this process, even in a computation."""
+    """Clean up and end this process, even in a computation, once the other end hangs up."""
     hang_up = select.poll()
-    # poll always reports hang-ups; POLLRDHUP, if present, reports a half-closed peer.
+    # poll always reports hang-ups; POLLRDHUP reports a half-closed peer.
     hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
 
     def end() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of linear layers' weights, for plans of sizes and step times."""
+"""Formats of linear layers' weights, for plans."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from .errors import ConfigError
 from .shape import NEVER_QUANTISED, ModelShape
 
 DEFAULT_GROUP_SIZE = 64
-"""Default number of inputs of an int4 weight that share a scale."""
+"""Inputs of an int4 weight per scale."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """name: "none" (the model's dtype), "int8", "int4-64", "fp8-128" and so on; "+head" with the head.
 
-    attention_bits, expert_bits: per weight of attention, and of an MLP or expert, with its share of the
-    scales; None: those of the model's dtype.  Step times hold for one name.
+    attention_bits, expert_bits: per weight, with scales; None: the model's dtype.
     """
 
     name: str = "none"
@@ -34,7 +33,7 @@ UNQUANTISED = WeightFormat()
 
 
 def refuse_widths(shape: ModelShape, quantize: str, quantize_group_size: int | None) -> None:
-    """Raises ConfigError if int4 groups don't divide an input width of the model."""
+    """Raises ConfigError if int4 groups don't divide an input width."""
     if not quantize.startswith("int4"):
         return
     for site in shape.sites:
@@ -47,7 +46,7 @@ def refuse_widths(shape: ModelShape, quantize: str, quantize_group_size: int | N
 
 
 def group_refusal(width: int, group_size: int) -> str | None:
-    """Error text for an input width that groups don't divide; else None."""
+    """Error text for an indivisible input width; else None."""
     return (
         f"its {width} inputs are no multiple of the group size {group_size}" if width % group_size else None
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted files without torch: headers of tensors, and the causes of files and folders that can't be read.
+"""Untrusted files without torch: tensor headers, and causes of unreadable files.
 
-Sizes, names and offsets are checked before any allocation.  Callers choose a file's name in errors.
+Sizes and offsets are checked before any allocation.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
 def content_of(head: bytes, *, is_text: bool = False) -> FileKind | None:
-    """Kind of an unreadable file by its first HEAD_BYTES bytes; None if unknown.
+    """Kind of an unreadable file by the first HEAD_BYTES bytes.
 
-    is_text: the reader expected text, so text is no finding.
+    is_text: the reader expected text.
     """
     if not head:
         return FileKind("an empty file", _DOWNLOAD)
@@ -102,7 +102,7 @@ def file_content(path: Path, *, is_text: bool = False) -> FileKind | None:
 
 
 def pointer_problem(path: Path, content: bytes) -> str | None:
-    """Cause and way out for an unreadable text file; None for an unknown kind."""
+    """Cause and way out for an unreadable text file; None if unknown."""
     found = content_of(content[:HEAD_BYTES], is_text=True)
     return None if found is None else f"{path} is {found}"
 
@@ -114,10 +114,7 @@ def listed(names: list[str]) -> str:
 
 
 def missing_shards(names: list[str]) -> list[str]:
-    """Absent names of file sets called STEM-0000I-of-0000N.
-
-    A folder may hold several sets, for example of two formats.
-    """
+    """Absent names of file sets called STEM-0000I-of-0000N."""
     missing: list[str] = []
     sets: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
@@ -151,7 +148,7 @@ _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 def pickle_problem(folder: Path) -> str | None:
-    """Cause and way out for pickled weights in the folder, without a trainer's state; None without them."""
+    """Cause and way out for pickled weights, without a trainer's state."""
     state = _named(folder, (*_TRAINER_STATE, *_SHARDED_STATE))
     names = [name for name in _named(folder, _PICKLES) if name not in state]
     for name in names:
@@ -165,7 +162,7 @@ def pickle_problem(folder: Path) -> str | None:
 
 
 def other_content(folder: Path) -> str | None:
-    """Content of a folder without the expected weights or config, with the way out; None if unknown."""
+    """Unexpected content of a folder, with the way out."""
     if found := other_format(folder):
         return found
     weights = _named(folder, ("*.safetensors",))
@@ -206,7 +203,7 @@ def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.  Raises ConfigError if the file is missing or no JSON object."""
+    """The checkpoint's config.json.  Raises ConfigError."""
     path = model_dir / "config.json"
     if not path.exists():
         raise ConfigError(
@@ -219,10 +216,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def read_json_file(path: Path) -> Any:
-    """Content of a JSON file of a checkpoint.
-
-    Raises ConfigError, with the file's kind if known, if the file is not JSON.
-    """
+    """Content of a JSON file.  Raises ConfigError, with the file's kind if known."""
     content = path.read_bytes()
     try:
         return json.loads(content.decode("utf-8"))
@@ -244,10 +238,10 @@ _MAX_DIMS = 8
 _MAX_PATH_CHARS = 4096
 """Linux PATH_MAX; resolving links takes quadratic time."""
 _MAX_KEY_CHARS = 500
-"""Longest tensor name, shown whole in errors."""
+"""Errors show the whole name."""
 _END = re.compile(rb'"data_offsets"\s{0,99}:\s{0,99}\[\s{0,99}\d{1,19}\s{0,99},\s{0,99}(\d{1,19})')
 _SLICE, _OVERLAP = 1 << 20, 1024
-"""Bytes of a header searched at a time, since a search holds the interpreter; more than a match."""
+"""Bytes of a header per search, since a search holds the interpreter."""
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -261,7 +255,7 @@ _DTYPES = {
 
 @cache
 def _entry_decoder() -> Callable[[Any], Any]:
-    """msgspec is imported at the first header: checks of kernels go without."""
+    """Checks of kernels go without msgspec."""
     import msgspec
 
     size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -300,14 +294,13 @@ def confined(path: str | Path, root: str | None) -> bool:
 
 
 def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
-    """A regular file, open to read.
+    """A regular file, open to read, inside the folder `root`.
 
-    called: its name in errors.  root: folder that must contain the resolved file.  Raises AdapterError for
-    anything else (a pipe is not opened), and OSError.
+    Raises AdapterError for anything else (a pipe is not opened), and OSError.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(handle, "rb")
-    # The opened file: the path may have changed.
+    # The path may have changed.
     opened = Path(f"/proc/self/fd/{handle}")
     if stat.S_ISREG(os.fstat(handle).st_mode) and confined(opened if opened.exists() else path, root):
         return file
@@ -316,7 +309,7 @@ def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, values unread.  Raises AdapterError as `header_entries`."""
+    """The tensors of a safetensors file, values unread.  Raises AdapterError."""
     try:
         with open_file(weights, str(weights)) as file:
             return header_entries(file, str(weights))
@@ -327,8 +320,8 @@ def read_header(weights: Path) -> dict[str, TensorEntry]:
 def header_entries(file: BinaryIO, where: str) -> dict[str, TensorEntry]:
     """The tensors of an open safetensors file, values unread.
 
-    Raises AdapterError with `where` unless names are unique, bytes match shapes and dtypes, and data are
-    contiguous from the header's end to the file's end.
+    Raises AdapterError unless names are unique, bytes match shapes and dtypes, and data are contiguous to the
+    end.
     """
     import msgspec
 
@@ -394,9 +387,9 @@ def _header_length(file: BinaryIO) -> int:
 
 
 def announced_bytes(head: bytes | bytearray) -> int | None:
-    """Bytes of a safetensors file by the header, once the header is whole.
+    """Bytes of a safetensors file by a whole header; None for a partial header.
 
-    Finds the end of the last tensor: `header_entries` checks the rest.  Raises ValueError for another file.
+    Finds only the end of the last tensor.  Raises ValueError for another file.
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) >= 8 and not 0 < length <= _MAX_HEADER_BYTES:
@@ -414,7 +407,7 @@ def announced_bytes(head: bytes | bytearray) -> int | None:
 def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file without free text, and the offset of the data.
 
-    Raises ValueError without a header, with the kind of the file if known.
+    Raises ValueError without a header.
     """
     try:
         length = _header_length(file)
@@ -427,14 +420,14 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _other_content(file: BinaryIO) -> FileKind | None:
-    """Kind of an open file that is not safetensors; None for damaged safetensors."""
+    """Kind of an open file; None for damaged safetensors."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     return None if head[8:9] == b"{" else content_of(head)
 
 
 def not_readable(where: Path | str, error: Exception, file: BinaryIO | None = None) -> AdapterError:
-    """The error for a file that is not safetensors.  file: the open file, if opened."""
+    """The error for a file other than safetensors."""
     content = None if file is None or isinstance(error, OSError) else _other_content(file)
     if content is not None:
         return AdapterError(f"{where}: not a readable safetensors file ({content.kind}); {content.way_out}")

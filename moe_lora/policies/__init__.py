@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure decisions over read-only views; the caller carries them out."""
+"""Pure decisions over read-only views."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's adapter files and configs, matched with a model."""
+"""PEFT's adapter files, matched with a model."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base beside an adapter: the model named by the config, its embeddings, and their copies in the file.
-
-Torch-free: compares the config's sizes with the served model, if present locally.
-"""
+"""The base beside an adapter.  Torch-free."""
 
 from __future__ import annotations
 
@@ -45,15 +42,15 @@ _QUANTISED_NAME = re.compile(
 )
 
 Stored: TypeAlias = tuple[Path, TensorEntry]
-"""A tensor of a checkpoint: its file and entry."""
+"""A checkpoint's tensor: file and entry."""
 EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
 _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 
 
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
-    """config.json of the base model; None if not present here, or outside `root`.
+    """config.json of the base model; None if absent here, or outside `root`.
 
-    Raises AdapterError for an unreadable or too large file, no JSON object, or a base of other sizes.
+    Raises AdapterError.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
@@ -91,7 +88,7 @@ def _check_base(config: AdapterConfig, base: Mapping[str, Any], shape: ModelShap
 
 
 def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Iterator[str]:
-    """Warnings for a base with quantised weights, by its name or its config."""
+    """Warnings for a base with quantised weights, by name or config."""
     named = _QUANTISED_NAME.search(os.path.basename(config.base_model.rstrip("/")))
     kind = named and named[0]
     section = (base or {}).get("quantization_config")
@@ -105,10 +102,9 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
 
 
 def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
-    """Keys of the base's weights that PEFT saves beside a LoRA pair on the embedding or the head.
+    """Keys of base weights saved by PEFT beside a LoRA pair on the embedding or the head.
 
-    Raises AdapterError for other base embeddings, with the cause: PEFT saves them after a change of
-    vocabulary, or on request.
+    Raises AdapterError for other base embeddings.
     """
     copies = tuple(sorted(key for key in tensors if EMBEDDING.fullmatch(key)))
     adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
@@ -132,10 +128,10 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
 
 
 def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> Stored:
-    """File and entry of the embedding or the head of a checkpoint: [V, H] of floats.
+    """File and entry of a checkpoint's embedding or head: [V, H] of floats.
 
-    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: the start and the end of the
-    error.  Raises AdapterError for an absent, quantised or misshapen tensor; StorageError as `base_file`.
+    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: of the error.  Raises
+    AdapterError; StorageError as `base_file`.
     """
     try:
         if model_dir is None:
@@ -162,10 +158,9 @@ def base_modules(
     problem: str,
     way_out: str,
 ) -> Iterator[tuple[Stored, Stored | None]]:
-    """Weight and bias, if any, of linear layers of a checkpoint.
+    """Weight and bias, if any, of a checkpoint's linear layers.
 
-    modules: layer, place, and shape of the weight.  problem, way_out: see `base_tensor`.  Raises AdapterError
-    for absent, quantised and misshapen tensors; StorageError as `base_file`.
+    modules: layer, place, weight's shape.  Otherwise as `base_tensor`.
     """
     header = cache(_header)
     try:
@@ -199,7 +194,7 @@ def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError
 
 @contextmanager
 def base_file(path: Path) -> Iterator[BinaryIO]:
-    """An open file of the base's checkpoint.  Raises StorageError if it can't be read: no adapter's fault."""
+    """An open file of the base's checkpoint.  Raises StorageError: no adapter's fault."""
     try:
         with _opened(path) as file:
             yield file
@@ -217,7 +212,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def broken_base(path: Path, problem: object) -> StorageError:
-    """The error for an unreadable file of the base's checkpoint."""
+    """The error for an unreadable checkpoint file."""
     return StorageError(
         f"the base model's {path.name} can't be read ({problem}); this is no fault of the adapter: download "
         "the base model again"
@@ -233,7 +228,7 @@ def _header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _files_by_name(model_dir: Path) -> dict[str, Path]:
-    """The file of each of the checkpoint's tensors."""
+    """Tensor name -> file of the checkpoint."""
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
         return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}

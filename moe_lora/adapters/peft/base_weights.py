@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of the base beside an adapter's: copies must be equal, replaced rows are a change, DoRA needs norms.
+"""The base's values for copies, replaced rows, and DoRA's norms.
 
-PEFT saves a targeted module's base weights beside the LoRA pair.  A trained copy would change the base.
+Column factors and shifts enter the content hash, so every host must compute equal bits. Sums are of integers
+in fp64, exact below 2**53 in any order; the rest is elementwise.
 
-Columns: factors and shifts of output columns enter the adapter's content hash, and every host must compute
-the same bits.  Sums are of integers in fp64, exact below 2**53 in any order; the other operations are
-elementwise.
-
-Legend: O output features, I input features, R LoRA rank.
+Legend: O outputs, I inputs, R LoRA rank.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ Parts: TypeAlias = Callable[[int, int], torch.Tensor]
 
 
 def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None, called: str | None) -> None:
-    """`check_copies` of the adapter's file in a folder.  called: as in `files.weights_file`."""
+    """`check_copies` of the adapter's file in a folder."""
     path = weights_file(folder, called)
     where = str(path) if called is None else f"{called}{path.name}"
     try:
@@ -54,10 +51,7 @@ def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None,
 
 
 def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
-    """Raises AdapterError unless each copy has the values of the checkpoint in model_dir.
-
-    None for model_dir: the base has no checkpoint.
-    """
+    """Raises AdapterError unless each copy has the checkpoint's values."""
     for key, parts in copies.items():
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
         path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)
@@ -69,7 +63,7 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
 def with_changes(
     found: Match, tensors: Mapping[str, torch.Tensor], base_dir: Path | None, where: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors, and by key the changes of `Match.replaced` to the checkpoint: [N, H] of the dtype."""
+    """The tensors, with the changes of `Match.replaced` to the checkpoint: [N, H]."""
     changes: dict[str, torch.Tensor] = {}
     for rows in found.replaced:
         if rows.key not in changes:  # a tied head shares the rows of the embedding
@@ -82,7 +76,7 @@ def with_changes(
 def _change(
     trained: torch.Tensor, base: Parts, tokens: Sequence[int] | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """trained - base in fp32, some rows at a time.  tokens: of the rows; None: all."""
+    """trained - base in fp32, some rows at a time.  tokens: None: all rows."""
     change = torch.empty(trained.shape, dtype=dtype)
     hidden = trained.shape[1]
     step = 1 if tokens is not None else max(1, _CHUNK // hidden)
@@ -112,7 +106,7 @@ def parts_of(file: BinaryIO, entry: TensorEntry) -> Parts:
 
 
 def _adapters_parts(file: BinaryIO, entry: TensorEntry, where: str) -> Parts:
-    """`parts_of` an adapter's file: an OSError would be an error of the base's."""
+    """`parts_of` an adapter's file: an OSError is the adapter's fault."""
     parts = parts_of(file, entry)
 
     def read(first: int, number: int) -> torch.Tensor:
@@ -125,7 +119,7 @@ def _adapters_parts(file: BinaryIO, entry: TensorEntry, where: str) -> Parts:
 
 
 def _same_values(copy: Parts, base: Parts, num_elements: int) -> bool:
-    """True if the copy has the base's values, rounded to the copy's dtype."""
+    """True if the copy has the base's values, rounded."""
     for first in range(0, num_elements, _CHUNK):
         number = min(_CHUNK, num_elements - first)
         part = copy(first, number)
@@ -143,9 +137,9 @@ _EXACT_BITS = 53
 def with_columns(
     columns: Sequence[ColumnSource], tensors: Mapping[str, torch.Tensor], where: str
 ) -> dict[str, torch.Tensor]:
-    """The tensors, with [O, 2] fp32 of factor - 1 and shift in place of each [O] of a column term.
+    """The tensors, with [O, 2] fp32 of factor - 1 and shift for each [O] of a column term.
 
-    Raises AdapterError with `where` and the key for factors that are not finite.
+    Raises AdapterError for infinite or NaN factors.
     """
     return {**tensors, **{one.key: _values(one, tensors, where) for one in columns}}
 
@@ -190,9 +184,9 @@ def norms(weight: Stored, a_RI: torch.Tensor, b_OR: torch.Tensor) -> torch.Tenso
 
 
 def _integers(rows: torch.Tensor, num_terms: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers in fp64 and a power of two for each row, whose product is the row, rounded.
+    """Per row, integers in fp64 and a power of two; their product is the rounded row.
 
-    num_terms: sums of this number of products of two such integers stay exact.
+    Sums of num_terms products of two such integers stay exact.
     """
     bits = (_EXACT_BITS - num_terms.bit_length()) // 2
     _, exponents = np.frexp(rows.abs().amax(dim=1).double().numpy())

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of an adapter that scale or shift output columns: DoRA's magnitudes, and biases of lora_B.
+"""Tensors that scale or shift output columns: DoRA's magnitudes, and biases of lora_B.  Torch-free.
 
-The column term of a module belongs to the pair beside it in the file.  Torch-free; `base_weights` computes.
 Source: peft, tuners/lora/dora.py and tuners/lora/layer.py (read at 0.21.2).
 """
 
@@ -42,8 +41,7 @@ Keys = dict[tuple[str | None, ...], str]
 class ColumnSource:
     """The column term beside a pair.
 
-    key: of [O] in the file.  layer: of the model.  weight, bias: of the base's module; None for a bias of
-    lora_B.
+    key: of [O] in the file.  weight, bias: of the base's module, with DoRA.
     """
 
     layer: int
@@ -64,9 +62,8 @@ def match_with_columns(
 ) -> Match:
     """`match` of the pairs, with a column term for each.
 
-    base_dir: checkpoint of the base.  Raises AdapterError as `match`, for a pair without a term or a term
-    without a pair, for pairs on experts, the gate, the head and the embedding, for wrong shapes and types,
-    and for DoRA without readable weights of the base.
+    Raises AdapterError as `match`, for single terms or pairs, for pairs without a column site, and for DoRA
+    without base weights.
     """
     keys = _column_keys(tensors, config, where)
     own = {*keys.values()}
@@ -82,7 +79,7 @@ def match_with_columns(
 
 
 def _column_keys(tensors: Iterable[str], config: AdapterConfig, where: str) -> Keys:
-    """The keys of column terms.  Raises AdapterError for two of one module, and for DoRA with `lora_bias`."""
+    """The keys of column terms.  Raises AdapterError."""
     if config.use_dora and config.lora_bias:
         raise AdapterError(
             f"{config.where}: use_dora=True with lora_bias=True is not supported, by PEFT neither; train "
@@ -121,7 +118,7 @@ def _columns(
 
 
 def column_pair(column: ColumnSource, values: torch.Tensor, shape: ModelShape) -> Pair:
-    """The pair at the column site.  values: [O, 2], factor - 1 and shift, in the order of lora_B's rows."""
+    """The pair at the column site.  values: [O, 2], in the order of lora_B's rows."""
     pair = column.pair
     tensors = {pair.keys_a[0]: values.new_zeros(2, 1), pair.keys_b[0]: values}
     [made] = make_pairs(replace(pair, lora_rank=2, scale=1.0), tensors, shape, swapped=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""adapter_config.json as PEFT writes it: targets, ranks and scales; refusal of all but plain LoRA.
+"""adapter_config.json as PEFT writes it; refusal of all but plain LoRA.
 
-Source: peft's LoraConfig (suffix match of target names, patterns at the path's end).
+Source: peft's LoraConfig.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ExpertLayout:
     config can tell.
     Source: unsloth_zoo, temporary_patches/moe_utils.py (read at 2026.10.9).
 
-    fields: the JSON object; PEFT may move Unsloth's keys into `auto_mapping`.  Read only for expert tensors.
+    PEFT may move Unsloth's keys into `auto_mapping`.
     """
 
     fields: Mapping[str, Any]
     where: str
 
     def is_grouped(self, parameter: str, key: str) -> bool:
-        """True if the lora_B of this parameter (`key` in the weights) is grouped by expert.
+        """True if this parameter's lora_B is grouped by expert.
 
-        Raises AdapterError for an Unsloth config without a layout, an unknown layout, or two layouts.
+        Raises AdapterError for no clear layout.
         """
         auto_mapping = self.fields.get("auto_mapping")
         sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
@@ -96,7 +96,7 @@ class ExpertLayout:
         return found
 
 
-# Keys without effect on inference of a trained adapter.
+# Without effect on a trained adapter's inference.
 _WITHOUT_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
@@ -121,7 +121,7 @@ _READ = frozenset(
         *(FLAT_KEY, DETAIL_KEY),
     )
 )
-# Keys of LoraConfig served at falsy defaults only (null, false, empty), and the way out.
+# Keys of LoraConfig served at falsy defaults only.
 # Source: peft 0.1 to 0.21.2, tuners/lora/config.py.
 _MUST_BE_UNSET = {
     "fan_in_fan_out": "transposed base weights are not supported: no supported model family has them",
@@ -142,7 +142,7 @@ _UNSET_IF_FALSE = (
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
-"""The base loses the initial delta, so the initial adapter converts the trained one."""
+"""The base loses the initial delta."""
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")
@@ -159,9 +159,9 @@ _DUMMY_TARGET = "dummy-target-modules"
 
 
 def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = False) -> None:
-    """Raises AdapterError for more than plain LoRA, or an unknown key with a value other than null.
+    """Raises AdapterError for more than plain LoRA, or an unknown non-null key.
 
-    subtracts: the caller subtracts the initial adapter of PiSSA and the like.
+    subtracts: the caller subtracts PiSSA's initial adapter.
     """
     if fields.get("peft_type") != "LORA":
         raise AdapterError(
@@ -233,7 +233,7 @@ class AdapterConfig(
     dict=True,
     rename={"lora_rank": "r", "base_model": "base_model_name_or_path"},
 ):
-    """The computing part of a PEFT LoRA config.  `where`: place named in errors."""
+    """The computing part of a PEFT LoRA config.  `where`: for errors."""
 
     lora_rank: _Rank
     lora_alpha: _Number
@@ -261,8 +261,7 @@ class AdapterConfig(
     def parse(cls, fields: Any, where: str, subtracts: bool = False) -> AdapterConfig:
         """Read the JSON object of an adapter_config.json.
 
-        Raises AdapterError with `where` and the key for anything but plain LoRA,
-        unknown keys and wrong types.  subtracts: see `refuse_unsupported`.
+        Raises AdapterError for anything but plain LoRA.
         """
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")
@@ -310,7 +309,7 @@ class AdapterConfig(
         return has_suffix(path, self.exclude_modules)
 
     def targets_module(self, path: str) -> bool:
-        """True if target_modules (list or regex, not all-linear) names this module path."""
+        """True if target_modules (not all-linear) names this module path."""
         if self.excludes(path):
             return False
         if isinstance(self.target_modules, str):
@@ -319,9 +318,9 @@ class AdapterConfig(
         return named and (not self.layers_to_transform or self._patterns.in_layers(path))
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
-        """LoRA rank of a module or parameter path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
+        """LoRA rank of a path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
 
-        Rank and alpha: of the first pattern at the path's end, else r and lora_alpha.
+        The first pattern at the path's end decides, else r and lora_alpha.
         """
         rank, alpha = self.lora_rank, self.lora_alpha
         if self.rank_pattern:
@@ -343,7 +342,7 @@ def has_suffix(path: str, names: frozenset[str]) -> bool:
 
 
 def suffixes(path: str) -> Iterator[str]:
-    """Names of this path in a list of targets: "a.b.c", "b.c", "c"."""
+    """Suffixes of this path: "a.b.c", "b.c", "c"."""
     parts = path.split(".")
     return (".".join(parts[i:]) for i in range(len(parts)))
 

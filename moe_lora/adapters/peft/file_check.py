@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of an adapter's files against a base model, without torch and, by default, without values."""
+"""Check of an adapter's files against a base model, without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .places import STRANGERS, max_tensors
 _HEADER_BYTES_PER_TENSOR = 512
 _HEADER_BYTES_BESIDE = 1 << 20
 _CHUNK_BYTES = 1 << 24
-# Exponent bits of a float as an unsigned integer: all set in NaN and infinity.
+# Exponent bits: all set in NaN and infinity.
 _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<u2", 0x1F << 10)} | {
     "F64": ("<u8", 0x7FF << 52)
 }
@@ -40,10 +40,9 @@ def check_adapter(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> None:
-    """Raises AdapterError if `read_adapter` would refuse the PEFT folder, with the same reason.
+    """Raises AdapterError if `read_adapter` would refuse the PEFT folder.
 
-    values: also look for NaN and infinity, in the whole file.  Only `read_adapter` finds overflow in the
-    model's dtype.
+    values: also look for NaN and infinity; only `read_adapter` finds overflow in the model's dtype.
     """
     with opened(folder, shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         if values:
@@ -52,9 +51,9 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder with a config and tensors that fit a model; values unread.
+    """A PEFT folder that fits a model; values unread.
 
-    weights: the open tensor file.  where: its name in errors.
+    where: the tensor file's name in errors.
     """
 
     weights: BinaryIO
@@ -73,12 +72,10 @@ def opened(
     subtracts: bool = False,
     base_dir: Path | None = None,
 ) -> Iterator[OpenAdapter]:
-    """The adapter in a folder, checked against the model by config and header.
+    """The adapter in a folder, checked by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    max_lora_rank: see `check_rank`.  subtracts: see `refuse_unsupported`.  base_dir: see `replaced_rows`.
-    Raises AdapterError for bad files, and at the end for files changed meanwhile; StorageError without free
-    file handles.
+    Raises AdapterError, at the end for files changed meanwhile; StorageError without free file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")
@@ -113,9 +110,7 @@ def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
 
 
 def _check_header_size(weights: BinaryIO, shape: ModelShape, where: str) -> None:
-    """Raises AdapterError for a safetensors header longer than an adapter of this
-    model needs, before parsing.
-    """
+    """Raises AdapterError for too long a header, before parsing."""
     limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
     num_bytes = int.from_bytes(weights.read(8), "little")
     weights.seek(0)
@@ -136,7 +131,7 @@ def bad_adapters(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> dict[str, str]:
-    """(name, folder) pairs that can't be served: name -> reason."""
+    """Unservable (name, folder) pairs: name -> reason."""
     found = {}
     for name, folder in adapters:
         try:

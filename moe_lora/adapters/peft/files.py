@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a PEFT adapter folder, read without torch.
-
-Files are untrusted: sizes, names and offsets are checked before any allocation.  Callers choose the folder's
-name in errors.
-"""
+"""The two files of a PEFT adapter folder, untrusted and without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from .config import AdapterConfig
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
-"""Largest adapter_config.json; naming each expert of a large model takes 1 MB."""
+"""Naming each expert of a large model takes 1 MB."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 
@@ -43,15 +39,14 @@ class _Index(msgspec.Struct):
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """The folder's adapter_config.json.  Raises AdapterError with the file and the key."""
+    """The folder's adapter_config.json.  Raises AdapterError."""
     return AdapterConfig.parse(read_json(folder), str(folder / CONFIG_FILE))
 
 
 def adapter_folder(path: str, name: str) -> str:
     """An adapter's folder: `path`, or the subfolder of a PEFT adapter not called "default".
 
-    A subfolder of the adapter's name comes before a single other subfolder; else `path` itself.  Raises
-    AdapterError for several subfolders, or another tool's folder.
+    Raises AdapterError for several subfolders without `name`, or another tool's folder.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -74,10 +69,7 @@ def adapter_folder(path: str, name: str) -> str:
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:
-    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled.
-
-    called: prefix of file names in errors; None: the path.
-    """
+    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled."""
     called = f"{folder}{os.sep}" if called is None else called
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
@@ -119,7 +111,7 @@ def _check_not_divided(folder: Path, called: str) -> None:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """File names in an index of shards; empty without a readable index."""
+    """File names in an index of shards; empty if unreadable."""
     if not index.is_file():
         return []
     try:
@@ -130,7 +122,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
-    """The error for an adapter whose files can't be read: without a free file handle no fault of them."""
+    """The error for unreadable files; missing file handles are not the adapter's fault."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
         return StorageError(f"{name}: {what}")
@@ -143,18 +135,14 @@ def max_rank(config: AdapterConfig) -> int:
 
 
 def target_names(config: AdapterConfig) -> tuple[str, ...]:
-    """Targeted modules and parameters in the config, sorted; a regular expression unchanged."""
+    """Targeted modules and parameters, sorted; a regular expression unchanged."""
     modules = config.target_modules
     names = (modules,) if isinstance(modules, str) else modules
     return tuple(sorted({*filter(None, names), *config.target_parameters}))
 
 
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
-    """Content of the folder's adapter_config.json.
-
-    called, root: as in `weights_file` and `open_file`.  Raises AdapterError for an absent or too large file,
-    or no JSON.
-    """
+    """Content of the folder's adapter_config.json.  Raises AdapterError."""
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called
     path = folder / CONFIG_FILE

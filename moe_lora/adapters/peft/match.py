@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches the tensors of a PEFT file with its config and the model: no tensor left
-over, no tensor missing.
-"""
+"""Matches a PEFT file's tensors with config and model, without remainder."""
 
 from __future__ import annotations
 
@@ -39,18 +37,17 @@ _ACTIVATED = {
     *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
     *("global_qkv", "global_qk", "global_o"),
 }
-"""Sites of an activated LoRA.  Absorbed kv_b_proj sees earlier tokens, which are the base's."""
+"""Sites of an activated LoRA; absorbed kv_b_proj sees the base's earlier tokens."""
 _MODULES = ("matrix", "stacked", "heads")
 """Forms of modules, unlike parameters."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """layers: LoRA pairs per layer, and one more layer with pairs on the head and the embedding, if any.
+    """layers: LoRA pairs per layer; one more for the head and the embedding.
 
-    swapped: see `is_swapped`.  warnings: config fields without effect.  copies: keys of base weights (see
-    `base_weights`).  replaced: rows of the head and the embedding, in the one more layer too.
-    invocation: tokens of an activated LoRA.  columns: scaled or shifted columns, one term for each pair.
+    copies: keys of base weights.  replaced: rows of the head and the embedding.  invocation: tokens of an
+    activated LoRA.  columns: one term per pair.
     """
 
     layers: list[list[PairSource]]
@@ -72,8 +69,8 @@ def match(
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: see `read_base`.  base_dir: see `replaced_rows`.  A target name without a match is a warning.
-    Raises AdapterError with `where` and the key of a tensor without place or partner, or of wrong shape.
+    base: see `read_base`.  A target name without a match is a warning.  Raises AdapterError for a tensor
+    without place or partner, or of wrong shape.
     """
     if config.use_dora or config.lora_bias:
         from .columns import match_with_columns
@@ -125,7 +122,7 @@ def match(
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
-    """Raises AdapterError for a LoRA pair of rank above `max_lora_rank`.  None: no limit."""
+    """Raises AdapterError for a rank above `max_lora_rank`."""
     if max_lora_rank is None:
         return
     for rows in found.replaced:
@@ -145,7 +142,7 @@ def _check_activated(
     replaced: Sequence[ReplacedRows],
     shape: ModelShape,
 ) -> None:
-    """Refuses an activated LoRA on modules without activation in PEFT, and with tokens of no vocabulary.
+    """Refuses an activated LoRA on modules without activation in PEFT, and with unknown tokens.
 
     Source: aLoRA (arXiv 2504.12397); peft, tuners/lora/variants.py.
     """
@@ -175,7 +172,7 @@ def _check_rare(
     shape: ModelShape,
     where: str,
 ) -> None:
-    """Refuses what replaced rows, tied pairs and activated LoRAs exclude."""
+    """Refuses conflicts of replaced rows, tied pairs and activated LoRAs."""
     _check_tying(config, expected, places, where)
     for rows in replaced:
         path = getattr(places.outer, rows.site)
@@ -216,8 +213,7 @@ def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -
 def _expected(
     config: AdapterConfig, places: PlaceMap, present: set[str], names: Names
 ) -> dict[str, list[Place]]:
-    # Newer transformers keep experts and gate as parameters, beyond target_modules.  Modules of single
-    # experts in the file show an older transformers.
+    # Newer transformers keep experts and gate as parameters, beyond target_modules.
     firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
     has_experts = any(place.expert is not None for place in firsts)
     has_gate = has_experts or any(place.site == "router" for place in firsts)
@@ -249,7 +245,7 @@ def _expected(
 
 
 def _is_linear_target(config: AdapterConfig, path: str, place: Place) -> bool:
-    """PEFT's "all-linear" leaves out the head and the embedding, Tinker's leaves out the embedding."""
+    """PEFT's "all-linear" leaves out head and embedding, Tinker's only the embedding."""
     is_outer = place.site in ("head", "embedding")
     return not config.excludes(path) and (not is_outer or path.endswith(f".{TINKER_HEAD}"))
 
@@ -295,7 +291,7 @@ def _check_known(
 def _check_tying(
     config: AdapterConfig, expected: Mapping[str, Sequence[Place]], places: PlaceMap, where: str
 ) -> None:
-    """Refuses a pair that PEFT also computes, transposed, at a tied head without tensors in the file."""
+    """Refuses a pair that PEFT also computes, transposed, at a tied head."""
     if (
         config.ensure_weight_tying
         and places.outer.embedding in expected
@@ -314,7 +310,7 @@ def _ends_as_a_module(path: str, places: PlaceMap) -> bool:
 
 
 def _check_one_form(layer: list[PairSource], where: str) -> None:
-    """Refuses an expert's delta in two forms at once, which no tool writes."""
+    """Refuses an expert's delta in two forms at once."""
     known: dict[tuple[str, int], tuple[object, str]] = {}
     for source in layer:
         place = source.place
@@ -404,10 +400,10 @@ def _source(
 def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names) -> tuple[int, float]:
     """Rank and scale of a pair, by the config's patterns.
 
-    Raises AdapterError for a pattern with a different value for the wrapped name.
+    Raises AdapterError if patterns give the wrapped name a different value.
     """
     readings = names.readings(path)
-    # A linear layer reached as a parameter matches patterns by the parameter's name.
+    # A linear layer as a parameter matches patterns by the parameter's name.
     is_parameter = place.form not in _MODULES or not (
         config.all_linear or any(config.targets_module(one) for one in readings)
     )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor names in an adapter's file: known wrapper prefixes are removed, unknown prefixes are refused.
+"""Tensor names in an adapter's file, without known wrapper prefixes.
 
-Wrappers add a segment without effect: torch.compile `_orig_mod.`, DataParallel `module.`.  PEFT matched the
-config against names with or without the segment, so both readings are kept.
+PEFT matched the config with or without wrappers, so both readings are kept.
 """
 
 from __future__ import annotations
@@ -87,11 +86,9 @@ _OTHER_PARTS = re.compile(
 class TensorName:
     """A LoRA tensor's key in parts.
 
-    path: of the module, by the served model's names.  depth: nesting of the module's wrapper in PEFT.  part:
-    "A" or "B".  adapter: the adapter's name in the key, or None.  front: prefix of the layers, without
-    wrappers.  read_as: the path with all wrappers, below PEFT's outermost prefix.  is_embedding: of PEFT's
-    LoRA layer of an embedding.  expert: of a tensor of one expert beside a matrix of all (see
-    `PlaceMap`).
+    path: by the served model's names.  depth: nesting of PEFT's wrapper.  part: "A" or "B".  front: prefix of
+    the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost prefix.  expert: of
+    one expert beside a matrix of all (see `PlaceMap`).
     """
 
     path: str
@@ -106,10 +103,7 @@ class TensorName:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a file.
-
-    by_key: sorted.  notes: a warning for each kind of removed prefix.
-    """
+    """The names of a file, sorted.  notes: warnings of removed prefixes."""
 
     by_key: dict[str, TensorName]
     notes: tuple[str, ...]
@@ -120,8 +114,7 @@ class Names:
     def with_stacked(self, known: Container[str], stacked: Container[str]) -> Names:
         """Names with Tinker's `attn` as `self_attn`, and with the partners of a shared matrix at its path.
 
-        known: paths of all modules.  stacked: of matrices of all experts.  The config may name a partner's
-        former path.
+        stacked: paths of matrices of all experts.  The config may name a partner's former path.
         """
         by_key, parts = dict(self.by_key), dict[str, set[str]]()
         for key, name in self.by_key.items():
@@ -142,7 +135,7 @@ class Names:
         return replace(self, by_key=by_key, _read_as=readings)
 
     def readings(self, path: str) -> tuple[str, ...]:
-        """Paths of the module in the config: the served model's first."""
+        """The module's paths in the config: the served model's first."""
         if not self._read_as:
             return (path,)
         fronts = self._fronts if path.startswith(f"{self._layer_prefix}.") else ()
@@ -169,10 +162,9 @@ class OuterPaths(NamedTuple):
 
 
 def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where: str) -> Names:
-    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`, by the served family.
+    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`.
 
-    Raises AdapterError with `where` and the key for a name of no LoRA tensor, and for tensors of two adapters
-    or below two prefixes.
+    Raises AdapterError for a name of no LoRA tensor, two adapters, or two prefixes.
     """
     by_key = {key: _read_name(key, layer_prefix, outer, where) for key in sorted(keys)}
     if len({name.adapter for name in by_key.values()}) > 1:
@@ -193,15 +185,12 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
 
 
 def stranger(key: str) -> str | None:
-    """Cause of the refusal of a known kind of tensor; None for an unknown kind."""
+    """Cause of the refusal of a tensor; None if unknown."""
     return next((way_out for pattern, way_out in _STRANGERS if re.search(pattern, key)), None)
 
 
 def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
-    """Cause of the refusal of a path outside the served model; None for another model's path.
-
-    is_known: a module of the served model has the same end of its path.
-    """
+    """Cause of the refusal of a path outside the served model; None for another model's path."""
     if _OTHER_PARTS.search(path):
         return (
             "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and "
@@ -228,7 +217,7 @@ def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
 
 
 def without_wrappers(key: str) -> str:
-    """The key without segments of wrappers, and with PEFT's prefix once at most."""
+    """The key without wrapper segments, and with one PEFT prefix at most."""
     plain = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     while plain.startswith(2 * _PEFT_PREFIX):
         plain = plain.removeprefix(_PEFT_PREFIX)

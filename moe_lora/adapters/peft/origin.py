@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that wrote an adapter's files and the form of its pairs, as far as the files show.  No torch."""
+"""The writing tool and the form of an adapter's pairs, by its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .places import PairSource
 from .replaced import ReplacedRows
 
 _OF_LORA_CONFIG = ("layer_replication", "megatron_core", "loftq_config")
-"""Keys that LoraConfig writes with every adapter, and tools of their own leave out."""
+"""LoraConfig writes these keys always, other tools never."""
 _OF_TRAINING = (
     "corda_config",
     "eva_config",
@@ -33,7 +33,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Origin:
-    """tool: its name.  forms: of the pairs.  ignored: what the files have without effect on the answers."""
+    """ignored: content without effect on the answers."""
 
     tool: str
     forms: tuple[str, ...]
@@ -41,7 +41,7 @@ class Origin:
 
 
 def origin_of(fields: Mapping[str, Any], keys: Iterable[str], found: Match) -> Origin:
-    """The origin of a matched file.  fields: of adapter_config.json.  keys: of its tensors."""
+    """The origin of a matched file.  fields: of adapter_config.json."""
     sources = [source for layer in found.layers for source in layer]
     ignored = [
         f"{key}={value!r}" if isinstance(value, bool | int | float | str) else key

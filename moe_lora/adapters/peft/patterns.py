@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted regular expressions of an adapter's config, compiled and matched within bounds."""
+"""Untrusted regular expressions of an adapter's config, matched within bounds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from moe_lora.core.errors import AdapterError
 from .config import AdapterConfig
 
 MAX_MATCH_S = 1.0
-"""Time for all matches of one config; 40 000 modules take a tenth."""
+"""For all matches of one config; 40 000 modules take a tenth."""
 MAX_PATTERN_CHARS = 10_000
 MAX_EXPANDED_CHARS = 100_000
-"""Limit for one config's expressions, with counted repeats expanded as in the library."""
+"""For one config's expressions, with counted repeats expanded."""
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
 def expanded_chars(pattern: str) -> int:
-    """Upper bound of the expression's length with counted repeats expanded."""
+    """Upper bound of the length with counted repeats expanded."""
     num = len(pattern)
     for found in _COUNTS.finditer(pattern[:MAX_PATTERN_CHARS]):
         if num > MAX_EXPANDED_CHARS:
@@ -35,9 +35,9 @@ def expanded_chars(pattern: str) -> int:
 
 
 def check_expressions(expressions: Mapping[str, Sequence[str]], where: str) -> tuple[str, str] | None:
-    """Key and text of the first expression that can't be used; None: all can.
+    """Key and text of the first unusable expression; None: all are usable.
 
-    expressions: by key of the config.  Raises AdapterError for expressions that are too long together.
+    Raises AdapterError for too long expressions together.
     """
     if sum(map(expanded_chars, chain.from_iterable(expressions.values()))) > MAX_EXPANDED_CHARS:
         raise AdapterError(
@@ -53,7 +53,7 @@ def check_expressions(expressions: Mapping[str, Sequence[str]], where: str) -> t
 
 
 def compiles(pattern: str, form: Callable[[str], str]) -> bool:
-    """True for a regular expression of bounded length, alone and in its matched form.
+    """True for a usable expression, alone and in its matched form.
 
     Time grows with `expanded_chars`: check that first.
     """
@@ -80,12 +80,12 @@ def as_end(pattern: str) -> str:
 
 
 def as_layer(pattern: str) -> str:
-    """The expression for paths of layers in a module called `pattern`; the last group is the layer."""
+    """The expression for layers in the module `pattern`; the last group is the layer."""
     return rf"(?:^|.*?\.){pattern}\.(\d+)\."
 
 
 class Rules:
-    """The patterns of one key with their values, compiled once for all paths."""
+    """The patterns of one key with their values, compiled once."""
 
     def __init__(self, patterns: Mapping[str, float]) -> None:
         self._all = [
@@ -98,7 +98,7 @@ class Rules:
         self._by_leaf: dict[str, list[tuple[regex.Pattern[str], float]]] = {}
 
     def of(self, path: str) -> list[tuple[regex.Pattern[str], float]]:
-        """Candidate patterns for the path, in order: a plain name must end the path."""
+        """Candidate patterns for the path, in order."""
         leaf = path.rpartition(".")[2]
         if leaf not in self._by_leaf:
             self._by_leaf[leaf] = [rule for end, rule in self._all if leaf.endswith(end)]
@@ -108,7 +108,7 @@ class Rules:
 class Patterns:
     """Matches of one config's expressions.
 
-    All methods raise AdapterError after `MAX_MATCH_S` in total.
+    Raises AdapterError after `MAX_MATCH_S` in total.
     """
 
     def __init__(self, config: AdapterConfig) -> None:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of LoRA pairs in a model: PEFT module paths and expert parameters mapped to sites.
+"""The places of LoRA pairs in a model: PEFT's paths mapped to sites.  Torch-free.
 
-Torch-free.  A place is one LoRA pair (lora_A, lora_B) of the file.  PEFT nests several parameters of one
-module: the last has the bare key, each earlier has one `.base_layer` more; so
-places are in order of definition.
+PEFT nests parameters of one module: the last has the bare key, each earlier one `.base_layer` more, so places
+are in order of definition.
 
-Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
+Legend: E experts, R LoRA rank, I inputs, O outputs of the whole parameter.
 
 Tinker and Megatron-Bridge stack experts: A [E or 1, R, I] and B [E or 1, O, R], with 1 shared by all.
-Megatron-Bridge writes the other matrix of a pair with a shared one once per expert.
+Megatron-Bridge writes the partner of a shared matrix once per expert.
 Source: tinker-cookbook, weights/_merge.py; Megatron-Bridge, models/conversion/peft_bridge.py.
 
-PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Versions
-that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and B [I, R·E] instead ("swapped"): the
-same delta with A and B exchanged.
+PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Some
+versions exchanged A and B ("swapped"): A [E·R, O], B [I, R·E].
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from moe_lora.adapters.packed import Pair
 
 STACKED_NAMES = (("w1", "w3", "w2"), PROJECTIONS)
-"""Gate, up and down with a dim of experts, by Tinker and by Megatron-Bridge."""
+"""Names of gate, up and down by Tinker and by Megatron-Bridge."""
 _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 
 
@@ -45,8 +43,8 @@ _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 class PlaceMap:
     """All places of a model: module path → (layer, places in order of definition).
 
-    The head and the embedding are in one more layer, after the last.  older: front of module paths in files
-    with the family's older names; None: the family has none.  stacked: paths of matrices of all experts.
+    Head and embedding are in one more layer.  older: front of older module paths.  stacked: paths of matrices
+    of all experts.
     """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
@@ -81,7 +79,7 @@ def place_map(shape: ModelShape, older_names: bool = False) -> PlaceMap:
 
 
 def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
-    """Gate, up and down below each module with fused experts, by both tools' names."""
+    """Gate, up and down below each module with fused experts."""
     for container in dict.fromkeys(place.path for place in adapted if place.form == "fused"):
         for names in STACKED_NAMES:
             for leaf, (site, modules) in zip(names, _STACKED_SITES, strict=True):
@@ -89,12 +87,12 @@ def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
 
 
 STRANGERS = 1000
-"""Allowance of foreign tensors, so that a few are refused by name."""
+"""Foreign tensors, refused by name."""
 
 
 @lru_cache(maxsize=8)
 def max_tensors(shape: ModelShape) -> int:
-    """Most tensors of an adapter of this model: an A and a B per place."""
+    """Most tensors of an adapter: an A and a B per place."""
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
 
 
@@ -115,8 +113,7 @@ class Shaped(Protocol):
 class PairSource:
     """One pair in the file, with its config.
 
-    keys_a, keys_b: a tensor, or one per expert beside a matrix of all experts.  grouped: the columns of a
-    fused lora_B are grouped by expert (see `config.ExpertLayout`).
+    keys_a, keys_b: a tensor, or one per expert.  grouped: see `config.ExpertLayout`.
     """
 
     place: Place
@@ -130,7 +127,7 @@ class PairSource:
 def make_pairs(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
 ) -> list[Pair]:
-    """Views [N, R, D] of the pair's tensors, after `check_pair`; a copy of tensors of single experts.
+    """Views [N, R, D] of the pair's tensors; tensors of single experts are copied.
 
     kv_b_proj of latent attention gives two pairs, others one.
     """
@@ -155,9 +152,9 @@ def make_pairs(
 
 
 def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape: ModelShape) -> list[Pair]:
-    """The delta of kv_b_proj on both sides of the latent, by head; A is shared by all heads.
+    """The delta of kv_b_proj on both sides of the latent, by head; heads share A.
 
-    For queries B's rows of K shrink and A expands: the transposed delta.
+    For queries the delta is transposed: B's rows of K shrink and A expands.
     """
     from moe_lora.adapters.packed import Pair
 
@@ -176,7 +173,7 @@ def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape:
 def check_pair(
     source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
 ) -> None:
-    """Raises AdapterError with `where` and the key for a wrong shape or a non-float dtype."""
+    """Raises AdapterError for a wrong shape or a non-float dtype."""
     for key in (*source.keys_a, *source.keys_b):
         if str(tensors[key].dtype) not in FLOATS:
             raise AdapterError(
@@ -206,7 +203,7 @@ def check_pair(
 def expected_shapes(
     source: PairSource, shape: ModelShape, swapped: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Required shapes of lora_A and lora_B of this pair."""
+    """Required shapes of lora_A and lora_B."""
     place, site, rank = source.place, shape.sites_by_name[source.place.site], source.lora_rank
     inputs = site.in_features
     outputs = sum(site.out_features[module] for module in place.modules)
@@ -225,7 +222,7 @@ def expected_shapes(
 def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape) -> bool:
     """True if the fused pairs fit only the layout with A and B exchanged.
 
-    One file has one layout; square parameters fit both, so the rest decides, by default the present layout.
+    Square parameters fit both layouts; the rest of the file decides, by default the present layout.
     """
     fused = [source for source in sources if source.place.form == "fused"]
     fits = {
@@ -257,7 +254,7 @@ def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, ...]
 def _views(
     source: PairSource, a: torch.Tensor, b: torch.Tensor, site: Site, swapped: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(shrink [N, R, I], expand [N, R, O]) as views of A and B."""
+    """(shrink [N, R, I], expand [N, R, O]) as views."""
     rank = source.lora_rank
     if source.place.form == "fused":
         experts = site.num_experts
@@ -270,7 +267,7 @@ def _views(
     if source.place.form == "rows":
         shared = a.unsqueeze(0)
         sliced = b.view(site.num_experts, -1, rank).transpose(1, 2)
-        # The down matrix is applied untransposed: its rows are inputs, so B shrinks and A expands.
+        # The down matrix is applied untransposed, so B shrinks and A expands.
         return (sliced, shared) if site.name == "down" else (shared, sliced)
     if source.place.form == "stacked":
         return a, b.transpose(1, 2)
@@ -278,7 +275,7 @@ def _views(
 
 
 def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:
-    """One view per module: gate and up lie one after the other, or alternate."""
+    """One view per module: gate and up follow one another, or alternate."""
     if len(place.modules) == 1:
         return (expand,)
     if place.interleaved:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter of any served form, written as PEFT itself writes one for the same model.
+"""An adapter of any served form, written as PEFT writes one for the same model.
 
-Experts of a fused parameter become `target_parameters`.  Gate and up with an A each get one A of both ranks,
-and a block-diagonal B.
+Gate and up with an A each get one A of both ranks, and a block-diagonal B.
 
-Legend: E experts, R LoRA rank, I in_features, O out_features.
+Legend: E experts, R LoRA rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _FRONT = "base_model.model."
 
 @dataclass(frozen=True, kw_only=True)
 class PlainPair:
-    """A pair by PEFT's names.
-
-    path: of the module or parameter.  key: prefix of the tensors.  a, b: as PEFT saves.
-    """
+    """A pair by PEFT's names.  key: prefix of the tensors."""
 
     path: str
     key: str
@@ -62,7 +58,7 @@ class _Expert:
 
 @dataclass
 class _Layer:
-    """A layer's pairs by (site, module), and by expert at a site with experts."""
+    """A layer's pairs by (site, module), and by expert."""
 
     dense: dict[tuple[str, int], Pair] = field(default_factory=dict)
     experts: dict[tuple[str, int], dict[int, _Expert]] = field(default_factory=dict)
@@ -91,7 +87,7 @@ def without_initial(
 ) -> list[list[Pair]]:
     """Pairs of B A - B0 A0, at the sum of both ranks: the delta to the base before its initial change.
 
-    Source: PiSSA (arXiv 2404.02948), the conversion to LoRA.  Raises AdapterError for other places.
+    Source: PiSSA (arXiv 2404.02948), the conversion to LoRA.  Raises AdapterError.
     """
     if [[_place(pair) for pair in layer] for layer in trained] != [
         [_place(pair) for pair in layer] for layer in initial
@@ -190,7 +186,7 @@ def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPai
 
 
 def _head_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair]:
-    """kv_b_proj of latent attention, of both sites: one A if both have the same, else A of both ranks."""
+    """kv_b_proj of latent attention: one A if both sites share it, else A of both ranks."""
     if (LATENT_SITES[0], 0) not in layer.experts:
         return
     of_k, of_v = (layer.experts[site, 0] for site in LATENT_SITES)
@@ -206,7 +202,7 @@ def _head_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair
 
 
 def _expert_pairs(layer: _Layer, family: Family, front: str, shape: ModelShape) -> list[PlainPair]:
-    """Nested parameters of one module: the last has the bare key, each earlier one `.base_layer` more."""
+    """Nested parameters of one module: see `places`."""
     found: list[PlainPair] = []
     for place in reversed(family.adapted):
         if place.is_split or place.form not in ("fused", "rows"):
@@ -235,7 +231,7 @@ _Made = tuple[torch.Tensor, torch.Tensor, int, float]
 
 
 def _fused(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
-    """A [E * R, I], expert-major, and B [O, R * E], rank-major, with R and the scale."""
+    """A [E * R, I], expert-major, B [O, R * E], rank-major, R, and the scale."""
     scales = {one.scale for experts in modules if experts for one in experts.values()}
     scale = scales.pop() if len(scales) == 1 else 1.0
     pairs = [_whole_expert(modules, expert, place, shape, scale) for expert in range(shape.num_experts)]
@@ -280,7 +276,7 @@ def _padded(matrix: torch.Tensor, lora_rank: int) -> torch.Tensor:
 
 
 def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
-    """A [R, H] of all experts, and B [E * F, R]; down is transposed: its A and B change places."""
+    """A [R, H] and B [E * F, R]; for down A and B change places."""
     assert modules[0] is not None, "the caller has found it"
     experts = [modules[0][expert] for expert in range(shape.num_experts)]
     is_down = place.site == "down"
@@ -290,7 +286,7 @@ def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: 
 
 
 def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str, Any]:
-    """Fields of adapter_config.json: the most frequent rank and scale, patterns for the rest."""
+    """adapter_config.json: the most frequent rank and scale, patterns for the rest."""
     (lora_rank, scale), _ = Counter((one.lora_rank, one.scale) for one in pairs).most_common(1)[0]
     others = [one for one in pairs if (one.lora_rank, one.scale) != (lora_rank, scale)]
     groups = {}
@@ -320,7 +316,7 @@ def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str
 
 
 def _names(paths: Sequence[str], num_layers: int, stack: str) -> list[str]:
-    """Names of the paths: below the layer where every layer has one, else the whole path."""
+    """Names below the layer if every layer has one, else the whole path."""
     below: dict[str, list[str]] = {}
     for path in paths:
         rest = path.removeprefix(f"{stack}.").partition(".")[2] if path.startswith(f"{stack}.") else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads PEFT adapters: a directory, or a state dict of a training loop."""
+"""Reads PEFT adapters from a directory or a state dict."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ def read_adapter(
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
-    name: by default the folder's.  Checks config and header, then reads all values once into memory: the peak
-    is the file, the packed adapter, and the changes of replaced rows (see `change_bytes`).  Raises
-    AdapterError with the file (called: see `opened`) and the key unless every tensor is used and every target
-    is present.  A local checkpoint in base_model_name_or_path must have the base's sizes.  max_lora_rank: see
-    `check_rank`.  base_dir: checkpoint of the base, for an adapter that replaces rows of the base.
+    Peak memory: the file, the packed adapter, and the changes of replaced rows.  Raises AdapterError unless
+    every tensor is used and every target is present.  base_dir: checkpoint of the base, for replaced rows.
+    Otherwise as `opened`.
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
@@ -68,8 +66,7 @@ def read_pairs(
 ) -> tuple[list[list[Pair]], Match]:
     """The pairs of each layer of a PEFT directory, in the file's dtypes, and the matched file.
 
-    subtracts: see `opened`.  base_dir: see `read_adapter`.  Raises AdapterError as `read_adapter`, except for
-    values that are not finite.
+    Raises AdapterError.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
         if found.match.columns:
@@ -89,7 +86,7 @@ def read_pairs(
 
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
-    """The pairs of each layer.  tensors: of `with_changes` if rows are replaced, and of `with_columns`."""
+    """The pairs of each layer.  tensors: with changes and columns."""
     pairs = [
         [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
         for layer in found.layers
@@ -109,8 +106,7 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     """The file's tensors in memory: a truncated mapped file would kill the process.
 
-    needed: bytes held at the same time: the packed adapter, and changes of replaced rows.  Raises
-    AdapterError without memory for all, or for a file cut meanwhile.
+    needed: bytes held at the same time.  Raises AdapterError, also without memory.
     """
     entries = {key: entry for key, entry in found.entries.items() if key not in found.match.copies}
     num_bytes = sum(entry.span[1] - entry.span[0] for entry in entries.values())
@@ -141,7 +137,7 @@ def adapter_layer_bytes(
 ) -> list[int]:
     """Packed bytes per layer of the PEFT directory; values unread.
 
-    Raises AdapterError as `read_adapter`, except for values that are not finite.
+    Raises AdapterError.
     """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         return _layer_bytes(found, shape, dtype)
@@ -165,12 +161,11 @@ def pack_state_dict(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> PackedAdapter:
-    """Pack LoRA tensors by their PEFT keys.
+    """Pack copies of LoRA tensors by their PEFT keys.
 
     config: the fields of adapter_config.json, or PEFT's LoraConfig.  Keys may lack the prefix
     `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; base weights are left
-    out.  Copies tensors, so training may go on.  base_dir: see `read_adapter`.
-    Raises AdapterError as `read_adapter`.
+    out.  Raises AdapterError.
     """
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
@@ -183,7 +178,7 @@ def pack_state_dict(
 def tensors_of(
     state_dict: Mapping[str, torch.Tensor], shape: ModelShape, where: str
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError as `lora_tensors`."""
+    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError."""
     for key, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")
@@ -226,8 +221,7 @@ Tensor = TypeVar("Tensor", bound=Shaped)
 def config_fields(config: Any, where: str) -> dict[str, Any]:
     """The fields of adapter_config.json.
 
-    config: these fields, PEFT's LoraConfig, or the `peft_config` of a PEFT model with one adapter.  Raises
-    AdapterError with `where` for anything else.
+    config: these fields, PEFT's LoraConfig, or a PEFT model's `peft_config`.  Raises AdapterError.
     """
     if isinstance(config, Mapping) and config and all(map(_is_peft_config, config.values())):
         if len(config) > 1:
@@ -249,8 +243,7 @@ def config_fields(config: Any, where: str) -> dict[str, Any]:
 def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str) -> dict[str, Tensor]:
     """The adapter's tensors of a state dict, possibly of the whole PEFT model.
 
-    Leaves out base weights, as PEFT's saving does; the config names trained base weights and is refused.
-    Raises AdapterError for embeddings of another size than the base's.
+    Leaves out base weights, as PEFT does.  Raises AdapterError for resized embeddings.
     """
     wrapped = any(
         ".base_layer." in key and not EMBEDDING.fullmatch(key) and not _is_trained(key) for key in state_dict

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the embedding or the head that an adapter replaces, as LoRA pairs of their change.
 
-PEFT replaces n rows (`trainable_token_indices`) or the whole matrix (`modules_to_save`).  The change of n
-rows is a pair of rank n: a one-hot of the tokens, and the trained rows minus the base's.  More rows than
-columns are a pair at the rank of the columns: the change, and an identity.  A tied head changes with trained
-tokens.
+PEFT replaces n rows (`trainable_token_indices`) or all (`modules_to_save`).  The change of n rows is a pair
+of rank n: a one-hot of the tokens, and the trained rows minus the base's.  With more rows than columns the
+pair is the change, and an identity.
 Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
 
-Legend: N rows, V vocabulary, H hidden size, R LoRA rank.
+Legend: N rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def replaced_rows(
 ) -> tuple[ReplacedRows, ...]:
     """The replaced rows of the file.
 
-    base_dir: checkpoint of the base.  Raises AdapterError with `where` for other modules, without a
-    checkpoint, for missing or misshapen tensors, for rows replaced twice, and as `base_rows`.
+    Raises AdapterError, also without a checkpoint.
     """
     if base_dir is None:
         raise AdapterError(
@@ -86,7 +84,7 @@ def replaced_rows(
 
 
 def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Path, TensorEntry]:
-    """`base_tensor` of the rows.  Raises AdapterError for a quantised tensor, and as `base_tensor`."""
+    """`base_tensor` of the rows."""
     return base_tensor(
         rows.site,
         base_dir,
@@ -96,7 +94,7 @@ def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Pa
 
 
 def change_bytes(replaced: Sequence[ReplacedRows], shape: ModelShape, itemsize: int) -> int:
-    """Bytes of the changes, and of the matrices of `replaced_pair` that are no view of a change."""
+    """Bytes of the changes, and of other matrices of `replaced_pair`."""
     vocab, hidden = shape.vocab_size, shape.hidden_size
     total = 0
     for rows in replaced:

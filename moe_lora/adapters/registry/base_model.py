@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of the base model in a folder, without reading all its bytes."""
+"""Identity of the base model in a folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 def base_model_hash(model_dir: str | Path) -> str:
-    """sha256 over config.json and, of each *.safetensors file by name, its header and samples of its data.
+    """sha256 over config.json and, of each *.safetensors file by name, header and data samples.
 
-    config.json counts without folder name and transformers version; headers without free text.  64 evenly
-    spaced 4 KiB blocks of data tell a further trained model.  Raises ConfigError for unreadable files.
+    Excludes folder name, transformers version and free text.  Raises ConfigError.
     """
     folder = Path(model_dir)
     digest = hashlib.sha256()
@@ -64,7 +63,7 @@ def _config_content(path: Path) -> bytes:
 
 
 def _add_tensors(digest: Any, file: BinaryIO, path: Path) -> None:
-    """Header (8 bytes of length, then JSON) and samples of the data."""
+    """Add the header and samples of the data."""
     try:
         header, first = header_of(file)
     except ValueError as error:
@@ -84,6 +83,6 @@ def _canonical(value: Any) -> bytes:
 
 
 def _add(digest: Any, part: bytes) -> None:
-    """Adds the length too, to separate parts."""
+    """Add the length too, to separate parts."""
     digest.update(struct.pack("<Q", len(part)))
     digest.update(part)

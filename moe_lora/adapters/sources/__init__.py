@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a hub or in object storage: an allowed address in, a local folder out."""
+"""Adapters on a hub or in object storage."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from moe_lora.config.optional_parts import SourcesConfig
 
 SCHEMES = {"hf": ".hub", "s3": ".objects", "gs": ".objects"}
-"""Scheme of an address → module with `fetch`, imported when used."""
+"""Scheme → module with `fetch`, imported when used."""
 NEEDED = (CONFIG_FILE, WEIGHTS_FILE)
 FURTHER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "adapter_model.safetensors.index.json"),
 )
-"""Files that may stand beside an adapter."""
+"""Optional files of an adapter."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 _MAX_CHARS = 1024
@@ -37,13 +37,13 @@ _FETCHES = threading.BoundedSemaphore(MAX_FETCHES)
 
 
 def scheme_of(path: str) -> str | None:
-    """The scheme of an address such as `hf://org/name`; None for a path."""
+    """The scheme of an address; None for a path."""
     found = _ADDRESS.fullmatch(path)
     return None if found is None else found[1]
 
 
 class AdapterSources:
-    """Fetches adapters from allowed addresses.  config: None allows no address.  Safe in threads."""
+    """Fetches adapters from allowed addresses (None: no address).  Thread-safe."""
 
     def __init__(self, config: SourcesConfig | None) -> None:
         self._config = config
@@ -51,9 +51,8 @@ class AdapterSources:
     def local(self, path: str) -> str:
         """A folder for `path`: the path itself, or the copy of an address.
 
-        `org/name` means `hf://org/name` if no such folder exists and the address is allowed.
-        Raises AdapterError for a refused address and a missing or too large adapter, PeerUnreachableError if
-        the source does not answer.
+        `org/name` means `hf://org/name` if no such folder exists and the address is allowed.  Raises
+        AdapterError; PeerUnreachableError for a silent source.
         """
         scheme = scheme_of(path)
         if scheme is None:
@@ -90,7 +89,7 @@ class AdapterSources:
 
 
 def with_local_adapters(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster, with fetched folders in place of adapters' addresses.  Raises ConfigError."""
+    """The cluster, with fetched folders in place of addresses.  Raises ConfigError."""
     sources = AdapterSources(cluster.sources)
     try:
         adapters = tuple((name, sources.local(path)) for name, path in cluster.engine.adapters)
@@ -100,7 +99,7 @@ def with_local_adapters(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def is_allowed(address: str, patterns: Iterable[str]) -> bool:
-    """True if a pattern covers the address; of the hub without revision and folder."""
+    """True if a pattern covers the address; hub addresses without revision and folder."""
     scheme, _, rest = address.partition("://")
     parts = rest.split("/")
     place = address if scheme != "hf" else f"hf://{'/'.join(parts[:2]).partition('@')[0]}"
@@ -109,14 +108,14 @@ def is_allowed(address: str, patterns: Iterable[str]) -> bool:
 
 
 def hub_address(path: str, patterns: Iterable[str]) -> str | None:
-    """The allowed address that `org/name` means; None for another path, and for a present folder."""
+    """The allowed hub address of `org/name`; None for another path or a present folder."""
     address = f"hf://{path}"
     is_name = _HUB_NAME.fullmatch(path) and not os.path.exists(path)
     return address if is_name and is_allowed(address, patterns) else None
 
 
 def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> list[str]:
-    """The names to fetch.  sizes: bytes of a folder's files by name.  Raises AdapterError."""
+    """The names to fetch.  sizes: bytes by name.  Raises AdapterError."""
     for name in NEEDED:
         if name not in sizes:
             listed = ", ".join(sorted(sizes)[:10]) or "no files"

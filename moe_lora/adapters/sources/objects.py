@@ -16,10 +16,10 @@ from . import check_files, unreachable
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
-    """The folder of an adapter's files, below `cache`: one folder for each state of the source's files.
+    """The folder of an adapter's files, below `cache`: one folder per state of the source.
 
-    Credentials are the storage library's (AWS_ACCESS_KEY_ID and others).
-    Raises AdapterError, also for files that change during the transfer; PeerUnreachableError.
+    Credentials are the storage library's (AWS_ACCESS_KEY_ID and others).  Raises AdapterError,
+    PeerUnreachableError.
     """
     import fsspec
 
@@ -63,7 +63,7 @@ def _fetched(system: Any, root: str, address: str, cache: Path, max_bytes: int) 
 
 
 def _state(system: Any, root: str, address: str, max_bytes: int) -> tuple[list[str], str]:
-    """Names to fetch, and the state of these files."""
+    """Names to fetch, and the files' state."""
     system.invalidate_cache()
     entries = {
         os.path.basename(one["name"]): one for one in system.ls(root, detail=True) if one["type"] == "file"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of waiting requests, and of resident adapters that leases evict."""
+"""Order of waiting requests, and of evicted adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 
 class WaitingView(Protocol):
-    """A queued request in the view of admission.  `adapter_uid` None: the base model."""
+    """A queued request.  `adapter_uid` None: the base model."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -32,9 +32,7 @@ Sized = TypeVar("Sized", bound=SizedView)
 
 
 def shortest_first(queue: Iterable[Sized]) -> list[Sized]:
-    """The queue by tokens left, ties by arrival (oracle SJF if answers have full length; InfiniLoRA section
-    6.1, "S-LoRA w/ SJF").
-    """
+    """The queue by tokens left, ties by arrival (InfiniLoRA section 6.1, "S-LoRA w/ SJF")."""
     return sorted(queue, key=lambda request: request.num_left)
 
 
@@ -48,9 +46,8 @@ def admissible(
     """Requests that may start, first come first served; skips adapters without a place.
 
     can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request skipped
-    for longer than starvation_s stops younger requests, and gets the next free slot. keeps_from_others: the
-    adapter has an unused place for its own users only; called once per adapter. Such requests start
-    regardless, as the starving request may wait for that place.  None: no such places.
+    for longer than starvation_s stops younger requests, unless keeps_from_others: their adapter has an unused
+    place for its own users only.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}
@@ -89,7 +86,7 @@ _last_used_s = attrgetter("last_used_s")
 
 
 def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
-    """The least recently used idle adapter, those of queued requests last; None if all run."""
+    """The least recently used idle adapter, adapters of queued requests last."""
     idle = [view for view in residents if not view.num_running]
     unwanted = [view for view in idle if not view.num_waiting]
     return min(unwanted or idle, key=_last_used_s, default=None)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fair order of waiting requests between tenants of one instance.
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (virtual token counter), with the
-weights of its section 4.4.
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24 (section 4.4).
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
-"""Of a computed prompt token, and of a generated token, as in the paper."""
+"""Of a computed prompt token, and of a generated token."""
 
 
 class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
-    share: the tenant's weight.  priority: within the tenant; lower first.  matched: admitted before, and
-    first in the order, unless it gave way to another tenant.
+    priority: lower first.  matched: admitted before, and first in the order, unless it gave way.
     """
 
     @property
@@ -43,26 +41,26 @@ Competing = TypeVar("Competing", bound=CompetingView)
 
 
 class VirtualTokenCounter:
-    """Counts service per tenant, by weight; the tenant of least service goes first.
+    """Counts service per tenant, by weight; the least goes first.
 
-    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).
-    With U = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the
-    longest answer + credit) / the least share, service per share of two waiting tenants differs by at most 2
-    U (as theorem 4.4), except for requests without an adapter place or after a preemption.
+    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  With U
+    = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
+    answer + credit) / the least share, service per share of two waiting tenants differs by at most 2 U
+    (theorem 4.4), except for requests without an adapter place or after a preemption.
     """
 
     def __init__(self, credit: float = 0.0, first: str = "", given: float = 0.0) -> None:
-        """given: what the tenant `first` got before the other tenants came."""
+        """given: service of the tenant `first` before other tenants came."""
         self._credit = credit
         self.counters: defaultdict[str, float] = defaultdict(float, {first: given} if given else {})
         self._levels: defaultdict[str, float] = defaultdict(float)
-        """Start of each tenant, without its credit."""
+        """Start of each tenant, without credit."""
         self._waiting: Counter[str] = Counter()
         self._last = first
         """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:
-        """One more request of the tenant waits."""
+        """One more request waits."""
         if tenant not in self._waiting:
             others = self._waiting or (self._last,)
             level = min(max(self.counters[other], self._levels[other]) for other in others)
@@ -71,14 +69,14 @@ class VirtualTokenCounter:
         self._waiting[tenant] += 1
 
     def dequeue(self, tenant: str) -> None:
-        """A request of the tenant has started, or left."""
+        """A request has started, or left."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._last = tenant
 
     def prefill(self, tenant: str, share: float, num_tokens: int) -> None:
-        """A request with num_tokens prompt tokens to compute starts."""
+        """A request with num_tokens to compute starts."""
         self.counters[tenant] += PREFILL_COST * num_tokens / share
 
     def decode(self, tenant: str, share: float) -> None:
@@ -86,9 +84,9 @@ class VirtualTokenCounter:
         self.counters[tenant] += DECODE_COST / share
 
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
-        """The queue in starting order: matched first, then by tenant, by priority, by arrival.
+        """The queue in starting order: matched first, then by tenant, priority, arrival.
 
-        Reads the counters anew for each, as the taker counts it.
+        Starts change the counters meanwhile.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -110,11 +108,10 @@ class VirtualTokenCounter:
     def borrowed(
         self, waiting: Iterable[Competing], running: Sequence[Competing], num_others: Counter[str], slots: int
     ) -> list[Competing]:
-        """Running requests that must make room when all slots are taken.
+        """Running requests to stop when all slots are taken.
 
-        A waiting tenant that is next and below its share of slots gets those beyond another's share, without
-        a wait for answers' ends.  running: by start; the first one stays.
-        num_others: further slots per tenant.
+        The next tenant, below its share of slots, gets slots beyond another's share.  running: by start; the
+        first one stays.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

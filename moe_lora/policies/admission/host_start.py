@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on host workers during their adapters' loads: decision, and tokens per step.
+"""Prompts on host workers during their adapters' loads.
 
-Legend: L prompt tokens of a step, r LoRA rank, c tokens that one worker computes in time, N layers.
 Source: Toppings sections 4.1 and 4.2.
 """
 
@@ -19,10 +18,9 @@ _LONGEST_PROMPT = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class HostStart:
-    """Start of a prompt on host workers in place of a wait: decision, first layers, tokens per step.
+    """Start of a prompt on host workers.
 
-    tokens_per_worker: c; rows go in pieces of at most c to workers in turn.  Host and device overlap; the
-    slower one counts.  tpot_budget_s: see `tokens_per_step`.
+    tokens_per_worker: largest piece of rows.  Host and device overlap; the slower one counts.
     """
 
     times: HostTimes
@@ -33,8 +31,8 @@ class HostStart:
     def tokens_per_step(self, max_tokens: int) -> int:
         """Most prompt rows on the host in a step with other requests.
 
-        The workers' tokens in time, or more, up to max_tokens, within tpot_budget_s over all layers, for an
-        adapter of the largest measured rank.  Raises ConfigError if a single row exceeds the budget.
+        tpot_budget_s: over all layers, for the largest measured rank.  Raises ConfigError if a row exceeds
+        the budget.
         """
         if self.tpot_budget_s is None:
             return self.num_workers * self.tokens_per_worker
@@ -62,8 +60,7 @@ class HostStart:
         return max(host_s, self.times.device.seconds(num_tokens, adapter.lora_rank))
 
     def first_group(self, num_tokens: int, adapter: ColdAdapter, ahead_s: float = 0.0) -> int:
-        """Fewest layers on the host such that each later layer is loaded by its
-        turn; the rest is loaded first.
+        """Fewest layers on the host such that each later layer is loaded by its turn.
 
         ahead_s: until the load starts.  Source: Toppings section 4.1, pipeline loading.
         """
@@ -83,8 +80,7 @@ class HostStart:
     ) -> float:
         """Extra time of a prompt that starts now, over a loaded adapter.
 
-        left_s: remaining load time.  first_group: layers loaded last.  on_host: rows of other adapters on
-        host workers in the same step.
+        left_s: remaining load time.  first_group: layers loaded last.  on_host: other rows on the host.
         """
         times, num_layers = self.times, self.times.num_layers
         host_s = self.layer_s(num_tokens + on_host, adapter)
@@ -102,7 +98,7 @@ class HostStart:
     ) -> bool:
         """True if the first token comes no later than after a wait for the adapter.
 
-        An overdue adapter (left_s <= 0) is waited for.
+        Waits for an overdue adapter (left_s <= 0).
         """
         return left_s > 0 and self.extra_s(num_tokens, adapter, left_s, first_group, on_host) <= left_s
 
@@ -111,21 +107,17 @@ class HostStart:
         return self.start_s(num_tokens, adapter) < self.times.load_s(adapter)
 
     def start_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Cost of a cold adapter for a prompt with an idle link: the host's extra
-        time, or the load's if shorter.
-        """
+        """Cost of a cold adapter with an idle link: extra time, or a shorter load."""
         load_s = self.times.load_s(adapter)
         group = self.first_group(num_tokens, adapter)
         return min(load_s, self.extra_s(num_tokens, adapter, load_s, group))
 
     def break_even_tokens(self, adapter: ColdAdapter) -> int | None:
-        """The shortest prompt, in one step, for which waiting for a whole load is faster, by bisection; None
-        within usable lengths.
-        """
+        """The shortest prompt with a faster wait for a whole load, if any."""
         return _least(_LONGEST_PROMPT, lambda num_tokens: not self.pays_at_once(num_tokens, adapter))
 
     def break_even_load_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Load time below which waiting is faster for this prompt, within a percent."""
+        """Load time with a faster wait for this prompt, within a percent."""
         least_s = self.times.load_s(adapter) / 1e4
 
         def pays(number: int) -> bool:
@@ -150,9 +142,7 @@ def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
 def enough_workers(
     times: HostTimes, tokens_per_worker: int, adapter: ColdAdapter, *, max_tokens: int, num_cores: int
 ) -> int:
-    """Workers that compute a step's prompts in time, one per core; 0 if waiting is faster even for one
-    worker's prompt.  max_tokens: of a step.
-    """
+    """Workers for a step's prompts, one per core; 0 if waiting is faster."""
     number = min(num_cores, math.ceil(max_tokens / tokens_per_worker))
     if number < 1:
         return 0
@@ -170,8 +160,7 @@ class _Load:
 class HostLoads:
     """Loads under way, in sequence, at the profile's rate.
 
-    rule: None: without a profile every prompt starts on the host, its first layer loaded last.
-    max_tokens: of a step.  Ignores copies of history, and prefetches without a request.
+    rule: None: every prompt starts on the host, its first layer loaded last.
     """
 
     def __init__(self, rule: HostStart | None, max_tokens: int) -> None:
@@ -183,7 +172,7 @@ class HostLoads:
     def begin(
         self, uid: Hashable, adapter: ColdAdapter, num_tokens: int, now_s: float, *, under_way: bool
     ) -> None:
-        """A load was ordered for a request of num_tokens.  under_way: already before; counts from now."""
+        """Note a load.  under_way: already before."""
         if self._rule is None or (under_way and uid in self._loads):
             return
         ahead_s = max(0.0, self._busy_until_s - now_s)
@@ -202,14 +191,14 @@ class HostLoads:
         return 1 if load is None else load.first_group
 
     def extra_s(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> float:
-        """Extra time of a step with num_tokens of this adapter's prompt."""
+        """Extra time of a step."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return 0.0
         return self._rule.extra_s(num_tokens, load.adapter, load.end_s - now_s, load.first_group, on_host)
 
     def pays(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> bool:
-        """True if num_tokens of this adapter's prompt should start now."""
+        """True if the prompt should start now."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return True
@@ -218,15 +207,12 @@ class HostLoads:
 
 
 def load_order(num_layers: int, first_group: int) -> list[int]:
-    """Layers in load order: those computed on the host come last."""
+    """Layers in load order: host layers come last."""
     return [*range(first_group, num_layers), *range(min(first_group, num_layers))]
 
 
 def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
-    """Max-min fair division of `total` tokens, up to one token of rounding, in favour of the first.
-
-    Long prompts so do not block shorter ones.
-    """
+    """Max-min fair division of `total` tokens, up to one token of rounding."""
     shares = [0] * len(wanted)
     for place, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         shares[index] = min(wanted[index], -(-total // (len(wanted) - place)))

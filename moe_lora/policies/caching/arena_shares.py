@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 
 PRESENT_S = 300.0
-"""Time without requests after which a tenant has no share."""
+"""An idle tenant's share ends after this time."""
 SLACK = 1 / 64
-"""Of an arena: returned at once, as scans of all nodes are slow."""
+"""Of an arena: returned at once, as scans are slow."""
 
 
 class ArenaShares:
-    """Evicts tenants' nodes beyond shares of an arena before nodes within shares.
+    """Evicts nodes beyond tenants' shares before nodes within.
 
-    The arena is divided among present tenants, by weight; a tenant may fill unused room.  The tenant
-    `asking` for room gives back `SLACK` of the arena, or the largest node, before its share is full.  T:
-    tenants by number.  N: candidates for eviction.
+    Present tenants divide the arena by weight; a tenant may fill unused room.  The `asking` tenant gives back
+    `SLACK` of the arena, or the largest node, before its share is full.  T: tenants.  N: candidates.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class ArenaShares:
         return len(self._numbers)
 
     def ask(self, tenant: str, share: float, now_s: float) -> int:
-        """A request of this tenant needs nodes; returns the tenant's number."""
+        """Note a request; returns the tenant's number."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = len(self._shares)
@@ -48,11 +47,11 @@ class ArenaShares:
         return number
 
     def stay(self, numbers: Iterable[int], now_s: float) -> None:
-        """These tenants use nodes or wait: they stay present."""
+        """Keep these tenants present."""
         self._asked_s[[number for number in numbers if number != NOBODY]] = now_s
 
     def make_room_for(self, number: int, now_s: float) -> None:
-        """Make room for this tenant from now on; NOBODY: for no tenant."""
+        """Make room for this tenant from now on."""
         self.asking = number if self.is_divided(now_s) else NOBODY
 
     def is_divided(self, now_s: float) -> bool:
@@ -79,9 +78,8 @@ class ArenaShares:
     ) -> NDArray[np.int64]:
         """[N]: eviction order before values.
 
-        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
-        nodes within shares.  held [T]: total per tenant.  owners, amounts, values
-        [N].  total: size of the arena.
+        BEYOND: the least valued nodes beyond a share.  REST: the tenant's others.  WITHIN: nodes within
+        shares.  held [T].  owners, amounts, values [N].
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:
@@ -89,7 +87,7 @@ class ArenaShares:
             beyond[self.asking] += max(SLACK * total, largest)
         found = np.where(beyond > 0, REST, WITHIN)[owners]
         own = np.flatnonzero(found == REST)
-        numbers = owners[own].astype(np.min_scalar_type(len(beyond)))  # of few bits: much quicker to sort
+        numbers = owners[own].astype(np.min_scalar_type(len(beyond)))  # few bits: much quicker to sort
         own = own[np.argsort(numbers, kind="stable")]
         for nodes in np.split(own, np.flatnonzero(np.diff(owners[own])) + 1):
             if nodes.size:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of cached nodes, as pure functions over columns.
-
-Policies by setting name: LRU systems, FastLibra and its ablations, and cost_aware.
-N: valued nodes, one entry per column each.
-"""
+"""Values of N cached nodes, as pure functions over columns."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)
 """[B - 1]: edges of the bins of age, 0.1 s to 2.6 h."""
 NUM_BINS = len(EDGES_S) + 1
 NUM_LEVELS = 6
-"""1, 2 to 3, ... and 32 or more uses: widely shared nodes have another rhythm than dialogues."""
+"""1, 2 to 3, ... and 32 or more uses.  Widely shared nodes have another rhythm than dialogues."""
 DEPTHS = (64, 256, 1024, 4096)
-"""Tokens of the whole prefix: short prompts return less often."""
+"""Tokens of the whole prefix.  Short prompts return less often."""
 NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
-"""Levels of adapters by recent visits, then of KV by uses, for each depth."""
+"""Levels of adapters, then of KV by depth."""
 STARTS_S: Floats = np.concatenate(([0.0], EDGES_S))
 WIDTHS_S: Floats = np.diff(np.concatenate((STARTS_S, [2 * EDGES_S[-1]])))
 
@@ -49,15 +45,15 @@ class ReuseRates:
     per_s: Floats
 
     def of(self, uses: Floats, depth: NDArray[np.int64], idle_s: Floats) -> Floats:
-        """[N]: by classes (`classes_of`) and idle time."""
+        """[N]: by class and idle time."""
         return self.per_s[classes_of(uses, depth), bins_of(idle_s)]
 
 
 def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
     """per_s[c, b] = max over e >= b of (1 + hits) / (end of bin e + time), sums over the bins b to e.
 
-    The Gittins index of keeping a node, with a prior.
-    hits [C, B]: uses at this age.  time_s [C, B]: nodes' time at this age.
+    The Gittins index of keeping a node, with a prior.  hits [C, B]: uses at this age.  time_s [C, B]: nodes'
+    time at this age.
     """
     best = np.zeros_like(hits)
     ends_s = STARTS_S + WIDTHS_S
@@ -72,13 +68,12 @@ NOTHING_KNOWN = rates_from(np.zeros((NUM_CLASSES, NUM_BINS)), np.zeros((NUM_CLAS
 
 @dataclass(frozen=True)
 class NodeColumns:
-    """Nodes to be valued.  All [N].
+    """All [N].
 
-    is_adapter bool; pages int64; visits float64: total; recent float64: decayed visits (0 for KV); idle_s
-    float64: since the last use; backed bool: on the host; first_token, num_tokens int64: place in the
-    prompt (0 for adapters); turn int64: earlier nodes of the dialogue (0 for adapters); wanted int64:
-    queued requests that need the node; adapter_ready bool: the adapter is on this device or the LoRA
-    Server.
+    is_adapter bool; pages int64; visits float64; recent float64: decayed visits (0 for KV); idle_s float64;
+    backed bool: on the host; first_token, num_tokens int64: place in the prompt (0 for adapters); turn int64:
+    earlier nodes of the dialogue (0 for adapters); wanted int64: queued requests for the node; adapter_ready
+    bool: the adapter is on this device or the LoRA Server.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -96,10 +91,10 @@ class NodeColumns:
 
 @dataclass(frozen=True)
 class CacheLoad:
-    """The whole cache at the moment of a decision.
+    """The whole cache at a decision.
 
-    num_queries: requests so far, the denominator of probabilities.  adapter_visits [A]: by adapter.
-    batch_size: mean of 5 s.  num_adapters: on the device.  reuse: learned reuse of KV by age, or None.
+    num_queries: requests so far.  adapter_visits [A]: by adapter.  batch_size: mean of 5 s.  num_adapters: on
+    the device.
     """
 
     num_queries: int
@@ -115,11 +110,9 @@ class Traits:
 
     keeps_dependencies: KV is on the device only with the adapter.  keeps_history: KV of finished requests
     stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
-    `tick` copies history ahead of need.  looks_ahead: queued requests count.  learns_reuse: needs
-    `CacheLoad.reuse`.  exchanges: `tick` replaces less valued nodes.  values_per_page: `values` are per
-    page. drops_backed_first: backed nodes are evicted first.  adapter_share: part of the device for
-    adapters only; None: no partition.  keeps_idle_adapters: adapters without requests stay.  needs_visits:
-    a node without visits has no value.
+    `tick` copies history ahead of need.  looks_ahead: queued requests count.  exchanges: `tick` replaces less
+    valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node without visits
+    has no value.
     """
 
     keeps_dependencies: bool = True
@@ -145,7 +138,7 @@ class CachingPolicy(Protocol):
 
     @property
     def adapter_recent_s(self) -> float:
-        """Time constant of `NodeColumns.recent`."""
+        """Of `NodeColumns.recent`."""
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
@@ -157,29 +150,29 @@ class CachingPolicy(Protocol):
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
-        """True to copy host KV to the device for a request, False to recompute."""
+        """True to copy host KV to the device, False to recompute."""
         ...
 
 
 BEYOND, REST, WITHIN = range(3)
-"""In which order nodes give way: beyond their tenant's share; others of such a tenant; within shares."""
+"""Eviction order: beyond their tenant's share; others of such a tenant; within shares."""
 NOBODY, FIRST = 0, 1
-"""Numbers of tenants: of what no tenant has asked for, and of the first tenant."""
+"""Numbers: of no tenant, and of the first."""
 
 
 class Asker(NamedTuple):
-    """A tenant, and its weight among those that fill an arena."""
+    """A tenant, and its weight in an arena."""
 
     tenant: str = ""
     share: float = 1.0
 
 
 ANYBODY = Asker()
-"""Where there are no tenants."""
+"""Without tenants."""
 
 
 def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
-    """The `count` rows of least value, in order, ties by position; all if fewer."""
+    """The `count` rows of least value, in order, ties by position."""
     if len(rows) > count:
         kept = np.sort(np.argpartition(values, count)[:count])
         rows, values = rows[kept], values[kept]
@@ -188,7 +181,7 @@ def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np
 
 @dataclass(frozen=True, kw_only=True)
 class Recency:
-    """value = 1 / (1 + idle_s): the most recently used stays, of any kind."""
+    """value = 1 / (1 + idle_s): the most recently used stays."""
 
     traits: Traits = field(default_factory=Traits)
     adapter_recent_s: float = 60.0
@@ -204,28 +197,24 @@ class Recency:
 
 
 def lru() -> Recency:
-    """One pool, independent adapters and KV, moved on demand."""
+    """One pool, independent adapters and KV."""
     return Recency(traits=Traits(keeps_dependencies=False, swaps_in=False))
 
 
 def fastlibra_wos() -> Recency:
-    """FastLibra-WOS: tree and thresholds without the cost model (section 6.7)."""
+    """FastLibra-WOS: without the cost model (section 6.7)."""
     return Recency(traits=Traits(keeps_dependencies=True))
 
 
 def static_partition(adapter_share: float = 0.2) -> Recency:
-    """vLLM in FastLibra's comparison: a fixed part of the device for adapters, LRU in both parts, LRU offload
-    to the host, loads on demand (sections 2.2 and 6.1).
-    """
+    """vLLM in FastLibra's comparison: a fixed part for adapters, LRU in both parts (sections 2.2 and 6.1)."""
     if not 0 < adapter_share < 1:
         raise ValueError(f"adapter_share={adapter_share} must lie between 0 and 1")
     return Recency(traits=Traits(keeps_dependencies=False, swaps_in=False, adapter_share=adapter_share))
 
 
 def slora() -> Recency:
-    """S-LoRA: one pool; KV goes with the request, adapters load on demand and leave when idle (section
-    6.1).
-    """
+    """S-LoRA: one pool; KV goes with the request, adapters load on demand."""
     return Recency(
         traits=Traits(
             keeps_dependencies=False,
@@ -238,7 +227,7 @@ def slora() -> Recency:
 
 
 MAX_EXPONENT = 700.0
-"""Limit against overflow of exp; such old nodes are worth nothing."""
+"""Limit against overflow of exp."""
 
 
 def required_adapters(load: CacheLoad) -> float:
@@ -256,10 +245,9 @@ def adapter_reward(load: CacheLoad) -> float:
 class FastLibra:
     """Eval_i = LoRA_Eval_i x cost_i x prob_i x (1 - sigmoid(t_i / time_unit_s)) (equations 5 and 6).
 
-    cost: seconds to copy the node from the host; prob: visits per query since creation; t: time since the
-    last use, in an unspecified unit in the paper.  LoRA_Eval is 1 for KV.  rewards_adapters False:
-    FastLibra-WOL.  keeps_dependencies False: FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2
-    (equations 3 to 6), 6.6 to 6.8.
+    cost: seconds to copy the node from the host; prob: visits per query; t: time since the last use (no unit
+    in the paper).  LoRA_Eval is 1 for KV.  rewards_adapters False: FastLibra-WOL. keeps_dependencies False:
+    FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2, 6.6 to 6.8.
     """
 
     costs: CacheCosts
@@ -291,11 +279,10 @@ class FastLibra:
 class CostAware:
     """value = uses per second x seconds that a request loses without the node / pages.
 
-    Uses: learned by kind and idle time (`policies.caching.caching`); plus one within queue_s per queued
-    request.  Seconds, on the device: a copy from the host or a load, or a recomputation if faster, times 1
-    + behind_per_s x length for queued requests (M/G/1), plus wait_s, the missed step.  unready_share:
-    weight of KV without the adapter.  Seconds, on the host: the excess of computing or loading over
-    copying. behind_per_s: default for 6 requests/s at utilisation 0.8.
+    Uses: learned by kind and idle time; plus one within queue_s per queued request.  Seconds, on the device:
+    a copy, load or faster recomputation, times 1 + behind_per_s x length for queued requests (M/G/1), plus
+    wait_s, the missed step.  unready_share: weight of KV without the adapter.  Seconds, on the host: the
+    excess of computing or loading over copying.
     """
 
     costs: CacheCosts
@@ -358,7 +345,7 @@ CACHING_POLICIES: dict[str, Callable[[CacheCosts], CachingPolicy]] = {
 
 
 def make_caching_policy(name: str, costs: CacheCosts) -> CachingPolicy:
-    """The named policy at its defaults.  Raises ValueError for an unknown name."""
+    """The named policy at its defaults.  Raises ValueError."""
     if name not in CACHING_POLICIES:
         raise ValueError(f"cache policy {name!r} is unknown; choose one of {', '.join(CACHING_POLICIES)}")
     return CACHING_POLICIES[name](costs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode of the next step (unmerged, merged or mixed) and its requests: dLoRA's rules and ours."""
+"""Mode and requests of the next step: dLoRA's rules and ours."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from .merging_costs import Credits, MergingCosts, Mode, Period, Rows, Thresholds
 class Batching:
     """The next step.
 
-    merge: adapter for the weights from now on, or None.  only: adapters allowed to compute (None among
-    them: the base model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once:
-    change whole weights before the step, not a part per step.
+    merge: adapter for the weights, or None.  only: adapters allowed to compute (None among them: the base
+    model); None: all.  at_once: change whole weights before the step.
     """
 
     merge: Uid = None
@@ -35,10 +34,8 @@ class Batching:
 class MergingView:
     """A policy's view before a step.
 
-    requests: candidates in FCFS order: running, then waiting.  max_num_seqs: most requests of a step.
-    merged: adapter in all weights; None: none, or a swap is in progress (swapping).  eligible: True if an
-    adapter may be merged: resident, within the limits of rounding error and size, not leaving; not called for
-    the base model.
+    requests: running, then waiting, FCFS.  merged: adapter in all weights; None: none, or a swap is in
+    progress.  eligible: True if an adapter may be merged; not called for the base model.
     """
 
     requests: Sequence[WaitingView]
@@ -50,16 +47,14 @@ class MergingView:
 
 
 class MergingPolicy(Protocol):
-    """Called before each step with requests; the caller follows as far as possible."""
+    """Called before each step with requests."""
 
     def decide(self, view: MergingView) -> Batching: ...
 
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """The step ran in this mode with num_rows token rows in `seconds`, swap_s
-        of them for weight changes.
-        """
+        """The step ran; swap_s of `seconds` changed weights."""
         ...
 
     def forget(self, uid: Uid) -> None:
@@ -88,9 +83,9 @@ class UnmergedOnly:
 
 
 class MergedOnly(UnmergedOnly):
-    """One adapter's requests at a time, merged, as PEFT swaps; then the adapter of the oldest request.
+    """One adapter's requests at a time, merged, then the oldest request's adapter.
 
-    Ineligible adapters and the base model have unmerged turns.
+    Ineligible adapters and the base model are unmerged.
     """
 
     def __init__(self) -> None:
@@ -113,13 +108,10 @@ class MergedOnly(UnmergedOnly):
 class DLora:
     """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few.
 
-    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  B is max_num_seqs, n the number
-    of adapters so far: an adapter with a request among the first B is served again after at most
-    ceil(credit B) (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays;
-    starving adapters run unmerged unless only the merged one starves.  As in the authors' artifact, weights
-    also merge at the threshold.
-
-    costs: IterationTime and the switching overhead t_M.
+    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  With B = max_num_seqs and n
+    adapters so far, an adapter with a request among the first B is served again after at most ceil(credit B)
+    (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays; starving adapters run
+    unmerged unless only the merged one starves.
     """
 
     def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:
@@ -203,7 +195,7 @@ class DLora:
         return (ahead,)
 
     def _is_legal(self, view: MergingView, uid: Uid, fcfs: Rows) -> bool:
-        """L_eligible (line 18): may be merged, and can pay for all passed-over requests."""
+        """L_eligible (line 18): may be merged, and can pay for passed-over requests."""
         assert self.credits is not None
         passed_over = sum(fcfs.values()) - fcfs.get(uid, 0)
         return uid is not None and self.credits.of[uid] >= passed_over and view.eligible(uid)
@@ -320,7 +312,7 @@ class CheapestMode:
         return best
 
     def _request_s(self, view: MergingView, fcfs: Rows, merged: Uid) -> float:
-        """Seconds of a step per request: the cheaper of mixed and merged-only."""
+        """Seconds per request."""
         all_s = self._costs.step_s(fcfs, merged) / sum(fcfs.values())
         if merged is None or self._rests or merged not in fcfs:
             return all_s
@@ -343,10 +335,7 @@ class CheapestMode:
 def make_merging_policy(
     name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
 ) -> MergingPolicy:
-    """The named policy.  dlora: parameters of "dlora"; None: the defaults.
-
-    Raises ConfigError for an unknown name, and for a policy without its costs.
-    """
+    """The named policy.  Raises ConfigError, also for a policy without its costs."""
     if name == "unmerged":
         return UnmergedOnly()
     if name == "merged":

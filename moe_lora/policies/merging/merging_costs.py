@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of unmerged, merged and mixed steps, and of swaps: modelled and measured."""
+"""Modelled and measured times of steps by mode, and of swaps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def mode_of(rows: Rows, merged: Uid) -> Mode:
 class MergingCosts:
     """Seconds of decode steps by mode, and of swaps.
 
-    A row of the merged adapter costs as a base row; other rows of a mixed step pay for two deltas (-delta_a +
-    delta_b).  Model times are scaled by the measured ratio of the mode, or the mean of other modes if
-    unmeasured, so a wrong model favours no mode.
-    lora_rank: of an adapter.  swap_s: from the merged adapter to another; None: none.
+    The merged adapter's rows cost as base rows; other rows of a mixed step pay for two deltas.  The measured
+    ratio of the mode (unmeasured: the mean of other modes) scales model times, so a wrong model favours no
+    mode.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class MergingCosts:
         self._expected: tuple[Rows, Uid] = ({}, None)
 
     def step_s(self, rows: Rows, merged: Uid) -> float:
-        """A decode step with these requests on weights with `merged`."""
+        """A decode step."""
         return self._model_s(rows, merged) * self._ratio(mode_of(rows, merged))
 
     def swap_s(self, before: Uid, after: Uid) -> float:
-        """A swap from `before` to `after`; 0 if equal."""
+        """A swap; 0 if equal."""
         return 0.0 if before == after else self._modelled_swap_s(before, after) * self._ratio("swap")
 
     def expect(self, rows: Rows, merged: Uid) -> None:
@@ -59,7 +58,7 @@ class MergingCosts:
         self._expected = (dict(rows), merged)
 
     def took(self, mode: Mode, num_rows: int, seconds: float) -> None:
-        """The measured step; ignored with other rows (e.g. a prompt's) or another mode."""
+        """The measured step; ignored with other rows or another mode."""
         rows, merged = self._expected
         if num_rows and num_rows == sum(rows.values()) and mode == mode_of(rows, merged):
             self._learn(mode, seconds, self._model_s(rows, merged))
@@ -99,11 +98,11 @@ class MergingCosts:
 
 
 class Credits:
-    """Credits of adapters, whole numbers >= 0.  Transfers move credits, and create or remove none.
+    """Credits of adapters, whole numbers >= 0.  Transfers keep the sum.
 
-    share: credits of an adapter for each other adapter, so n adapters start with share (n - 1) each.
-    starve, normal: credits above the start.  An adapter starves from more than `starve` until less than
-    `normal`.  Source: dLoRA, Algorithm 3 (A.1); the start and its growth with n: the authors' artifact.
+    share: of an adapter for each other adapter, so n adapters start with share (n - 1) each.  starve, normal:
+    credits above the start.  An adapter starves from more than `starve` until less than `normal`.  Source:
+    dLoRA, Algorithm 3 (A.1), and the artifact.
     """
 
     def __init__(self, share: int, starve: int, normal: int) -> None:
@@ -119,7 +118,7 @@ class Credits:
         return self._share * max(0, len(self.of) - 1)
 
     def update(self, uids: Iterable[Uid]) -> None:
-        """Add new adapters with requests, and update the starving set (lines 6-10)."""
+        """Add new adapters, and update the starving set (lines 6-10)."""
         for uid in uids:
             if uid not in self.of:
                 self._add(uid)
@@ -136,10 +135,7 @@ class Credits:
         self.of[uid] = self.start
 
     def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
-        """For each passed-over request, the richest served adapter pays one credit, if any.
-
-        served: at least one.
-        """
+        """The richest served adapter pays one credit per passed-over request, if any."""
         payers = sorted(served, key=str)
         for uid, num in passed_over.items():
             for _ in range(num):
@@ -150,9 +146,9 @@ class Credits:
                 self.of[uid] += 1
 
     def forget(self, uid: Uid) -> None:
-        """Remove an adapter, and from each other adapter its share for this one.
+        """Remove an adapter, and its share from each other adapter.
 
-        The poorest get the credits that the adapter gained.  The richest pay for the credits that it lost.
+        The poorest get its gains; the richest pay its losses.
         """
         self.starving.discard(uid)
         if self.of.pop(uid, None) is None:
@@ -162,7 +158,7 @@ class Credits:
 
 
 def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
-    """Credits with this sum: the richest fall to one level, or the poorest rise to one level."""
+    """Credits with this sum: the richest fall to one level, or the poorest rise."""
     surplus = sum(credits.values()) - total
     sign = 1 if surplus > 0 else -1
     ordered = sorted(credits, key=lambda uid: -sign * credits[uid])
@@ -182,9 +178,9 @@ def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
 
 @dataclass(slots=True)
 class Period:
-    """Steps since the last break point, in the actual and in the alternative mode.
+    """Steps since the last break point, in both modes.
 
-    rows, seconds: served requests and time, by mode.  Source: dLoRA, Algorithm 2.
+    Source: dLoRA, Algorithm 2.
     """
 
     merged: bool
@@ -196,7 +192,7 @@ class Period:
     fcfs_s: float = 0.0
 
     def add(self, merged: tuple[int, float], fcfs: tuple[int, float]) -> None:
-        """One step: rows and seconds of the merged batch, and of the FCFS batch unmerged."""
+        """One step's rows and seconds: merged batch, and FCFS batch unmerged."""
         self.num_steps += 1
         self.merged_rows += merged[0]
         self.merged_s += merged[1]
@@ -204,7 +200,7 @@ class Period:
         self.fcfs_s += fcfs[1]
 
     def other_is_better(self, swap_s: float) -> bool:
-        """True if the other mode, with the swap, would have served more per second."""
+        """True if the other mode would have served more per second."""
         merged_s = self.merged_s + (0.0 if self.merged else swap_s)
         fcfs_s = self.fcfs_s + (swap_s if self.merged else 0.0)
         merged_wins = self.merged_rows * fcfs_s > self.fcfs_rows * merged_s

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A migration plan in milliseconds: longest requests first from overloaded replicas, then a local search.
+"""A migration plan in milliseconds: longest requests first, then a local search.
 
-Replicas above `lower_bound` give their cheapest moves, the longest first, to the replica of earliest end.
-Then single requests, groups of one adapter and pairs move between slowest and fastest.
-Source: dLoRA, section 5.2, for the problem; the algorithm is ours, after Graham's longest processing time.
+Replicas above `lower_bound` give their cheapest moves to the replica of earliest end.  Then requests, groups
+and pairs move between slowest and fastest.
+Source: dLoRA, section 5.2, for the problem; the algorithm is ours.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ LACK_S = 1e12
 NUM_SWAPPED, NUM_PAIRED = 32, 12
 """Requests of a replica in exchanges of one, and of up to two."""
 NUM_TRIED = 8
-"""Best moves by fractional swapping that are checked with whole requests."""
+"""Best moves by fractional swapping, checked with whole requests."""
 NEAR = 0.02
 """Accepted share above the bound."""
 MAX_STEPS = 48
 DEPTHS = (1.0, 0.75)
-"""Fractions of the bound that givers go down to; the next is tried after a bad result."""
+"""Fractions of the bound for givers; the next follows a bad result."""
 
 
 def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
     """A plan never worse than staying, within memory limits.
 
-    num_selected: the search covers the slowest replica and 2 K - 1 of the fastest.
+    num_selected: K; the search covers the slowest replica and 2 K - 1 of the fastest.
     """
     placement = Placement(problem)
     bound, before = lower_bound(placement), placement.objective()
@@ -93,9 +93,9 @@ def _spread(placement: Placement, bound_s: float, depth: float) -> None:
 
 
 class _Fleet:
-    """All replicas during the spread: given requests count nowhere until placed.
+    """Replicas during the spread.
 
-    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0: swapped.
+    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -114,7 +114,7 @@ class _Fleet:
         self._swap = placement.problem.swap
 
     def give(self, j: int, most_s: float) -> list[int]:
-        """Take the cheapest requests from the replica until its time is at most most_s."""
+        """Take the cheapest requests down to most_s."""
         placement, found = self._placement, []
         lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
         members = sorted(placement.members[j])
@@ -170,10 +170,10 @@ class _Fleet:
 
 
 class Search:
-    """Requests on the chosen replicas, moved while their slowest gets faster.
+    """Moves between the chosen replicas.
 
     Legend: m position among the chosen; c a candidate: requests of one adapter that move together.
-    seconds: [m] without swapping.  used, adapters_used: [m] bytes.  counts: [adapters + 1, m] requests.
+    seconds: [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.
     """
 
     def __init__(self, placement: Placement, chosen: Sequence[int]) -> None:
@@ -296,7 +296,7 @@ class Search:
         return any(self._try(m, target, here, there) for _, target, here, there in best)
 
     def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
-        """A few of the replica's requests; 1.0 for members: [sets of 0 to 2, requests]."""
+        """Some requests, and 1.0 for members: [sets of 0 to 2, requests]."""
         some = self._sample(m, NUM_PAIRED)
         one = np.eye(len(some))
         return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holders of a pool's adapters in host memory, and droppable copies.
 
-Order: copies are made and confirmed, routing switches to the new placement, then old copies are dropped.
-An adapter always has the old holders, or as many as required.
-
-Source: LoRAServe section IV-B (an adapter is deleted only after it was copied).
+Old copies are dropped after confirmed copies and the switch of routing (LoRAServe section IV-B).
 """
 
 from __future__ import annotations
@@ -18,9 +15,7 @@ Key = TypeVar("Key", bound=str)
 Holders = Mapping[Key, Collection[int]]
 
 UNEVEN = 0.1
-"""Without a placement, adapters move only above this difference of fullest and emptiest instance, relative to
-the mean.
-"""
+"""Least imbalance, relative to the mean, for moves without a placement."""
 
 
 def place_holders(
@@ -32,9 +27,7 @@ def place_holders(
 ) -> dict[Key, frozenset[int]]:
     """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
-    sizes: bytes of each adapter.  held: current holders.  live: current instances.  wanted: by a placement;
-    adapters outside stay or go where the fewest bytes are, and are evened out.  Never fewer than
-    min(replicas, live).
+    wanted: by a placement; other adapters stay or go where the fewest bytes are.
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}
@@ -54,7 +47,7 @@ def place_holders(
 def _even_out(
     sizes: Mapping[Key, int], load: dict[int, int], holders: dict[Key, set[int]], fixed: dict[Key, set[int]]
 ) -> None:
-    """Move adapters from the fullest instance to the emptiest, the largest that keeps their order."""
+    """Move adapters from the fullest instance to the emptiest."""
     movable: defaultdict[int, list[tuple[int, Key]]] = defaultdict(list)
     for key in sorted(holders, key=lambda key: (sizes[key], key)):
         for instance in holders[key] - fixed[key]:
@@ -79,7 +72,7 @@ def _even_out(
 
 
 def copies_to_make(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
-    """(adapter, target instance without it), adapters without any holder first."""
+    """(adapter, target instance), adapters without any holder first."""
     missing = [
         (key, instance)
         for key, instances in target.items()

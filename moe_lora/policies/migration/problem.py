@@ -2,7 +2,7 @@
 """dLoRA's co-migration problem: requests and adapters on replicas.
 
 Legend: i a request, j a replica, k an adapter; x_ij request i is on j, in device memory (x^G) or in the
-host's (x^H); y_kj adapter k is on j; L_i remaining seconds of i; M_i its bytes, M_k those of an adapter.
+host's (x^H); y_kj adapter k is on j; L_i remaining seconds of i; M_i, M_k bytes.
 
     minimise max_j [ sum_i (gamma_ij L_i x_ij + M_i x^H_ij / B) + sum_k (eta + load_kj) y_kj ]
     subject to  y_kj >= x_ij for the adapter k of i            (matching)
@@ -10,9 +10,8 @@ host's (x^H); y_kj adapter k is on j; L_i remaining seconds of i; M_i its bytes,
                 sum_i M_i x^H_ij <= M_j^H                      (host memory)
                 sum_j x_ij = 1                                 (existence)
 
-gamma_ij is 1 at the request's replica and its move factor elsewhere.  (The printed gamma scales every term
-alike and inhibits no move.)  load_kj, the load time of k, is our addition: load_s
-= 0 gives the printed problem.
+gamma_ij is 1 at the request's replica and its move factor elsewhere.  load_kj, the load time of k, is our
+addition.
 Source: dLoRA, section 5.2 and table 1.
 """
 
@@ -38,8 +37,8 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """device_bytes: for adapters and requests.  host_bytes: for swapped requests.  adapters: on its device
-    now, without load time.  free_seats: further requests that compute at once; for `paying_moves` only.
+    """host_bytes: for swapped requests.  adapters: on its device now.  free_seats: further requests that
+    compute at once; for `paying_moves` only.
     """
 
     name: ReplicaName
@@ -51,9 +50,9 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """adapter: None for the base model.  num_bytes: of its KV (of a waiting request: in future).  exec_s:
-    remaining seconds; the paper uses its adapter's mean.  move_factor: gamma >= 1: (exec_s + seconds of the
-    move) / exec_s; 1 for a waiting request.
+    """adapter: None for the base model.  num_bytes: of KV (of a waiting request: in future).  exec_s:
+    remaining seconds.  move_factor: gamma >= 1: (exec_s + seconds of the move) / exec_s; 1 for a waiting
+    request.
     """
 
     request_id: RequestId
@@ -75,9 +74,8 @@ class AdapterSize:
 
 @dataclass(frozen=True)
 class MigrationProblem:
-    """swap_bytes_per_s: B.  affinity_s: eta, cost of another adapter on a replica.
-
-    Raises ValueError for an unknown replica or adapter, doubled names, and numbers out of range.
+    """swap_bytes_per_s: B.  affinity_s: eta.  Raises ValueError for unknown or doubled names, and numbers out
+    of range.
     """
 
     replicas: Sequence[ReplicaView]
@@ -120,9 +118,9 @@ class MigrationProblem:
 class MigrationPlan:
     """The plan; loads precede their moves.
 
-    moves: (request, source, target), cheapest first, so waiting before running.  loads: (adapter, replica).
-    objective, objective_before: seconds of the slowest replica after and before; infinite without enough
-    memory.  bound: lower bound of any plan; 0 if unknown.
+    moves: (request, source, target), cheapest first.  loads: (adapter, replica).  objective,
+    objective_before: seconds of the slowest replica; infinite without enough memory.  bound: of any plan; 0
+    if unknown.
     """
 
     moves: tuple[tuple[RequestId, ReplicaName, ReplicaName], ...]
@@ -133,10 +131,9 @@ class MigrationPlan:
 
 
 class Placement:
-    """A placement in indices of the problem's sequences, with costs per replica.
+    """A placement in indices of the problem, with costs per replica.
 
-    Starts at the current state; a move takes constant time.  replica_of: [requests].  members: of each
-    replica, in no order.  counts: requests by replica and adapter.  seconds, used: per replica, without
+    A move takes constant time.  counts: requests by replica and adapter.  seconds, used: per replica, without
     swapping, and bytes.  Columns: home, adapter (the base model is an extra one of 0 bytes), exec_s, moved_s
     (away from home) and num_bytes: [requests]; adapter_bytes, load_s: [adapters + 1].
     """
@@ -233,7 +230,7 @@ class Placement:
     def cost(self, j: int) -> tuple[float, float]:
         """(missing bytes, seconds) of the replica.
 
-        The host takes whole requests, greedily few bytes: the largest that fit stay on the device.
+        The largest requests that fit stay on the device.
         """
         if self.used[j] <= self.problem.replicas[j].device_bytes:
             return 0.0, self.seconds[j]
@@ -253,14 +250,14 @@ class Placement:
         return lacking, self.seconds[j] + self.problem.swap.seconds(swapped)
 
     def objective(self) -> float:
-        """Seconds of the slowest replica; infinite without enough memory."""
+        """Seconds of the slowest replica."""
         costs = self.costs()
         if any(lacking > 0 for lacking, _ in costs):
             return math.inf
         return max((seconds for _, seconds in costs), default=0.0)
 
     def plan(self, objective: float, objective_before: float, bound: float = 0.0) -> MigrationPlan:
-        """The plan from the current state to this placement."""
+        """The plan to this placement."""
         problem = self.problem
         moved = [i for i, j in enumerate(self.replica_of) if j != self.home[i]]
         moved.sort(key=lambda i: float(self.moved_s[i] - self.exec_s[i]))
@@ -287,8 +284,8 @@ def swapped_bytes(sizes: Sequence[float], room: float) -> float:
 
 
 def undo_needless(placement: Placement, limit: float) -> None:
-    """Return useless moves, dearest first: no replica of the two may pass the limit (seconds) or lose
-    needed memory.
+    """Return useless moves, dearest first, while both replicas stay within the limit (seconds) and have
+    memory.
     """
     moved = [i for i, j in enumerate(placement.replica_of) if j != placement.home[i]]
     for i in sorted(moved, key=lambda i: float(placement.exec_s[i] - placement.moved_s[i])):
@@ -299,8 +296,8 @@ def undo_needless(placement: Placement, limit: float) -> None:
 
 
 def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
-    """Return requests from replicas with more missing memory than before, smallest first; all of them unless
-    the slowest gets faster.  before: `costs`.
+    """Return requests from replicas with more missing memory than before; all unless the slowest gets
+    faster.
     """
     moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}
     too_full = [j for j, (lacking, _) in enumerate(before) if placement.cost(j)[0] > lacking]
@@ -318,10 +315,9 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 
 
 def lower_bound(placement: Placement) -> float:
-    """Lower bound of the slowest replica's seconds, not always reached.
+    """Lower bound of the slowest replica's seconds.
 
-    The least T whose replicas hold all requests, adapters and swapping, and at
-    least any request with its adapter.
+    The least T whose replicas hold all work and swapping, and at least any request with its adapter.
     """
     problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration plans by programs of HiGHS: the whole problem of `migration`, and dLoRA's relaxed part of it.
+"""Migration plans by programs of HiGHS: the whole problem, and dLoRA's relaxed part.
 
-The whole problem takes exponential time: for small clusters, and as the oracle of `fast`.  The relaxed
-program has no memory limits, and divides requests of the K slowest replicas among these and the K fastest; a
-request goes to its largest part.  Our addition: misfits return, and a plan without gain is dropped.
+The whole problem takes exponential time.  The relaxed program has no memory limits, and divides requests of
+the K slowest replicas among these and the K fastest; a request goes to its largest part.  Misfits return.
 Source: dLoRA, section 5.2, "Selective migration with constraints relaxation".
 """
 
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> MigrationPlan:
-    """The plan of least objective, by HiGHS; after the time limit the best found, with a bound.
+    """The plan of least objective; after the time limit the best found, with a bound.
 
-    No moves if nothing better is found, or no placement fits memory.
+    No moves without a better placement.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -66,7 +65,7 @@ def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> Migr
 class _Program:
     """The problem in arrays.  Columns: T, then x^G, x^H (by request, then replica), y (by adapter).
 
-    Seconds in `unit`s, bytes relative to the largest request, for numbers near 1.
+    Scaled for numbers near 1.
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
@@ -151,10 +150,7 @@ class _Program:
 
 
 def plan_relaxed(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
-    """A plan never worse than staying, within memory limits.
-
-    num_selected: K.
-    """
+    """A plan never worse than staying, within memory limits."""
     placement = Placement(problem)
     start, before = placement.costs(), placement.objective()
     by_cost = sorted(range(len(start)), key=start.__getitem__)
@@ -180,16 +176,15 @@ def _rounded(parts: FloatArray) -> list[int]:
 
 
 class _Relaxed:
-    """The program: columns T, then requests of each group on each replica, y of each adapter, swapped bytes
-    per replica.
+    """Columns T, then requests (group, replica), y of adapters, swapped bytes per replica.
 
-    groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none); they
-    share a row of x, with mean seconds and bytes.
+    groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none) share a
+    row of x.
     """
 
     def __init__(self, search: Search, num_slowest: int) -> None:
         self._search = search
-        self._fixed = search.every >= num_slowest  # whose own requests stay
+        self._fixed = search.every >= num_slowest  # their own requests stay
         placement = search.placement
         groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for m in range(num_slowest):
@@ -204,7 +199,7 @@ class _Relaxed:
         self._adapters = sorted({k for k in self._of_group if k < len(placement.adapter_bytes) - 1})
 
     def solve(self) -> FloatArray:
-        from scipy.optimize import linprog  # a third of a second, which a front end without moves saves
+        from scipy.optimize import linprog  # a third of a second
         from scipy.sparse import vstack
 
         search, placement = self._search, self._search.placement
@@ -217,7 +212,7 @@ class _Relaxed:
             [search.request_s(one[:, None], search.every).mean(axis=0) for one in self.groups]
         ).reshape(x.shape)
         num_bytes = np.array([placement.num_bytes[group].mean() for group in self.groups])
-        absent = ~self._fixed | (search.counts[self._adapters] == 0)  # else the adapter is there in any case
+        absent = ~self._fixed | (search.counts[self._adapters] == 0)
         unit = max(float(seconds.max(initial=0.0)), TOLERANCE)
         page = max(float(num_bytes.max(initial=0.0)), 1.0)
         time, memory, matching = _Rows(), _Rows(), _Rows()
@@ -255,7 +250,7 @@ class _Relaxed:
             bounds=(0, None),
             method="highs-ds",
         )
-        assert found.status == 0, found.message  # all that stay are a solution
+        assert found.status == 0, found.message  # staying is a solution
         return found.x[x]
 
 

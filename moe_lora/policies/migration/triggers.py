@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration triggers, paying moves of a plan, and the form of a running request's move.
+"""Migration triggers, paying moves, and their form.
 
-Callers, the front end and the simulator, report pressure, build the problem on demand, and carry out the
-plan: loads, then moves in order.
-Source: dLoRA, section 5.2 (thresholds on memory and queueing); numbers, seats, and the choice between tokens
-and KV are ours.
+Source: dLoRA, section 5.2; numbers, seats, and the choice of tokens or KV are ours.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ MoveKind: TypeAlias = Literal["tokens", "kv"]
 MOST_INTERVALS = 16.0
 """Longest pause between plans of too little gain."""
 MOVE_STEPS = 3.0
-"""Steps of a move with a second seat: the rest of the source's step and of the target's, and one more."""
+"""Steps of a move with a second seat: the rest of both replicas' steps, and one more."""
 
 
 def make_planner(config: MigrationConfig) -> Planner:
@@ -39,9 +36,7 @@ def make_planner(config: MigrationConfig) -> Planner:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """free_share: of its device memory, available to requests.  queued_s: longest wait for a first step; 0
-    without waits.
-    """
+    """free_share: of device memory, for requests.  queued_s: longest wait for a first step."""
 
     name: ReplicaName
     free_share: float
@@ -49,11 +44,9 @@ class ReplicaPressure:
 
 
 class DLoraMigration:
-    """Plans moves when a replica lacks memory or its requests queue, with a limited rate.
+    """Plans moves when a replica lacks memory or its requests queue.
 
-    Plans are at least migration_interval_s apart; the pause doubles after too little gain, up to 16
-    intervals, until the pressure ends.  Only `paying_moves` of a plan are made.
-    planner: default: by migration_solver.  num_plans: solved problems; num_moves: in the returned plans.
+    The pause doubles after too little gain, up to 16 intervals, until the pressure ends.
     """
 
     def __init__(self, config: MigrationConfig, planner: Planner | None = None) -> None:
@@ -72,7 +65,7 @@ class DLoraMigration:
     def decide(
         self, replicas: Iterable[ReplicaPressure], problem: Callable[[], MigrationProblem], now_s: float
     ) -> MigrationPlan | None:
-        """The moves to make now, or None.  problem: called only for a plan.
+        """The moves to make now, or None.
 
         A plan must shorten the slowest replica's time by migration_min_gain.
         """
@@ -96,7 +89,7 @@ class DLoraMigration:
         return None
 
     def note_failed(self, requests: Iterable[RequestId], now_s: float) -> None:
-        """Their moves failed: they stay for 16 intervals."""
+        """Requests of failed moves stay for 16 intervals."""
         until_s = now_s + MOST_INTERVALS * self._config.migration_interval_s
         self._stay_until_s.update(dict.fromkeys(requests, until_s))
 
@@ -107,8 +100,7 @@ def paying_moves(
     """The paying moves of a plan; waiting requests first, then the cheapest.
 
     A target needs a free seat; a moving request holds one at both ends.  A move must make the slower of both
-    replicas faster by more than its own seconds, or fix missing memory.  staying: excluded requests.  Moves
-    that pay only after others are retried.
+    replicas faster by more than its own seconds, or fix missing memory.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -145,7 +137,7 @@ def _lowers(placement: Placement, i: int, target: int, cost_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """seconds: until the target can continue.  By tokens: recomputed; by KV: copied."""
+    """seconds: until the target can continue, by recomputed tokens or copied KV."""
 
     kind: MoveKind
     seconds: float
@@ -154,11 +146,10 @@ class MoveCost:
 def cheaper_move(
     tokens: Row, num_bytes: float, steps: StepModel | None, bytes_per_s: float, *, same_layout: bool = True
 ) -> MoveCost:
-    """The form of a running request's move: by token ids, or by its KV.
+    """The form of a running request's move: by token ids, or by KV.
 
-    tokens: to recompute in one prefill step at the target.  num_bytes: of their KV.  steps: None: unknown:
-    KV, or tokens if KV can't move.  bytes_per_s: between the two instances.  same_layout: False if KV can't
-    move: other dtype, page size or ranks.
+    tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
+    same_layout: dtype, page size and ranks.
     """
     kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:
@@ -168,8 +159,8 @@ def cheaper_move(
 
 
 def move_factor(exec_s: float, cost: MoveCost | None, token_s: float) -> float:
-    """gamma: (execution with the move) / (execution without); 1 without a cost, for a waiting request.
+    """gamma: (execution with the move) / (execution without); 1 without a cost.
 
-    token_s: seconds of a replica per token, as in exec_s; a held seat costs one per step.
+    token_s: seconds of a replica per token; a held seat costs one per step.
     """
     return 1.0 if cost is None else 1.0 + (cost.seconds + MOVE_STEPS * token_s) / max(exec_s, 1e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demand of each adapter: metered at arrival, forecast for the next time step."""
+"""Demand of adapters: metered at arrival, and forecast."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from moe_lora.timing.answer_lengths import FIRST_TOKENS, AnswerLengths
 from .routing import RequestListener, RoutedView
 
 _OVERALL = None
-"""Key of all answers in `AnswerLengths`: the base model is not metered."""
+"""Key of all answers in `AnswerLengths`."""
 
 
 class DemandMeter(RequestListener):
-    """Tokens that requests bring to each adapter, counted when a request comes.
+    """Tokens of requests to each adapter, counted at arrival.
 
-    A request counts as its prompt and the expected answer: the running mean of its adapter's answers.
-    An adapter without answers has the mean of all answers, and without any mean_output_tokens (None:
-    FIRST_TOKENS).
-    The base model (None) is on every instance and is not counted.
-    Not thread-safe.
+    A request counts as its prompt and the expected answer: the mean of its adapter's answers, else of all
+    answers, else mean_output_tokens (None: FIRST_TOKENS).  Not thread-safe.
     """
 
     def __init__(self, mean_output_tokens: float | None = None) -> None:
@@ -44,9 +41,9 @@ class DemandMeter(RequestListener):
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """Correct the count of an ended request by its answer's tokens, in the current time step.
+        """Correct the count by the answer's tokens.
 
-        A request without any token stays as counted: a client that left a queue wanted its answer.
+        Without a token the count stays: a client that left a queue wanted its answer.
         """
         adapter, _, expected = self._expected.pop(key, (None, 0, 0))
         if adapter is not None and answer_tokens:
@@ -64,12 +61,12 @@ class DemandMeter(RequestListener):
         self._earlier.discard(key)
 
     def forget(self, adapter: str) -> None:
-        """The adapter was unloaded: its next content may answer at another length."""
+        """Drop the mean of an unloaded adapter."""
         self._lengths.forget(adapter)
         self._earlier.update(key for key, expected in self._expected.items() if expected[0] == adapter)
 
     def add(self, tokens: Mapping[str, int]) -> None:
-        """Add another meter's reading, by adapter."""
+        """Add another meter's reading."""
         self._tokens.update(tokens)
 
     def read(self) -> Counter[str]:
@@ -79,13 +76,13 @@ class DemandMeter(RequestListener):
 
 
 class DemandForecast:
-    """Tokens/s of each adapter in the next time step, from the last num_steps steps.
+    """Tokens/s of each adapter in the next time step.
 
     Holt's linear method with a damped trend, from the oldest step to the latest:
     level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
     trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
-    gain: smoothing, or 1 / t in step t if more.  The forecast is between 0 and twice the largest rate.
-    Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
+    gain: smoothing, or 1 / t in step t if more.  The forecast is at most twice the largest rate.
+    Source: LoRAServe, Algorithm 1, lines 3-6.
     """
 
     DAMPING = 0.8
@@ -95,13 +92,13 @@ class DemandForecast:
         self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
 
     def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
-        """Add the last time step.  Raises ValueError for a length of 0 or less."""
+        """Add the last time step.  Raises ValueError."""
         if not length_s > 0:
             raise ValueError(f"length_s={length_s} must be positive")
         self._steps.append({adapter: max(0.0, number) / length_s for adapter, number in tokens.items()})
 
     def read(self) -> dict[str, float]:
-        """Adapter -> tokens/s of each adapter with demand; empty before the first step."""
+        """Tokens/s of each adapter with demand."""
         adapters = dict.fromkeys(adapter for step in self._steps for adapter in step)
         return {adapter: self._next([step.get(adapter, 0.0) for step in self._steps]) for adapter in adapters}
 

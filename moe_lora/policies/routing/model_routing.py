@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing by a performance model: Toppings' rank-aware cost, dLoRA's shortest pending time."""
+"""Routing by a performance model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of a decision.  steps: times of batches.  slo_tpot_s: limit of a decode step.
-    mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.  cost: of `RANK_AWARE_COSTS`.
-    adapter_load_s_per_rank: load time by rank (dLoRA section 5.1); 0 with host: the profile's.  host: start
-    of prompts with missing adapters; None: wait for the load.  max_num_batched_tokens: of a step; limits a
-    prompt's first step.  Checked as `RoutingConfig`.
+    """Costs of a decision.
+
+    slo_tpot_s: limit of a decode step.  mean_output_tokens: Toppings' avg_resp_len; None: `AnswerMean`.
+    adapter_load_s_per_rank: dLoRA section 5.1; 0 with host: the profile's.  host: start of prompts with
+    missing adapters; None: wait for the load.
     """
 
     steps: StepModel
@@ -37,10 +37,7 @@ class CostModel:
     max_num_batched_tokens: int | None = None
 
     def start_s(self, prompt: Row) -> float:
-        """Cost of a missing adapter for a prompt: the load, or host workers' extra time if less.
-
-        Source: Toppings section 4.1.
-        """
+        """Cost of a missing adapter: the load, or shorter extra time on the host (Toppings section 4.1)."""
         load_s = self.adapter_load_s_per_rank * prompt.lora_rank
         if self.host is None:
             return load_s
@@ -89,7 +86,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request for cost estimates.  start_s: added if its adapter is missing."""
+    """start_s: added if the adapter is missing."""
 
     prompt: Row
     token: Row
@@ -99,8 +96,8 @@ class _Asked:
 class AnswerMean:
     """Running mean of the tokens of answers.
 
-    tokens: the mean, FIRST_TOKENS at first, with the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers
-    on an answer counts 1 / MAX_WEIGHT, so that the mean follows the load.
+    FIRST_TOKENS has the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers on the mean follows the
+    load.
     """
 
     FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
@@ -119,12 +116,10 @@ class RankAware(RequestListener):
     decode step would pass slo_tpot_s.
 
     Δ: the request's addition to a step, prefill over waiting prompts, decode over all requests.  With host
-    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  A decode step has a
-    token of each request: seconds of a step are seconds per token. Candidates have room for the adapter.
-    `requests` counts present requests, so an idle instance costs nothing, as in the paper.  cost "all" adds
-    the request's own time per token, prefill / mean_output_tokens + decode.  At equal costs the least token
-    work left decides, then the index; the paper takes the first.  ranks: of the adapters, possibly live.
-    max_loras: see `with_room`.  Source: Toppings, section 5, Algorithm 1.
+    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  Candidates have room for
+    the adapter.  `requests` counts present requests, so an idle instance costs nothing.
+    cost "all" adds the request's own time per token.  At equal costs the least token work decides; the paper
+    takes the first.  Source: Toppings, section 5, Algorithm 1.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
@@ -157,7 +152,7 @@ class RankAware(RequestListener):
         return chosen
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """The cost of a request there, in seconds per token of all requests."""
+        """The cost of a request there, in seconds per token."""
         return self._cost_s(self._ask(request), instance)
 
     def _ask(self, request: RoutedView) -> _Asked:
@@ -186,9 +181,8 @@ class ShortestPendingTime:
     """The instance of least queueing time plus, for a missing adapter, load time.
 
     Queueing: a prefill step over the waiting prompts, and the tokens left at the time of a decode step over
-    all requests (max_num_seqs at most). Loading: adapter_load_s_per_rank · rank, with host workers
-    `CostModel.start_s`.  Candidates have room for the adapter (`with_room`).  Source: dLoRA, section 5.1,
-    proactive dispatching.
+    all requests (max_num_seqs at most).  Loading: `CostModel.start_s`.  Source: dLoRA, section 5.1, proactive
+    dispatching.
     """
 
     def __init__(
@@ -205,7 +199,7 @@ class ShortestPendingTime:
         return min(instances, key=lambda one: (self._pending_s(request.adapter, start_s, one), one.index))
 
     def pending_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """Estimated time until the request starts, plus its prompt's extra time on host workers."""
+        """Estimated time until the request starts."""
         return self._pending_s(request.adapter, self._start_s(request), instance)
 
     def _start_s(self, request: RoutedView) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers by setting name, from a front end's knowledge."""
+"""Routers by setting name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RandomChoice:
-    """A random instance.  seed: equal seeds choose alike."""
+    """A random instance; equal seeds choose alike."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
@@ -35,10 +35,7 @@ class JoinShortestQueue:
 
 
 class FirstFit:
-    """The first instance with fewer than max_requests; if all are full, the one of fewest.
-
-    Packs requests on few instances.  Source: Toppings section 7.4.
-    """
+    """The first instance with fewer than max_requests, else the one of fewest (Toppings section 7.4)."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -50,10 +47,9 @@ class FirstFit:
 
 
 class AdapterAffinity:
-    """An instance with the adapter, or requests for it, unless much busier.
+    """The least busy instance with the adapter, or requests for it, unless much busier.
 
-    Of these the least busy, if at most (1 + max_imbalance) · the least token work of all + slack_tokens;
-    else the least of all.
+    Its token work is at most (1 + max_imbalance) · the least of all + slack_tokens; else the least of all.
     """
 
     def __init__(self, max_imbalance: float = 0.5, slack_tokens: int = 2048) -> None:
@@ -80,7 +76,7 @@ class PhiRouting:
     Smooth weighted round robin in place of the paper's draw: of n requests an instance gets below phi · n + 1
     and above phi · n - (instances - 1).  Absent instances leave their share to the others.  The base model
     and unplaced adapters go to the least token work.
-    Source: LoRAServe, section IV, "Architecture Overview"; disjoint assignment: InfiniLoRA, section 6.1.
+    Source: LoRAServe, section IV; disjoint assignment: InfiniLoRA, section 6.1.
     """
 
     def __init__(self, table: Mapping[str, Iterable[tuple[int, float]]] | None = None) -> None:
@@ -95,10 +91,9 @@ class PhiRouting:
         return {adapter: list(row) for adapter, row in self._table.items()}
 
     def swap(self, table: Mapping[str, Iterable[tuple[int, float]]]) -> None:
-        """Route by this table from the next request on; unchanged rows keep their turn.
+        """Route by this table from now on; unchanged rows keep their turn.
 
-        Raises ValueError for a share that is not positive or a row that does not
-        sum to 1, and keeps the old table.
+        Raises ValueError unless shares are positive and sum to 1, and keeps the old table.
         """
         before, self._table = self._table, _checked(table)
         self._credits = {
@@ -139,9 +134,8 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: concurrent requests of an instance.  max_loras: adapters on a device; None: unlimited.
-    ranks: of the adapters, updated at run time.  table: for `phi`, swapped by a controller. seed: of
-    `random`.
+    """max_num_seqs, max_loras: of an instance.  ranks: of the adapters, updated at run time.  table: for
+    `phi`.  seed: of `random`.
     """
 
     max_num_seqs: int = 64
@@ -186,7 +180,7 @@ ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
 
 
 def make_router(name: str, context: RoutingContext | None = None) -> Router:
-    """The named router.  Raises ConfigError for an unknown name, and for a missing model."""
+    """The named router.  Raises ConfigError, also for a missing model."""
     if name not in ROUTERS:
         raise ConfigError(f"routing={name!r} is unknown; choose one of {', '.join(ROUTERS)}")
     return ROUTERS[name](context or RoutingContext())

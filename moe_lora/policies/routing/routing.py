@@ -15,11 +15,9 @@ MAX_RECENT = 64
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet, queued or in prefill (in the simulator: queued).  running: decoding.
-    waiting_prompts, waiting_tokens: prompt tokens of the waiting, by adapter and in total.  num_changes:
-    version, for cached sums.  recent: last used or preloaded adapters, at most `max_recent`, latest last:
-    likely on the device.  num_elsewhere: requests of other front ends, with unknown adapters.  held_back: a
-    request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
+    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last. num_elsewhere:
+    requests of other front ends.  held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -37,14 +35,13 @@ class InstanceLoad:
         return self.num_waiting + self.num_running + self.num_elsewhere
 
     def has(self, adapter: str | None) -> bool:
-        """True if the adapter is likely there, or on its way; the base model always is."""
+        """True if the adapter is likely there, or on its way."""
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
-        """True if the adapter is in use there, or has a place.
+        """True if the adapter is in use there, or has a place (Toppings section 5).
 
-        max_loras: adapters on the device at once; None: limited by memory.
-        Source: Toppings section 5, candidate servers.
+        max_loras: on the device at once; None: limited by memory.
         """
         if adapter is None or adapter in self.running:
             return True
@@ -65,7 +62,7 @@ class InstanceLoad:
             self.note(adapter)
 
     def note(self, adapter: str) -> None:
-        """The adapter is on the device, or on its way, by a request or preload."""
+        """The adapter is on the device, or on its way."""
         self.recent.pop(adapter, None)
         self.recent[adapter] = None
         if len(self.recent) > self._max_recent:
@@ -103,14 +100,12 @@ class InstanceView(Protocol):
 
     @property
     def index(self) -> int:
-        """Number, constant during the front end's life."""
+        """Constant during the front end's life."""
         ...
 
     @property
     def outstanding_tokens(self) -> int:
-        """Upper bound of requests' remaining tokens: unstarted prompts, and answers; other front ends'
-        included.
-        """
+        """Upper bound of requests' remaining tokens, of all front ends."""
         ...
 
     @property
@@ -133,15 +128,15 @@ Instance = TypeVar("Instance", bound=InstanceView)
 
 
 class Router(Protocol):
-    """Called once per request, and again after the end of its instance."""
+    """Called per request, and again after its instance's end."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        """One of `instances`, the candidates for the request: at least one, by rising index."""
+        """One of `instances`, by rising index."""
         ...
 
 
 class RequestListener:
-    """A router or a meter that follows requests.  key: names a request until its `stop`."""
+    """A router or a meter that follows requests."""
 
     @property
     def stats(self) -> RoutingStats | None:
@@ -152,10 +147,10 @@ class RequestListener:
         """A request has come."""
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """A request has ended with an answer of this length."""
+        """A request has ended."""
 
     def cancel(self, key: Hashable) -> None:
-        """The service refused a request.  Its `stop` follows."""
+        """A request was refused.  Its `stop` follows."""
 
     def forget(self, adapter: str) -> None:
         """An adapter was unloaded."""
@@ -167,7 +162,7 @@ def listeners(*parts: object) -> tuple[RequestListener, ...]:
 
 
 class LeastOutstanding:
-    """The instance of least token work, the first on ties (join the shortest queue)."""
+    """The instance of least token work, the first on ties."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         if len(instances) == 1:
@@ -190,5 +185,5 @@ class RoundRobin:
 def with_room(
     adapter: str | None, instances: Sequence[Instance], max_loras: int | None
 ) -> Sequence[Instance]:
-    """Instances with room for the adapter (`InstanceLoad.has_room`); all if none has."""
+    """Instances with room for the adapter; all if none has."""
     return [one for one in instances if one.load.has_room(adapter, max_loras)] or instances
