@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `moe-lora` command. Each command has its own file, imported when it is called."""
+"""The `moe-lora` command; subcommands are imported when called."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora adapters check` and `convert`: adapters of a folder as the server would read them."""
+"""`moe-lora adapters check` and `convert`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def registry_option(*, required: bool) -> Callable[[Any], Any]:
 
 
 def adapter_folders(path: Path) -> list[Path]:
-    """PATH itself if it is an adapter, else its subfolders that are."""
+    """PATH itself if an adapter, else its adapter folders."""
     if not any(path.glob("*/adapter_config.json")):
         return [path]
     return sorted(found.parent for found in path.glob("*/adapter_config.json"))
@@ -64,7 +64,7 @@ def shape_for(path: Path, model_dir: Path | None, registry: Path | None) -> Mode
 
 
 def read_or_reason(folder: Path, shape: ModelShape, model_dir: Path) -> PackedAdapter | str:
-    """The packed adapter, or why it cannot be served."""
+    """The packed adapter, or the reason against serving."""
     import torch
 
     from moe_lora.adapters.peft.base_weights import check_copies_in
@@ -104,7 +104,7 @@ def check(path: Path | None, model_dir: Path | None, registry: Path | None) -> N
 
 
 def _check_folders(path: Path, model_dir: Path, shape: ModelShape) -> bool:
-    """Print what the server would say of each adapter; whether any can't be served."""
+    """Print the verdict on each adapter; True for any failure."""
     from moe_lora.engine.text.adapter_text import text_remark
 
     failed = False
@@ -139,7 +139,7 @@ def _origin(folder: Path, shape: ModelShape, model_dir: Path) -> Origin:
 
 
 def _backends(packed: PackedAdapter) -> str:
-    """Whether each type of device computes the adapter."""
+    """The adapter's support by device type."""
     from moe_lora.core.shape import RANK_LIMITS
 
     said = []
@@ -153,7 +153,7 @@ def _backends(packed: PackedAdapter) -> str:
 
 
 def _check_registry(registry: Path) -> bool:
-    """Print the state of every version's files; whether any is lost or altered."""
+    """Print the state of each version's files; True for any problem."""
     from moe_lora.adapters.registry.registry import Registry
 
     with Registry(registry) as opened:

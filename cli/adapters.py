@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora adapters`: look at PEFT adapters before serving them, keep a registry, and roll adapters out."""
+"""`moe-lora adapters`: check, register and roll out."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def remove(name: str, registry: Path, version: int | None) -> None:
 
 
 def _list_registry(registry: Path, model_dir: Path | None) -> None:
-    """Table of the current versions, of one base model if given."""
+    """Print current versions, perhaps of one base model."""
     from moe_lora.adapters.registry.base_model import base_model_hash
     from moe_lora.adapters.registry.registry import Registry
 
@@ -231,7 +231,7 @@ def _list_registry(registry: Path, model_dir: Path | None) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns of numbers stand to the right."""
+    """Print columns, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):
         cells = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora drain`, `undrain`, `restart`, `capacity`: calls of a running server by an administrator."""
+"""`moe-lora drain`, `undrain`, `restart`, `capacity`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def server_options(command: Command) -> Command:
-    """Options that say which server, and with which key: `url` and `api_key`."""
+    """Options of the server's `url` and `api_key`."""
     command = click.option(
         "--api-key", envvar="OPENAI_API_KEY", help="Administrator's key, sent as bearer token."
     )(command)
@@ -29,7 +29,7 @@ def server_options(command: Command) -> Command:
 def call(
     url: str, api_key: str | None, method: str, path: str, timeout_s: float, body: Any = None
 ) -> dict[str, Any]:
-    """The server's answer.  Raises ValueError for what it refuses, or if it is not there."""
+    """The server's answer.  Raises ValueError for a refusal or an absent server."""
     import httpx
 
     try:
@@ -48,7 +48,7 @@ def call(
 
 
 def call_instance(url: str, api_key: str | None, name: str, what: str, timeout_s: float) -> dict[str, Any]:
-    """As `call`, of one instance: drain, undrain or restart it."""
+    """As `call`, for one instance."""
     from urllib.parse import quote
 
     return call(url, api_key, "POST", f"/v1/instances/{quote(name, safe='')}/{what}", timeout_s)
@@ -76,7 +76,7 @@ def drain(instance: str, url: str, api_key: str | None, wait_s: float) -> None:
     """
     card = call_instance(url, api_key, instance, "drain", TIMEOUT_S)
     end_s = time.monotonic() + wait_s
-    # Of one that is silent it is not known how many it has.
+    # A silent instance's number of requests is unknown.
     while (left := card["requests_running"] + card["requests_waiting"]) or card["silent"]:
         if time.monotonic() >= end_s:
             break
@@ -133,7 +133,7 @@ def restart(
     all instances are.  It ends with the first that does not come back.
     """
     if lora_server:
-        # The server says how many ranks there are; each has limit_s.
+        # The server knows the ranks; each rank has limit_s.
         path = f"/v1/lora_server/restart?limit_s={limit_s:g}"
         state = call(url, api_key, "POST", path, _DRAIN_MOST_S + limit_s)
         click.echo(f"the LoRA Server's {len(state['ranks'])} ranks were started again")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora batch`: a file of requests to a server, or to an instance of the command's own."""
+"""`moe-lora batch`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _run_there(run: BatchRun, todo: list[BatchLine], server: str, api_key: str |
 
 
 def _own_cluster(options: dict[str, Any]) -> ClusterConfig:
-    """Settings without keys: the command is the only client.  Raises ConfigError and click.UsageError."""
+    """Settings without keys.  Raises ConfigError and click.UsageError."""
     from .serve_settings import cluster_to_serve, fit_to_serve
 
     config_file, skips_bad = options.pop("config_file"), options.pop("skip_bad_adapters")

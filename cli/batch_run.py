@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a batch file's requests: bounded concurrency, retries, results, progress."""
+"""Runs a batch file's requests with retries and progress."""
 
 from __future__ import annotations
 
@@ -17,20 +17,16 @@ import httpx
 from moe_lora.serve.batches.lines import BatchLine, Results, body_at, result_line, run_lines, was_aborted
 
 RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Waits before further attempts."""
+"""Waits before retries."""
 MAX_WAIT_S = 60.0
-"""Of a server's Retry-After."""
+"""Limit of a server's Retry-After."""
 TRANSIENT = frozenset({409, 425, 429, 500, 502, 503, 504})
-"""Statuses for further attempts."""
+"""Statuses to retry."""
 PROGRESS_S = 2.0
 
 
 class BatchRun:
-    """The requests of a file.
-
-    report: shows a line to the user.  left: requests without a result after all attempts; a later run sends
-    them again.
-    """
+    """The requests of a file.  left: requests without a result, for a later run."""
 
     def __init__(
         self, source: BinaryIO, results: Results, concurrency: int, report: Callable[[str], None]
@@ -46,7 +42,7 @@ class BatchRun:
         return sum(not is_whole for is_whole in self._results.finished.values())
 
     async def run(self, lines: Sequence[BatchLine], http: httpx.AsyncClient) -> None:
-        """Send the lines until the last result, or Ctrl-C.  Raises ValueError if no server answers."""
+        """Send the lines until the end, or Ctrl-C.  Raises ValueError without an answering server."""
         task, loop = asyncio.create_task(self._run(lines, http)), asyncio.get_running_loop()
 
         def interrupt() -> None:
@@ -99,7 +95,7 @@ class BatchRun:
     ) -> tuple[httpx.Response, Any] | None:
         """The answer and its body; None after the last attempt.
 
-        Raises ValueError if no server answers, or for a refused key.
+        Raises ValueError without an answering server, or for a refused key.
         """
         for wait_s in (*RETRY_S, None):
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora cluster`: what a cluster over several hosts needs once, before its roles start."""
+"""`moe-lora cluster`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands tell a user what went wrong: one line on stderr, no traceback, an exit status that isn't 0."""
+"""Errors for users: one line on stderr, and an exit status."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from moe_lora.core.errors import MoeLoraError
 
 
 class InputError(click.ClickException):
-    """What was asked for can't be done with what was given; exit status 2, as for options click refuses."""
+    """Unusable input; exit status 2, as in click."""
 
     exit_code = 2
 
 
 OUTPUT_CLOSED = 141
-"""What a shell reports for a command that SIGPIPE ended: the reader of its output, such as head, is gone."""
+"""A shell's status after SIGPIPE: the output's reader is gone."""
 _STDOUT = 1
 
 
 def is_output_closed() -> bool:
-    """True if nobody reads this process's stdout any more."""
+    """True if stdout has no reader any more."""
     poller = select.poll()
     poller.register(_STDOUT, 0)
     return any(events & select.POLLERR for _, events in poller.poll(0))
 
 
 def close_output() -> None:
-    """Flush stdout, or drop its rest if the reader is gone, so that the interpreter's end says nothing."""
+    """Flush stdout, or drop the rest without a reader."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -58,10 +58,10 @@ def _reported_as(kind: type[click.ClickException], function: Callable[..., Any])
 
 
 def user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn ValueError, OSError and the project's own errors of the function into click's, exit status 1."""
+    """Turn ValueError, OSError and the project's errors into click's."""
     return _reported_as(click.ClickException, function)
 
 
 def input_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `user_errors`, with exit status 2: for commands that only compute something of their input."""
+    """As `user_errors`, with exit status 2, for mere computations."""
     return _reported_as(InputError, function)

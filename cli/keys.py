@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora keys`: the API keys of a server's tenants and administrators."""
+"""`moe-lora keys`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora`: the table of commands, a group that imports one only to run it, and the process, which
-Ctrl-C ends quietly.
-"""
+"""`moe-lora`: commands, imported when run, and the process."""
 
 from __future__ import annotations
 
@@ -39,15 +37,15 @@ COMMANDS = {
     "adapters": "Check adapters, keep a registry of them.",
     "env": "Show the machine and the versions in use.",
 }
-"""What --help says of each.  A command is a function of its name, in the module of its name or `PLACES`."""
+"""Commands in --help, in the module of the name or `PLACES`."""
 PLACES = dict.fromkeys(("drain", "undrain", "restart", "capacity"), "administrator")
 INTERRUPTED = 130
-"""What a shell reports for a command that Ctrl-C ended."""
+"""A shell's status after Ctrl-C."""
 
 
 @contextmanager
 def _quiet_end() -> Iterator[None]:
-    """End the command with OUTPUT_CLOSED if the output's reader is gone."""
+    """End the command with OUTPUT_CLOSED without a reader."""
     try:
         yield
     except BrokenPipeError:
@@ -57,10 +55,10 @@ def _quiet_end() -> Iterator[None]:
 
 
 class LazyGroup(click.Group):
-    """A group whose --help needs no command's module, and whose commands end quietly with their reader."""
+    """Shows --help without commands' modules."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _quiet_end():  # --help and --version of the group print here
+        with _quiet_end():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -93,10 +91,9 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """Run the command of the arguments and exit.
+    """Run the command and exit.
 
-    Ctrl-C ends it without a traceback, also while modules are imported, where it comes out as any error.  So
-    does the end of the process that reads its output.
+    Ctrl-C, also during imports, and a closed output end the command without a traceback.
     """
     interrupts: list[int] = []
 
@@ -104,7 +101,7 @@ def run() -> NoReturn:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job of a script ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs ignore SIGINT
         signal.signal(signal.SIGINT, interrupt)
     quiet_teardown()
     quick_teardown()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora operating-points`: the most tokens/s of each rank within an SLO, for placement."""
+"""`moe-lora operating-points`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from moe_lora.provision.operating_points import OperatingPoint, PointLoad, RateRun, SloGoal
 
 _OVERLOAD_TTFTS = 3.0
-"""A run is stopped once a request has waited this many times the SLO's TTFT."""
+"""A longer wait, in SLO TTFTs, stops a run."""
 
 _ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "num_threads", "eager")
 _ENGINE += QUANTISATION
-"""Settings of the engine that this command has options of."""
+"""Engine settings with an option here."""
 
 
 @setting_options(EngineConfig, *_ENGINE)
@@ -75,7 +75,7 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
 
 
 def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Search every rank; the file's content."""
+    """The file's content from a search of every rank."""
     from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point, points_content
     from moe_lora.report.results import environment
 
@@ -106,7 +106,7 @@ def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, An
 def _runs(
     model_dir: str | None, rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
 ) -> Iterator[Callable[[float, int], RateRun]]:
-    """What runs the load at a rate: an engine with adapters of this rank, or the simulator."""
+    """Runs the load at a rate, on engine or simulator."""
     if model_dir is None:
         yield _simulation(rank, load, slo, options)
         return
@@ -129,7 +129,6 @@ def _runs(
         return judge(rate_per_s, served, slo)
 
     try:
-        # The first use of every adapter loads it; that is no part of an operating point.
         serve_open_loop(core, warm_up, longest_wait_s=float("inf"))
         yield run
     finally:
@@ -148,7 +147,7 @@ def _simulation(
 
 
 def _told(run: Callable[[float, int], RateRun], rank: int) -> Callable[[float, int], RateRun]:
-    """The run, and a line on stderr about each."""
+    """Reports each run on stderr."""
 
     def telling(rate_per_s: float, seed: int) -> RateRun:
         trial = run(rate_per_s, seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of commands: of settings, of several values (`--lora-modules a b c`), of numbers, of a load."""
+"""Options of commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
 
 FORMATS = ("azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own")
-"""Keys of `workload.FORMATS`, which are not imported for a --help."""
+"""Keys of `workload.FORMATS`, without its import."""
 
 FORMAT = click.option("--format", type=click.Choice(FORMATS), help="The trace's format.  [default: detected]")
 ZIPF = click.option("--zipf", type=float, help="Popularity ~ 1 / place**ZIPF; 0: uniform.  [default: 1.2]")
@@ -27,10 +27,10 @@ _SEPARATOR = "__"
 
 
 class VariadicCommand(click.Command):
-    """A command in which `--name a b c` means `--name a --name b --name c` for the names in `variadic`.
+    """Reads `--name a b c` as `--name a --name b --name c` for the names in `variadic`.
 
-    The options themselves are declared with `multiple=True`. Such a list ends at the next word that begins
-    with a dash, so arguments without a name go before it.
+    Declare the options with `multiple=True`.  A list ends at the next dash: put arguments without a name
+    first.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class VariadicCommand(click.Command):
         return super().parse_args(ctx, expand(args, self.variadic))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click, under the options' headings, those of the command first and in its order."""
+        """As click, under headings, the command's headings first."""
         sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in self.headings}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -58,20 +58,20 @@ class VariadicCommand(click.Command):
 
 
 class HeadedOption(click.Option):
-    """An option that --help lists under a heading."""
+    """An option under a heading of --help."""
 
     def __init__(self, *args: Any, heading: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading = heading
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """As click, without ranges; an error states the range."""
+        """As click, without ranges; errors state ranges."""
         found = super().get_help_record(ctx)
         return found and (found[0], self.help or "")
 
 
 def headed(heading: str, *names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """`click.option`, listed under the heading."""
+    """`click.option` under the heading."""
     return click.option(*names, cls=HeadedOption, heading=heading, **attributes)
 
 
@@ -118,14 +118,14 @@ _MODEL = (
 
 
 def model_options(command: Any) -> Any:
-    """MODEL_DIR and options of the model, its adapters and the file of settings."""
+    """MODEL_DIR and options of model, adapters and settings file."""
     for option in reversed(_MODEL):
         command = option(command)
     return command
 
 
 def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
-    """The arguments with the name repeated before each further value."""
+    """The arguments, with the name before each value."""
     expanded: list[str] = []
     name: str | None = None
     for word in args:
@@ -138,7 +138,7 @@ def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
 
 
 class WholeNumbers(click.ParamType):
-    """Whole numbers between least and most, separated by commas; sorted, each once."""
+    """Whole numbers, separated by commas; sorted, without doubles."""
 
     name = "n,n,..."
 
@@ -160,10 +160,7 @@ class WholeNumbers(click.ParamType):
 
 
 class SettingOption(HeadedOption):
-    """The option of a setting, with its default or (default=None) none where it is not given.
-
-    Its help is made when it is shown.
-    """
+    """A setting's option; default=None: none."""
 
     def __init__(self, kind: Any, name: str, one: Setting, *, default: Any) -> None:
         rule, attributes = one.rule, {"type": _type(one), "metavar": _metavar(one)}
@@ -184,12 +181,12 @@ class SettingOption(HeadedOption):
 
 
 def option_of(one: Setting) -> str:
-    """The option of a setting, with its dashes; by default the setting's own name."""
+    """The option of a setting, with dashes."""
     return one.rule.option or "--" + one.name.replace("_", "-")
 
 
 def _metavar(one: Setting) -> str | None:
-    """What the help shows for a value; None for click's choice."""
+    """The value in the help; None for click's."""
     if one.rule.metavar or bool in one.kinds or one.rule.choices:
         return one.rule.metavar or None
     if one.rule.path:
@@ -198,7 +195,7 @@ def _metavar(one: Setting) -> str | None:
 
 
 def help_of(kind: Any, one: Setting) -> str:
-    """The first sentence of what a setting means, and what holds without it."""
+    """The setting's first sentence, and its default."""
     text = first_sentence(meanings(kind)[one.name])
     shown = one.rule.unset or one.default
     if shown is MISSING:
@@ -225,7 +222,7 @@ def _type(one: Setting) -> Any:
 
 
 class _NumberOrWord(click.ParamType):
-    """A whole number as the setting allows it, or one of its words."""
+    """A whole number, or one of the setting's words."""
 
     name = "number"
 
@@ -245,10 +242,7 @@ class _NumberOrWord(click.ParamType):
 
 
 def section_options(**sections: Any) -> Callable[[click.Command], click.Command]:
-    """A decorator that adds the settings with an option of these sections; None if not given.
-
-    sections: settings classes by name.
-    """
+    """A decorator: adds options of these sections, by default None."""
 
     def add(command: click.Command) -> click.Command:
         for section, kind in sections.items():
@@ -260,7 +254,7 @@ def section_options(**sections: Any) -> Callable[[click.Command], click.Command]
 
 
 def setting_options(kind: Any, *names: str) -> Callable[[click.Command], click.Command]:
-    """A decorator that adds the options of these settings, or of all of a class, with their defaults."""
+    """A decorator: adds options of these settings, or of all."""
 
     def add(command: click.Command) -> click.Command:
         chosen = names or [name for name, one in settings_of(kind).items() if one.rule.option]
@@ -281,9 +275,9 @@ def _options(kind: Any, names: Sequence[str], *, prefix: str = "", defaults: boo
 def sections_of(
     options: dict[str, Any], kinds: dict[str, Any], *, absolute: bool
 ) -> dict[str, dict[str, Any]]:
-    """The options that were given, taken out of `options`, as sections of a cluster file.
+    """The given options, removed from `options`, as sections of a file.
 
-    absolute: paths are made so, because those of a file start at its folder.
+    absolute: makes paths absolute: a file's paths start at its folder.
     """
     sections: dict[str, dict[str, Any]] = {}
     for key in [key for key in options if _SEPARATOR in key]:

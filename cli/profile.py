@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora profile`: this machine's times for one model, as a file that `moe-lora provision` takes."""
+"""`moe-lora profile`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _content(
 
 
 def _micros(times_s: list[float]) -> list[float]:
-    """Microseconds that never fall with the batch."""
+    """Microseconds, never falling with the batch."""
     lowest = list(accumulate(reversed(times_s), min))
     return [round(time_s * 1e6, 3) for time_s in reversed(lowest)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora profile-steps`: step times by rank and batch, and performance models fitted to them."""
+"""`moe-lora profile-steps`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .errors import user_errors
 from .options import WholeNumbers, setting_options
 
 LEAST_R2 = 0.9
-"""Of batches held out; the papers report 0.96."""
+"""Of held-out batches; the papers report 0.96."""
 _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
-"""Settings of the engine that this command has options of."""
+"""Engine settings with an option here."""
 
 
 @setting_options(EngineConfig, *_MACHINE)
@@ -105,7 +105,7 @@ def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **op
 
 
 def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run the batches on an engine per kernel; the file's content."""
+    """The file's content: batches on an engine per kernel."""
     from moe_lora.config import PERFORMANCE_FORMS
     from moe_lora.profiling.step_times import StepClock
     from moe_lora.provision.performance_models import (
@@ -160,9 +160,9 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_prompt_tokens(model_dir: str, max_tokens: int) -> int:
-    """Tokens of the longest prompt of a host worker: max_tokens, or fewer if the model's length is shorter.
+    """A host worker's longest prompt: at most max_tokens and the model's length.
 
-    Raises ConfigError for a model without config.json.
+    Raises ConfigError without config.json.
     """
     from moe_lora.families import shape_of
     from moe_lora.profiling.host_times import TOKENS_BESIDE_PROMPT
@@ -179,7 +179,7 @@ def host_prompt_tokens(model_dir: str, max_tokens: int) -> int:
 
 
 def measured_host(model_dir: str, options: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Times of a host worker, of prompts and of loads: the file's `host` section."""
+    """The file's `host` section: times of worker, prompts and loads."""
     from moe_lora.profiling.host_times import measure_host
 
     click.echo("host worker: building an engine and warming it up", err=True)
@@ -195,7 +195,7 @@ def measured_host(model_dir: str, options: dict[str, Any], max_tokens: int) -> d
 
 
 def host_lines(path: str, ranks: tuple[int, ...]) -> list[str]:
-    """Break-even of the file's times, with one worker and with all cores but one."""
+    """Break-even with one worker, and with all cores but one."""
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.host_workers.profile import read_host_times
     from moe_lora.profiling.host_times import break_even_lines
@@ -204,9 +204,9 @@ def host_lines(path: str, ranks: tuple[int, ...]) -> list[str]:
 
 
 def good_models(models: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that tell the times of batches held out; the papers' form, which is coarser, may be left out.
+    """The models that fit held-out batches; drops bad models of the papers' coarser form.
 
-    Raises ConfigError if one of the full form does not.
+    Raises ConfigError for a bad model of the full form.
     """
     from moe_lora.core.errors import ConfigError
 
@@ -228,7 +228,7 @@ def good_models(models: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary_lines(content: dict[str, Any]) -> list[str]:
-    """One line per kernel, form and phase: how well the model tells the times of batches held out."""
+    """The models' fit to held-out batches, in lines."""
     lines = []
     for model in content["models"]:
         for phase, found in model["quality"].items():

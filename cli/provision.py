@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora provision`: options in, a plan out."""
+"""`moe-lora provision`."""
 
 from __future__ import annotations
 

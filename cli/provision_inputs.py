@@ -33,13 +33,13 @@ _OF_TRACE = "the trace's adapters"
 
 
 def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
-    """Read popularity, model, profile and the trace's statistics.  Raises ValueError and click.UsageError.
+    """Read popularity, model, profile and trace statistics.  Raises ValueError and click.UsageError.
 
-    trace: the part of the trace that is replayed, whose prompts are counted.
+    trace: the replayed part.
     """
     model, shape, config, known = _model(options["model"])
     quantisation = {name: options[name] for name in QUANTISATION}
-    EngineConfig(model_dir="", **quantisation)  # checks them
+    EngineConfig(model_dir="", **quantisation)  # checks the settings
     if quantisation["quantize"].endswith("-dynamic"):
         raise ConfigError(
             f"quantize={quantisation['quantize']!r} runs on CPU only so far, and plans are for GPUs; "
@@ -49,7 +49,7 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
     load = trace_statistics(options["trace"], options["format"])
     popularity, source = _popularity(options, load)
     goals = {name: options[name] for name in settings_of(PlanGoals)}
-    PlanGoals(**goals)  # checks them
+    PlanGoals(**goals)  # checks the settings
     instance_gpus, assumed = options["instance_gpus"], _assumed(options["assume"])
     if instance_gpus is None:
         instance_gpus = known.instance_gpus if known else 1
@@ -73,12 +73,12 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
 
 
 def model_dir_of(model: str) -> str | None:
-    """The checkpoint's folder, absolute; None for a model given by name."""
+    """The checkpoint's absolute folder, or None."""
     return str(Path(model).resolve()) if Path(model).is_dir() else None
 
 
 def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | None]:
-    """Name, shape, config.json, and the model of that name if it is none's folder."""
+    """Name, shape, config.json, and the known model unless a folder."""
     if not Path(model).is_dir():
         known = known_model(model)
         return known.name, known.shape, {}, known
@@ -95,7 +95,7 @@ def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | No
 
 
 def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | None) -> AdapterMix:
-    """--lora-rank, else the ranks that the popularity gives its adapters, else the model's usual one."""
+    """--lora-rank, else the popularity's ranks, else the model's."""
     form, given = options["adapter_form"], options["lora_rank"]
     if given:
         return AdapterMix(ranks=_given_ranks(given), form=form)
@@ -125,7 +125,7 @@ def _assumed(given: tuple[str, ...]) -> dict[str, float]:
 
 
 def _given_ranks(given: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
-    """R or R=SHARE; shares of requests and of adapters alike."""
+    """R or R=SHARE, of requests and adapters alike."""
     found = []
     for text in given:
         rank, separator, share = text.partition("=")
@@ -137,7 +137,7 @@ def _given_ranks(given: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
 
 
 def _of_trace(options: dict[str, Any], named: bool, load: TraceStatistics) -> dict[str, Any]:
-    """What of the plan is the trace's own: its rate (mean or peak), its adapters (named)."""
+    """The trace's part of the plan: its rate, its adapters (named)."""
     own_rate = options["request_rate"] is options["global_batch"] is None
     share = sum(load.adapter_counts.values()) / load.num_requests
     return {
@@ -156,9 +156,9 @@ def _rate(options: dict[str, Any], load: TraceStatistics) -> float | None:
 
 
 def _popularity(options: dict[str, Any], load: TraceStatistics) -> tuple[Popularity, str]:
-    """The popularity, and where it is from: --popularity or --zipf over --adapters, else the trace.
+    """The popularity and its source: --popularity, --zipf or the trace.
 
-    One that changes with time counts as it is at half time, when it is spread over most adapters.
+    A changing popularity counts at half time, when it covers most adapters.
     """
     num_adapters, shape, s = options["num_adapters"], options["popularity"], options["zipf"]
     if shape is not None and s is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `moe-lora provision`: a plan as text and as a cluster file, and its check by --verify.
+"""A plan as text and cluster file, and the check of --verify.
 
-For a plan with all targets kept, latencies of the second simulator follow and decide nothing.
+The second simulator's latencies decide nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from moe_lora.workload.traces.records import Trace
 
 SEED = 1
-"""Of arrivals and adapters; the choice of a plan has `checked.SEEDS`."""
+"""Of arrivals and adapters; plans are chosen with `checked.SEEDS`."""
 _SHOWN_EVERY = 50
 """Requests."""
 _COLUMNS = (
@@ -49,7 +49,7 @@ _COLUMNS = (
 
 
 def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, Any], list[str], str]:
-    """Replays and verdicts as JSON, as lines, and the missed targets in a line, "" if none."""
+    """Replays and verdicts as JSON and lines; the missed targets, or ""."""
     place, rate_per_s = place_of(plan), planned_rate(inputs, plan)
     load = planned_load(inputs, rate_per_s, trace, seed=SEED)
     try:
@@ -74,7 +74,7 @@ def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, An
 def _both_simulators(
     inputs: PlanInputs, place: SizedCluster, rate_per_s: float, trace: Trace
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Latencies of both simulators as JSON and lines, or a line with the reason."""
+    """Both simulators' latencies as JSON and lines, or the reason."""
     from moe_lora.provision.plan.two_simulators import FAST, NOT_REPLAYED, REAL, both, num_replayed
 
     number = num_replayed(inputs)
@@ -131,7 +131,7 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
 
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
-    """A line a target, and a line for each kind of arrivals with a miss."""
+    """A line per target, and per missed kind of arrivals."""
     lines = []
     for target in TARGETS:
         kinds = [verdict for verdict in judged if verdict.target == target.goal]
@@ -163,9 +163,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Deployment, reasons, expectations and assumptions.  Adapter counts of
-    coupled instances are per instance.
-    """
+    """Deployment, reasons, expectations and assumptions."""
     lines = [f"{name:<18} {text}" for name, text in (*_deployed(plan), *_sized(plan), *_expected(plan))]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
 
@@ -314,11 +312,7 @@ def plan_yaml(
     adapters: Sequence[tuple[str, str]] = (),
     engine: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """cluster.yaml of the plan, for `moe-lora serve --config` (fields: docs/reference/cluster_file.md).
-
-    model_dir: None writes a commented placeholder.  adapters: (name, directory) pairs; more come over HTTP or
-    from --lora-dir.  engine: further settings of instances.
-    """
+    """cluster.yaml of the plan, for `moe-lora serve --config`.  model_dir: None writes a placeholder."""
     tokens = plan.max_num_batched_tokens
     content: dict[str, Any] = {
         "model_dir": model_dir or PLACEHOLDER_DIR,

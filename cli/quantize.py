@@ -15,7 +15,7 @@ from .errors import user_errors
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """So that what was begun is removed."""
+    """SIGTERM acts as Ctrl-C, to remove partial output."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora replay`: options in, `moe_lora.report.replay` run, results out."""
+"""`moe-lora replay`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def replay(**options: Any) -> None:
     replay_run.save(run, options)
     if interrupted:
         click.echo("interrupted; the results cover what was done until then", err=True)
-        raise click.exceptions.Exit(130)  # what a shell reports for a command stopped by Ctrl-C
+        raise click.exceptions.Exit(130)
     if not run["completed"]:
         raise click.ClickException("no request was completed")

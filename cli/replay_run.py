@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of `moe-lora replay`: ask the server, plan, send, show, save."""
+"""The steps of `moe-lora replay`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_NAMES_SHOWN = 20
 
 
 def adapter_popularity(options: dict[str, Any], served: ServedModels) -> Popularity | None:
-    """From --lora-modules, --num-adapters, --adapter-counts and --popularity; None without any of them."""
+    """The popularity by the options, or None."""
     _exclusive(options, "lora_modules", "num_adapters", "adapter_counts")
     _exclusive(options, "zipf", "adapter_counts", "popularity", "functions")
     if options["adapter_counts"]:
@@ -37,7 +37,7 @@ def adapter_popularity(options: dict[str, Any], served: ServedModels) -> Popular
 
 
 def popularity_text(options: dict[str, Any]) -> str | None:
-    """--popularity, or what --zipf says in its words; None where neither applies."""
+    """--popularity, or --zipf in its form, or None."""
     if options["functions"] or options["adapter_counts"]:
         return None
     if options["popularity"] or not (options["lora_modules"] or options["num_adapters"] is not None):
@@ -46,7 +46,7 @@ def popularity_text(options: dict[str, Any]) -> str | None:
 
 
 def with_identities(options: dict[str, Any], trace: Trace, served: ServedModels) -> Trace:
-    """The trace with arrivals and adapters of --functions, or its own names mapped; else as it is."""
+    """The trace with --functions, or with mapped names, else unchanged."""
     if options["functions"] is None and options["skewness"] is None:
         return trace
     names, skewness = _named(options, served), 1 if options["skewness"] is None else options["skewness"]
@@ -66,7 +66,7 @@ def with_identities(options: dict[str, Any], trace: Trace, served: ServedModels)
 
 
 def check_served(adapters: set[str | None], served: ServedModels, url: str) -> None:
-    """Raises ValueError if an adapter is not among the server's models."""
+    """Raises ValueError for an adapter unknown to the server."""
     known = (*served.adapters, *served.base)
     missing = sorted(name for name in adapters if name is not None and name not in known)
     if missing:
@@ -81,7 +81,7 @@ def _exclusive(options: dict[str, Any], *names: str) -> None:
 
 
 def _named(options: dict[str, Any], served: ServedModels) -> tuple[str, ...]:
-    """--lora-modules, or the first --num-adapters that the server lists; none without either."""
+    """--lora-modules, or the server's first --num-adapters."""
     wanted = options["num_adapters"]
     if wanted is None:
         return tuple(options["lora_modules"])
@@ -99,7 +99,7 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 
 def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The run as a file holds it, and whether the user stopped it."""
+    """The run as in a file, and True if interrupted."""
     slo = SloTargets(ttft_s=options["slo_ttft_s"], tpot_s=options["slo_tpot_s"])
     trace = read_trace(options["trace"], options["format"])
     for reason, count in trace.dropped.items():
@@ -148,13 +148,13 @@ def described(state: ReplayState) -> str:
 
 
 def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
-    """Defaults resolved: drawn arrivals if a rate is given, the trace's texts if it has any."""
+    """Resolved options: drawn arrivals with a rate, texts if present."""
     if options["prompts"] and options["random_prompts"]:
         raise ValueError("--prompts and --random-prompts exclude each other; give one of them")
     rate = options["request_rate"]
     drawn = options["arrivals"] or ("trace" if rate is None or options["functions"] else "gamma")
     if options["functions"] and drawn == "trace":
-        rate = None  # its invocations are thinned to the rate, not scaled
+        rate = None  # invocations are thinned to the rate, not scaled
     has_texts = all(request.prompt is not None for request in trace.requests)
     same = (
         "burstiness",
@@ -174,7 +174,7 @@ def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
 
 
 def replay_options(options: dict[str, Any], served: ServedModels) -> ReplayOptions:
-    """Raises ValueError if no base model is named, by the user or by the server."""
+    """The client's options.  Raises ValueError without a base model."""
     model = options["model"] or next(iter(served.base), None)
     if model is None:
         raise ValueError(f"{options['url']} lists no base model; give --model")
@@ -185,14 +185,14 @@ def replay_options(options: dict[str, Any], served: ServedModels) -> ReplayOptio
 def saved_config(
     options: dict[str, Any], sending: ReplayOptions, trace: Trace, plan: list[PlannedRequest]
 ) -> dict[str, Any]:
-    """The options as given, and what became of those that were left to be resolved."""
+    """The options as given, and resolved values."""
     kept = {name: value for name, value in options.items() if name not in _NOT_SAVED}
     found = {"model": sending.model, "format": trace.format, "popularity": popularity_text(options)}
     return {**kept, **found, "num_prompts": len(plan)}
 
 
 def show(run: dict[str, Any], *, quiet: bool = False) -> None:
-    """The table on stdout, unless quiet; what failed, and whether the client kept up, on stderr."""
+    """Print the table unless quiet; failures on stderr."""
     if not quiet:
         Console().print(summary_table([run]))
     for message, count in run["error_counts"].items():
@@ -203,7 +203,7 @@ def show(run: dict[str, Any], *, quiet: bool = False) -> None:
 
 
 def save(run: dict[str, Any], options: dict[str, Any]) -> None:
-    """Write the files asked for."""
+    """Write the requested files."""
     if options["save_result"]:
         write_json(options["save_result"], run)
     if options["append_result"]:

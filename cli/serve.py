@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora serve`: options in, `moe_lora.assemble.serve` run."""
+"""`moe-lora serve`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `moe-lora serve`, laid over the settings of its file."""
+"""The options of `moe-lora serve` over its file."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ENVIRONMENT_KEY = "VLLM_API_KEY"
 def cluster_to_serve(
     config_file: str | None, front_end: str | None, options: dict[str, Any]
 ) -> ClusterConfig:
-    """What to serve.  Options that were not given are None, or empty.
+    """The cluster to serve; options not given are None or empty.
 
-    front_end: which of several front ends host, port and admin_address are of.  Raises ConfigError,
-    click.UsageError and click.BadParameter.
+    front_end: of several, the owner of host, port and admin_address.  Raises ConfigError, click.UsageError
+    and click.BadParameter.
     """
     from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
 
@@ -43,7 +43,7 @@ def cluster_to_serve(
     content: dict[str, Any] = {}
     folder, path_of = Path(), str
     if config_file is not None:
-        read_cluster(config_file)  # so that what is wrong in the file is said of the file
+        read_cluster(config_file)  # errors of the file name the file
         content, folder, path_of = (
             read_content(config_file),
             Path(config_file).resolve().parent,
@@ -88,7 +88,7 @@ def cluster_to_serve(
 
 
 def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str, Any]) -> str:
-    """The path by path_of; an address of an allowed source unchanged."""
+    """The path by path_of; an allowed source's address unchanged."""
     sources = content.get("sources")
     if "://" in path or sources is None:
         return path if "://" in path else path_of(path)
@@ -98,7 +98,7 @@ def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str
 
 
 def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """A section of the file with the options over it; another registry takes nothing of the file's."""
+    """A section of the file under the options; another registry replaces the section."""
     settings, opening = settings_of(kind), kind.OPENED_BY
     if opening and file is None and opening not in given:
         options = ", ".join(settings[name].rule.option or f"{kind.SECTION}.{name}" for name in given)
@@ -107,15 +107,15 @@ def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) ->
 
 
 def _base_names(content: dict[str, Any]) -> set[str]:
-    """Names of the base model in base_model_name: served names, the folder, the folder's name."""
+    """Allowed values of base_model_name."""
     served, model_dir = content.get("served_model_name") or [], str(content.get("model_dir") or "")
     return {*([served] if isinstance(served, str) else served), model_dir, Path(model_dir).resolve().name}
 
 
 def read_module(text: str, base_names: set[str]) -> list[tuple[str, str]]:
-    """(name, path) of the adapters in a value of --lora-modules: NAME=PATH, or JSON as in vLLM.
+    """(name, path) of adapters in --lora-modules: NAME=PATH, or JSON as in vLLM.
 
-    base_names: allowed values of `base_model_name`.  Raises click.BadParameter.
+    Raises click.BadParameter.
     """
     if text.lstrip()[:1] not in ("{", "["):
         name, separator, path = text.partition("=")
@@ -167,7 +167,7 @@ def _folder_of(path: str, name: str) -> str:
 
 
 def admin_digests(given: Iterable[str]) -> list[str]:
-    """Digests of keys.  Raises click.BadParameter for a key with characters outside a header's."""
+    """Digests of keys.  Raises click.BadParameter for unfit characters."""
     from moe_lora.serve.api_keys import digest_of
 
     keys = list(dict.fromkeys(given))
@@ -182,7 +182,7 @@ def admin_digests(given: Iterable[str]) -> list[str]:
 
 
 def _keys_of_environment(content: dict[str, Any]) -> list[str]:
-    """The key in VLLM_API_KEY, unless the file has digests of keys, as a role's file has."""
+    """The key in VLLM_API_KEY, unless the file has digests."""
     key, section = os.environ.get(ENVIRONMENT_KEY), content.get("front_end")
     if not key or (isinstance(section, dict) and "admin_key_digests" in section):
         return []
@@ -211,10 +211,9 @@ def _setting(text: str) -> tuple[str, Setting, Any]:
 
 
 def _value_of(one: Setting, text: str) -> Any:
-    """The text as YAML, or as the type of the setting where YAML has another one.
+    """The text as YAML, or by the setting's type: "on" may be a text, 1e-3 is a number, one value is a list.
 
-    "on" is a text for a setting with texts, 1e-3 is a number, and a list may be a single value.
-    Raises ConfigError for an empty text, and for other text than YAML.
+    Raises ConfigError for an empty text and for invalid YAML.
     """
     import yaml
 
@@ -237,10 +236,10 @@ def _value_of(one: Setting, text: str) -> Any:
 
 
 def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
-    """The settings, their adapters held against the base model before anything starts.
+    """The settings, with adapters checked against the base model.
 
-    skip_bad: leave out those that can't be served, with a line in the log for each; their values are looked
-    at too then.  Raises ConfigError that names all of them otherwise, or for a base model that can't be read.
+    skip_bad: log and drop bad adapters, after a check of their values too; else bad adapters raise
+    ConfigError.  Raises ConfigError for an unreadable base model.
     """
     from moe_lora.adapters.peft.file_check import bad_adapters
     from moe_lora.families import shape_of
@@ -268,11 +267,11 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
 
 
 def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
+    """(name, directory) of every PEFT adapter in or below the folders, by name.
 
-    Links are followed.  Each folder is walked once, so a loop of links ends.  An adapter behind a link has
-    the link's name.  Folders below are left out if their names begin with a dot.  Raises click.BadParameter
-    for a folder without any adapter and for unfit names.
+    Follows links, and walks each folder once.  An adapter behind a link has the link's name.  Skips
+    subfolders with a leading dot.  Raises click.BadParameter for a folder without adapters and for unfit
+    names.
     """
     found: list[tuple[str, str]] = []
     unfit: list[str] = []
@@ -291,7 +290,7 @@ def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _adapters_below(folder: str) -> list[str]:
-    """Places of adapters in or below a folder, one for each name that leads to an adapter."""
+    """Adapters in or below a folder, once by name."""
     found: dict[tuple[str, str], str] = {}
     walked: set[str] = set()
     waiting = [folder]
@@ -316,12 +315,12 @@ def _adapters_below(folder: str) -> list[str]:
 
 
 def _holds(folder: str, path: str) -> bool:
-    """True for a folder that is `path`, or that `path` lies in; both without links."""
+    """True if `path` is, or lies in, the folder, without links."""
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 
 def _no_adapter(folder: str) -> str:
-    """Why a folder has no adapter to serve."""
+    """The reason for a folder without adapters."""
     from moe_lora.core.wrong_files import other_content
 
     found = other_content(Path(folder))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora settings`: each setting of `moe-lora serve`, with values, default and meaning."""
+"""`moe-lora settings`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settings(section: str | None) -> None:
 
 
 def _described(section: str, kind: type, *, in_short: bool) -> Iterator[tuple[str, str]]:
-    """Place and meaning of each setting.  in_short: the meaning's first sentence."""
+    """Place and meaning of each setting; in_short: one sentence."""
     for name, values, default, option, meaning in rows(kind):
         also = f"; also {option}" if option else ""
         text = first_sentence(meaning) if in_short else f"{meaning}  [{values}; default: {default}{also}]"
@@ -52,7 +52,7 @@ def _described(section: str, kind: type, *, in_short: bool) -> Iterator[tuple[st
 
 
 def rows(kind: Any) -> Iterator[tuple[str, ...]]:
-    """Name, values, default, option and meaning of each setting of a section, in Markdown."""
+    """Name, values, default, option and meaning of settings, in Markdown."""
     for name, one in settings_of(kind).items():
         if one.rule.in_file:
             option = f"`{one.rule.option}`" if one.rule.option else ""
@@ -68,7 +68,7 @@ def default_text(one: Setting) -> str:
 
 
 def _values(one: Setting) -> str:
-    """What may be given, short."""
+    """Allowed values, in short."""
     rule = one.rule
     if rule.choices:
         return ", ".join(f"`{choice}`" for choice in rule.choices)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the table of vLLM's options (`vllm_options`).
 
-A value is refused, with a way out, if it would change answers, access or the served models in an unsupported
-way.  An option for speed or logs has no effect, and one line of the log states this.
+Unsupported changes of answers, access or served models are refused.  Options for speed or logs have no
+effect, and the log says so.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Literal, NamedTuple
 Takes = Literal["flag", "value", "values"]
 ANY = "*"
 MODEL = "MODEL_DIR"
-"""Stands for the path of the model in `VllmOption.words`."""
+"""The model's path in `VllmOption.words`."""
 
 
 class VllmOption(NamedTuple):
     """One option of vLLM.
 
-    names: the long name, then short names.  takes: a "flag" has a form --no-NAME.  words: value → our words,
-    `{}` for the value, "" for no words; `ANY`: every other value.  Further values are refused.  A flag may
-    have words for values beside "true" and "false".  text: reason of no effect, or way out of a refusal.
-    convert: see `cli.vllm_words.CONVERTERS`.  example: a value for `ANY`.  own: the option means the same
-    here.
+    takes: a "flag" has a form --no-NAME.  words: value → our words, `{}` for the value, "" for no words;
+    `ANY`: every other value.  Further values are refused.  A flag may have words beside "true" and "false".
+    text: reason of no effect, or way out of a refusal.  convert: see `cli.vllm_words.CONVERTERS`.  own: the
+    same option here.
     """
 
     names: tuple[str, ...]
@@ -45,11 +44,11 @@ class VllmOption(NamedTuple):
 
     @property
     def is_neutral_only(self) -> bool:
-        """True if some values ask for nothing new, and other values are refused."""
+        """True if only neutral values are accepted."""
         return ANY not in self.words and (self.takes != "flag" or len(self.words) < 2)
 
     def here(self) -> str:
-        """The option's effect in `moe-lora serve`, for help and docs."""
+        """The option's effect in `moe-lora serve`."""
         if self.own and not self.text:
             return "as in vLLM"
         if self.own:
@@ -75,7 +74,7 @@ class VllmOption(NamedTuple):
 
 
 def _shown(words: str) -> str:
-    """Our words as help and docs show them."""
+    """Our words in help and docs."""
     return MODEL if words == "{}" else words.replace("{}", "VALUE").replace("{tensor}", "RANKS")
 
 
@@ -85,7 +84,7 @@ def same(name: str, text: str = "", *, convert: str = "", example: str = "1", **
 
 
 def setting(name: str, place: str, text: str = "", *values: str) -> VllmOption:
-    """An option with the same effect as a setting.  values: all that may be given; none: any."""
+    """An option with a setting's effect.  values: all allowed; none: any."""
     words = {value: f"--set {place}={value}" for value in values} or {ANY: f"--set {place}={{}}"}
     return VllmOption((name,), "value", words, text, own=True)
 
@@ -109,7 +108,7 @@ def unused(names: str, why: str, takes: Takes = "value") -> VllmOption:
 
 
 def only(names: str, values: tuple[str, ...], way_out: str) -> VllmOption:
-    """An option with these neutral values; other values are refused."""
+    """An option with neutral values alone."""
     return VllmOption(tuple(names.split()), "value", dict.fromkeys(values, ""), way_out)
 
 

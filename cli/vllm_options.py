@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's options as `moe-lora serve` takes them: the table behind parser, help, docs and test."""
+"""The table of vLLM's options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates vLLM's options on the command line of `serve` to the options of `serve`."""
+"""Translates vLLM's options on `serve`'s command line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _POWERS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**3
 _SWITCH = {"true": "true", "1": "true", "false": "false", "0": "false"}
 SET = "--set"
 NOTES = "moe_lora.vllm_notes"
-"""Key of the lines for the log in a context's `meta`."""
+"""Key of log lines in a context's `meta`."""
 
 
 class Place(NamedTuple):
-    """A setting of a section of the file.  reason: why the section has it no more, else empty."""
+    """A setting of a section.  reason: of its removal, else empty."""
 
     section: str
     name: str
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return any(kind in self.kinds for kind in (tuple[str, ...], tuple[int, ...]))
 
     def words(self, values: Sequence[str]) -> str:
-        """The option --set with these values, as a shell reads it."""
+        """The option --set with these values, quoted."""
         text = values[-1]
         if self.is_list:
             numbers = tuple[int, ...] in self.kinds
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def former_options() -> dict[str, list[Place]]:
-    """Name with dashes → places, for every setting without an option, and every former setting."""
+    """Name with dashes → places of settings without an option, and of former settings."""
     found: dict[str, list[Place]] = {}
     for section, kind in SECTIONS.items():
         for name, one in settings_of(kind).items():
@@ -68,7 +68,7 @@ def former_options() -> dict[str, list[Place]]:
 
 
 def new_place(option: str, values: Sequence[str]) -> str:
-    """Where the setting of an option stands now.  values: those given with the option."""
+    """The current place of an option's setting, with given values."""
     places = former_options()[option]
     if places[0].reason:
         return f"{option} is no setting any more: {places[0].reason}"
@@ -96,7 +96,7 @@ def _number(text: str) -> float:
 
 
 def _origins(text: str) -> list[str]:
-    """The text, if it is a list of texts in JSON."""
+    """The text, if a JSON list of texts."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -115,19 +115,18 @@ CONVERTERS: dict[str, Callable[[str], list[str]]] = {
     "gib_to_mb": lambda text: [f"{_number(text) * 2**30 / 1e6:.6f}"],
     "bytes_to_gb": lambda text: [f"{_number(_count(text)[0]) / 1e9:.9f}"],
 }
-"""Make values of our option from a value of vLLM's option.  Raise ValueError."""
+"""Convert a value of vLLM's option.  Raise ValueError."""
 
 
 def _places(name: str) -> list[Place]:
-    """Settings of the file that an option of this name stood for."""
+    """Settings of the file under an option's name."""
     return former_options().get(name, []) if name.startswith("--") else []
 
 
 class VllmWords:
     """A command line with vLLM's options translated to ours.
 
-    own: the command's options by name.  words: the translation.  notes: lines for the log.  Raises UsageError
-    for values that can't be had here, and for options that are settings of the file.
+    Raises UsageError for unsupported values, and for options that are settings of the file.
     """
 
     def __init__(self, args: Sequence[str], own: Mapping[str, click.Option]) -> None:
@@ -136,11 +135,11 @@ class VllmWords:
         self._own = own
         self._table = by_name()
         self._given: dict[str, tuple[str, str]] = {}
-        """Option of ours with one value, or --set and its place → name as given, and value."""
+        """Our option, or --set and place → name as given, and value."""
         self._moved: dict[str, list[str]] = {}
-        """Option that is a setting of the file → values as given."""
+        """Option of a file's setting → values as given."""
         self._found: dict[str, tuple[VllmOption, str, str]] = {}
-        """Option of vLLM with one value → row, name as given, value.  The last value counts."""
+        """vLLM's option → row, name as given, last value."""
         self._left = [self._spelled(word) for word in args]
         self._all = list(self._left)
         while self._left and self._left[0] != "--":
@@ -154,7 +153,7 @@ class VllmWords:
         self.words += self._left
 
     def _spelled(self, word: str) -> str:
-        """The word with dashes for underscores in its name."""
+        """The word with dashes in its name."""
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
@@ -176,7 +175,7 @@ class VllmWords:
             self._set(option, name, value if equals else self._value(name))
 
     def _option(self, name: str) -> tuple[VllmOption | None, bool]:
-        """The table's row for a name, and True if the name turns a flag off."""
+        """The table's row for a name, and True for an off flag."""
         if name in self._own and name not in self._table:
             return None, False
         if name.startswith("--no-") and self._is_flag("--" + name[5:]):
@@ -186,7 +185,7 @@ class VllmWords:
                 return self._table[known], False
         if not name.startswith("--") or len(name) < 4 or _places(name):
             return None, False
-        # As in argparse, an unambiguous start of a name is enough.
+        # As in argparse, an unambiguous start is enough.
         starts = [one for one in {*self._table, *self._own} if one.startswith(name)]
         return (self._table.get(starts[0]), False) if len(starts) == 1 else (None, False)
 
@@ -194,7 +193,7 @@ class VllmWords:
         return name in self._table and self._table[name].takes == "flag"
 
     def _pass_on(self, word: str, name: str, equals: str, value: str) -> None:
-        """Copy a word outside the table.  An option with one value is noted in `_given`."""
+        """Copy a word outside the table; `_given` notes single values."""
         self.words.append(word)
         option = self._own.get(name)
         if name == SET and (equals or self._left):
@@ -225,7 +224,7 @@ class VllmWords:
         self._set(option, name, state)
 
     def _is_word(self, option: VllmOption, value: str) -> bool:
-        """True for a value of a flag other than its two states."""
+        """True for a flag's further value."""
         return value in option.words and value not in _SWITCH
 
     def _set(self, option: VllmOption, name: str, value: str) -> None:
@@ -252,13 +251,13 @@ class VllmWords:
         return found
 
     def _values_of(self, place: Place) -> list[str]:
-        """The values that follow the option of a setting."""
+        """The values after a setting's option."""
         if bool in place.kinds or not self._left or self._left[0].startswith("--"):
             return []
         return self._values("") if place.is_list else [self._left.pop(0)]
 
     def _add(self, option: VllmOption, name: str, value: str) -> None:
-        """Add our words for an option and a value; for a flag "true" or "false"."""
+        """Add our words for an option and a value ("true" or "false")."""
         if option.takes == "flag":
             self._add_flag(option, value)
             return
@@ -280,19 +279,19 @@ class VllmWords:
             self._note(option, name, f"{name} {value}")
 
     def _note(self, option: VllmOption, name: str, neutral: str) -> None:
-        """Add a line for the log.  neutral: the words as given, if they ask for nothing new; else empty."""
+        """Add a line for the log.  neutral: the given neutral words."""
         if option.is_unused or not neutral:
             self.notes.append(f"{name} has no effect here: {option.text}")
         else:
             self.notes.append(f"{neutral} changes nothing here")
 
     def _is_elsewhere(self, name: str, value: str) -> bool:
-        """True if another word has the same value, such as the path of the model."""
+        """True if another word has the same value."""
         ours = [word.partition("=")[2] if word.startswith("-") else word for word in self._all]
         return ours.count(value) > 1
 
     def _add_words(self, option: VllmOption, name: str, words: str, value: str = "") -> None:
-        if words == "{}":  # an argument without a name
+        if words == "{}":
             self.words.append(value)
             return
         ours, _, rest = words.partition(" ")
@@ -309,12 +308,12 @@ class VllmWords:
             self._note_given(ours, name, filled, option.text)
 
     def _note_set(self, name: str, filled: str, way_out: str) -> None:
-        """As `_note_given`, for a place and value of --set."""
+        """As `_note_given`, for --set."""
         place, _, value = filled.partition("=")
         self._note_given(f"{SET} {place}", name, value, way_out)
 
     def _note_given(self, ours: str, name: str, value: str, way_out: str) -> None:
-        """Raise UsageError if two names of one option have different values."""
+        """Raises UsageError for two names with different values."""
         other, before = self._given.setdefault(ours, (name, value))
         if other != name and before != value:
             raise click.UsageError(
@@ -324,13 +323,13 @@ class VllmWords:
 
 
 class VllmCommand(VariadicCommand):
-    """A command with vLLM's options beside its own.  Lines for the log are in the context's `meta`."""
+    """A command with vLLM's options beside its own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
         found = VllmWords(expand(args, self.variadic), own)
         ctx.meta[NOTES] = list(dict.fromkeys(found.notes))
-        return click.Command.parse_args(self, ctx, found.words)  # lists are expanded already
+        return click.Command.parse_args(self, ctx, found.words)
 
 
 def show_vllm_options(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:

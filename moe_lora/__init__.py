@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve many LoRA adapters over one Mixture-of-Experts model.
 
-The names below are imported on first use, so that `import moe_lora` and the
-torch-free folders (core, policies, workload, report, ...) start in milliseconds.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -45,11 +45,10 @@ T = TypeVar("T")
 
 
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
-    """Start the cluster's instances as processes of this host and serve HTTP until a signal.
+    """Serve HTTP over local instances, each a process, until a signal.
 
-    cluster.engine.num_threads is per instance.  Only the addresses in front_end are used, of HTTP and of
-    administrators. reload: see `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for
-    errors known at start.
+    cluster.engine.num_threads is per instance.  Of all addresses only front_end's are used.  Raises
+    ConfigError, RegistryError or AdapterError for errors known at start.
     """
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound
@@ -84,10 +83,7 @@ async def serve_http(
     reload: Reload | None = None,
     at_once: asyncio.Event | None = None,
 ) -> None:
-    """Serve HTTP over a fleet until a signal.
-
-    fleet: opened here, beside the checking process's start.  socks, reload, at_once: see `serve_forever`.
-    """
+    """Serve HTTP over a fleet until a signal."""
     from moe_lora.serve.server import serve_forever
 
     async with _opened_frontend(cluster, fleet, tokenizer) as frontend:
@@ -116,10 +112,7 @@ async def _opened_frontend(
 
 
 def with_local_app(cluster: ClusterConfig, use: Callable[[FastAPI], Awaitable[T]]) -> T:
-    """The result of `use`, called with the HTTP application over instances of this host, without a socket.
-
-    Raises as `serve`.
-    """
+    """The result of `use` on the HTTP application over local instances.  Raises as `serve`."""
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import controlled, create_app
 
@@ -145,9 +138,9 @@ def _opened_registry(
 
 
 def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
-    """Run the controller for a cluster's front ends (`dist.cluster.controller`) until a signal.
+    """Run the controller for a cluster's front ends until a signal.
 
-    reload: effect of SIGHUP.  Raises ConfigError, RegistryError or AdapterError for errors known at start.
+    Raises as `serve`, and without a controller section.
     """
     from moe_lora.dist.cluster.controller.front_end_listener import run_controller
 
@@ -162,11 +155,10 @@ def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> No
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
-    """Keep a controller, front ends on one port, instances and a LoRA Server running on this host until a
-    signal; returns the exit code.
+    """Run a controller, front ends on one port, instances and a LoRA Server on this host until a signal.
 
-    Only the addresses in front_end are used, of HTTP and of administrators.  reload: effect of SIGHUP, also
-    in front ends and the controller.  Raises ConfigError for errors known at start.
+    Returns the exit code.  Of all addresses only front_end's are used.  reload: effect of SIGHUP in all
+    processes.  Raises ConfigError for errors known at start.
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
@@ -175,7 +167,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     from moe_lora.dist.launch.local import local_lora_server
     from moe_lora.serve.server import bound
 
-    # Report errors here once, instead of in each process.
+    # Report errors once, not in each process.
     cluster = _checked(cluster)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
@@ -223,10 +215,9 @@ def serve_front_end(
     listen_fds: Sequence[int] = (),
     reload: Reload | None = None,
 ) -> None:
-    """Serve HTTP over instances that dial in (`dist.cluster.listener`), until a signal.
+    """Serve HTTP over instances that dial in, until a signal.
 
-    name: among several front ends.  listen_fds: inherited bound sockets; empty: bind new sockets. reload:
-    see `serve_forever`.  Raises ConfigError for errors known at start.
+    listen_fds: empty: bind new sockets.  Raises ConfigError for errors known at start.
     """
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound
@@ -245,7 +236,7 @@ def serve_front_end(
 
 @contextmanager
 def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncContextManager[ServedFleet]]:
-    """Instances that dial the front end of this name; without a controller's process, it is here."""
+    """Instances that dial this front end, with the controller here unless separate."""
     if cluster.controller is not None:
         from moe_lora.dist.cluster.controller.controller_link import directed_fleet
 
@@ -258,10 +249,9 @@ def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncC
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine.  Before its own handler, SIGTERM cancels the coroutine for an orderly end; a second
-    SIGTERM ends the process at once.
+    """Run a coroutine; SIGTERM cancels the coroutine, a second SIGTERM ends the process.
 
-    Then raises SystemExit with the shell's status for the signal.
+    Then raises SystemExit with the shell's status.
     """
 
     async def run() -> T:
@@ -281,7 +271,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _checked(cluster: ClusterConfig) -> ClusterConfig:
-    """Settings with devices, for all roles on this host.  Raises ConfigError."""
+    """Settings with devices.  Raises ConfigError."""
     from moe_lora.dist.launch.local import checked
 
     cluster = checked(cluster)
@@ -290,7 +280,7 @@ def _checked(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def _check_front_end(front_end: FrontEndConfig, engine: EngineConfig) -> None:
-    """Raises ConfigError for unreadable keys, and for experts in answers of a dense model."""
+    """Raises ConfigError for unreadable keys, and for experts of a dense model."""
     from moe_lora.serve.access import checked_keys
 
     checked_keys(front_end)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement reports: definitions of TTFT and TPOT, summaries, result files, tables and plots.
+"""Measurement reports.
 
-Import the load client (`moe_lora.report.replay`) and the plots (`moe_lora.report.html`) by name: they need
-httpx and matplotlib.
+Import `replay` (needs httpx) and `html` (needs matplotlib) by name.
 """
 
 from __future__ import annotations

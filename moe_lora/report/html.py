@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports as single HTML files with embedded plots: load tests, and provisioning plans."""
+"""Reports as single HTML files with embedded plots."""
 
 from __future__ import annotations
 
@@ -154,10 +154,7 @@ TERMS = (
 def write_report(
     path: str | Path, runs: Sequence[dict[str, Any]], title: str = "Load test", notes: Sequence[str] = ()
 ) -> None:
-    """Write the report of one or more run files' contents (`run_file.read_run`); opens without a network.
-
-    Each run gets a colour and a column.  notes: leading paragraphs.  Raises ValueError without any run.
-    """
+    """Write the report of run files' contents (`run_file.read_run`).  Raises ValueError without runs."""
     if not runs:
         raise ValueError("a report needs at least one run")
     write_text(path, render(runs, title, notes))
@@ -186,7 +183,7 @@ def render(runs: Sequence[dict[str, Any]], title: str = "Load test", notes: Sequ
 
 
 def about(run: dict[str, Any]) -> str:
-    """Server, load and machine, as far as stated in the run file."""
+    """Server, load and machine of the run."""
     config, env = run.get("config", {}), run.get("env", {})
     machine = [
         env.get("cpu_model") and f"{env['cpu_model']}, {env.get('cpu_cores')} cores",
@@ -211,7 +208,7 @@ def about(run: dict[str, Any]) -> str:
 
 
 def png(figure: Figure) -> str:
-    """The figure as base64 text, for a data URL."""
+    """The figure as base64 text."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return base64.b64encode(buffer.getvalue()).decode()
@@ -239,9 +236,9 @@ _WORDS = (
 def write_plan_report(
     path: str | Path, plan: Mapping[str, Any], lines: Sequence[str], curves: Curves
 ) -> None:
-    """Write the page; opens without a network.
+    """Write the plan's page.
 
-    plan: `Plan.to_json()`.  lines: the plan in words.  curves: (capacity, IAR) points by estimator.
+    plan: `Plan.to_json()`.  curves: (capacity, IAR) points by estimator.
     """
     figures = (
         ("Requests that start at once, by capacity", iar_figure(plan, curves)),
@@ -258,7 +255,7 @@ def write_plan_report(
 
 
 def iar_figure(plan: Mapping[str, Any], curves: Curves) -> Figure:
-    """IAR over capacity by estimator, with the target, M* and the server's slots."""
+    """IAR over capacity by estimator, with target, M* and slots."""
     figure, axes = new_figure(3.9)
     axis = axes[0, 0]
     for index, (name, points) in enumerate(curves.items()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definitions of TTFT, TPOT, ITL, E2E and the like.  Symbols: docs/reference/metrics.md.
+"""Definitions of TTFT, TPOT, ITL and E2E (docs/reference/metrics.md).
 
 sent     the client starts to send the request
 first    the first token arrives;  token_times_s[0]
@@ -20,8 +20,8 @@ class ClientTiming:
     """Times of one finished request, in seconds on one clock.
 
     token_times_s: arrival of each chunk with tokens, sorted, at least one.
-    decode_ttft_ms: queueing + adapter load + first decode step, without prefill, from the server.
-    Raises ValueError for times out of order or num_output_tokens < 1.
+    decode_ttft_ms: queueing + adapter load + first decode step, from the server.
+    Raises ValueError for times out of order or without tokens.
     """
 
     sent_s: float
@@ -39,7 +39,7 @@ class ClientTiming:
 
     @property
     def ttft_ms(self) -> float:
-        """first - sent: at the client, with prefill and network."""
+        """first - sent, with prefill and network."""
         return (self.token_times_s[0] - self.sent_s) * 1e3
 
     @property
@@ -67,7 +67,7 @@ class ClientTiming:
 
 
 def avg_latency_ms(timings: Iterable[ClientTiming]) -> float | None:
-    """Sum of E2E / sum of n over all requests; None without any.  Source: dLoRA section 7.1."""
+    """Sum of E2E / sum of n; None without requests.  Source: dLoRA section 7.1."""
     e2el_ms, num_tokens = 0.0, 0
     for timing in timings:
         e2el_ms += timing.e2el_ms
@@ -93,7 +93,7 @@ class SloTargets:
         return self._met(timing.ttft_ms, timing.tpot_ms)
 
     def met_in_decode_by(self, timing: ClientTiming) -> bool:
-        """As `met_by`, with decode_ttft_ms in place of TTFT (InfiniLoRA section 2.3, footnote)."""
+        """As `met_by` with decode_ttft_ms for TTFT (InfiniLoRA section 2.3, footnote)."""
         return timing.decode_ttft_ms is not None and self._met(timing.decode_ttft_ms, timing.tpot_ms)
 
     def _met(self, ttft_ms: float, tpot_ms: float | None) -> bool:
@@ -102,11 +102,10 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request: finished (`timing`), failed (`error`), or, with neither, interrupted.
+    """One request: finished (`timing`), failed (`error`), or interrupted.
 
-    adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.
-    input_tokens: by the server if available.  exact: the text equals the known answer.
-    queue_ms, adapter_load_ms, kv_load_ms: from the server, if available.
+    adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.  exact:
+    the text equals the known answer.
     """
 
     adapter: str | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client for OpenAI-compatible servers that stamps the arrival of every token."""
+"""A client for OpenAI-compatible servers that stamps every token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ServerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """Content of /v1/models: entries with a `parent` are adapters, the rest are base models."""
+    """Content of /v1/models; entries with a `parent` are adapters."""
 
     base: tuple[str, ...]
     adapters: tuple[str, ...]
@@ -36,7 +36,7 @@ class StreamedCompletion:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def take(self, chunk: dict[str, Any], now_s: float) -> None:
-        """Add one chunk.  A chunk with only a finish reason moves `end_s`, but is no token."""
+        """Add one chunk; a mere finish reason moves `end_s` alone."""
         if "error" in chunk:
             raise ServerError(f"error in the stream: {error_message(chunk)}")
         usage, choices = chunk.get("usage") or self.usage, chunk.get("choices") or [None]
@@ -55,13 +55,13 @@ class StreamedCompletion:
 
 
 def base_url(url: str) -> str:
-    """The URL without a trailing slash or /v1; http:// is put before a bare host:port."""
+    """The URL without a final slash or /v1, with http://."""
     url = url if "://" in url else f"http://{url}"
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def error_message(body: Any) -> str:
-    """The message of an OpenAI error body, in the servers' various forms."""
+    """The message of an OpenAI error body."""
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         return str(error.get("message") or error.get("detail") or error)
@@ -69,9 +69,9 @@ def error_message(body: Any) -> str:
 
 
 class CompletionClient:
-    """Streams from `/v1/completions`; use as an async context manager.
+    """Streams from `/v1/completions`; an async context manager.
 
-    timeout_s: for connecting and for silence between chunks; callers limit whole requests.
+    timeout_s: for connecting and for silence between chunks.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CompletionClient:
     ) -> None:
         self.url = base_url(url)
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        # No proxy from the environment, in the measured path.
+        # No proxy of the environment in the measurement.
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, pool=None),
@@ -95,7 +95,7 @@ class CompletionClient:
         await self._http.aclose()
 
     async def models(self) -> ServedModels:
-        """Raises ServerError for an unreachable server or an answer that is no model list."""
+        """The server's models.  Raises ServerError."""
         try:
             response = await self._http.get("/v1/models", timeout=10.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -117,9 +117,9 @@ class CompletionClient:
         )
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
-        """POST the body (with "stream": true) and read the stream to its end.
+        """POST the body (with "stream": true) and read the whole stream.
 
-        Raises ServerError for an HTTP error, an error in the stream, or a broken stream.
+        Raises ServerError for an HTTP error or a broken stream.
         """
         completion = StreamedCompletion(sent_s=time.perf_counter())
         try:
@@ -148,7 +148,7 @@ def _body_message(response: httpx.Response) -> str:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """(arrival, parsed data) of each server-sent event but the closing [DONE]."""
+    """(arrival, data) of each server-sent event but [DONE]."""
     rest = b""
     async for part in response.aiter_bytes():
         now_s = time.perf_counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's figures, each from the run files of one or more runs."""
+"""The report's figures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def nothing(axis: Axes) -> None:
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Ticks at 1, 2, 5 (over more than two decades: 1) times powers of ten; milliseconds."""
+    """Ticks at 1, 2, 5 (1 alone if high / low > 200) times powers of ten, in ms."""
     steps = (1,) if high / low > 200 else (1, 2, 5)
     ticks = [step * 10.0**power for power in range(-3, 8) for step in steps]
     axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
@@ -62,7 +62,7 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def run_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
-    """Colours of the runs; no legend for a single run."""
+    """Colours of several runs."""
     if len(runs) > 1:
         handles = [
             Line2D([], [], color=color(i), linewidth=2, label=run["label"]) for i, run in enumerate(runs)
@@ -84,7 +84,7 @@ def finished(run: dict[str, Any]) -> list[int]:
 
 
 def tpots_s(run: dict[str, Any]) -> FloatArray:
-    """(E2E - TTFT) / (n - 1) of each finished request with more than one token."""
+    """(E2E - TTFT) / (n - 1) of finished requests, n > 1."""
     return present([tpot_s(run, index) for index in finished(run)])
 
 
@@ -94,7 +94,7 @@ def tpot_s(run: dict[str, Any], index: int) -> float | None:
 
 
 def cdf(values: FloatArray, max_points: int = 600) -> tuple[FloatArray, FloatArray]:
-    """(sorted values, share of values at or below each), thinned to about max_points."""
+    """(sorted values, share at or below each), thinned to about max_points."""
     ordered = np.sort(values)
     shares = np.arange(1, len(ordered) + 1) / len(ordered)
     if len(ordered) <= max_points:
@@ -104,7 +104,7 @@ def cdf(values: FloatArray, max_points: int = 600) -> tuple[FloatArray, FloatArr
 
 
 def ends_s(run: dict[str, Any]) -> FloatArray:
-    """End of each finished request, in seconds after the run's start."""
+    """Ends of finished requests after the run's start."""
     return present([run["start_times"][index] + run["e2els"][index] for index in finished(run)])
 
 
@@ -115,7 +115,7 @@ def rate_per_s(times_s: FloatArray, edges_s: FloatArray) -> FloatArray:
 
 
 def token_times_s(run: dict[str, Any]) -> FloatArray:
-    """Arrival of each token chunk of the finished requests."""
+    """Arrival of each token chunk of finished requests."""
     parts = [
         run["start_times"][index] + run["ttfts"][index] + np.cumsum([0.0, *run["itls"][index]])
         for index in finished(run)
@@ -131,7 +131,7 @@ def in_flight(run: dict[str, Any], times_s: FloatArray) -> FloatArray:
 
 
 def attainment(run: dict[str, Any]) -> list[tuple[str, int, float]]:
-    """(adapter, requests, share within the SLO), most popular first; failed requests miss the SLO."""
+    """(adapter, requests, share within the SLO), most popular first; failed requests miss."""
     ttft_s, tpot_limit_s = run["slo_ttft_s"], run["slo_tpot_s"]
     outcomes: dict[str, list[bool]] = defaultdict(list)
     for index, adapter in enumerate(run["adapters"]):
@@ -181,7 +181,7 @@ def _finish_cdf(axis: Axes, slo_s: float, drawn: bool) -> None:
 
 
 def latency_cdfs(runs: Sequence[Run]) -> Figure:
-    """CDFs of TTFT (dashed: decode TTFT, if reported) and of TPOT, with the SLOs."""
+    """CDFs of TTFT (dashed: decode TTFT) and TPOT."""
     figure, axes = new_figure(3.9, num_columns=2)
     ttft, tpot = axes[0]
     drawn = _cdf(ttft, runs, lambda run: present(run["ttfts"]))
@@ -207,7 +207,7 @@ def _edges(runs: Sequence[Run]) -> FloatArray:
 
 
 def load_over_time(runs: Sequence[Run]) -> Figure:
-    """Arrivals and completions per second (a row per run), then requests in flight and output tokens/s."""
+    """Arrivals and completions per second by run, then requests in flight and tokens/s."""
     figure, axes = new_figure(1.9 * len(runs) + 3.8, num_rows=len(runs) + 2, sharex=True)
     edges = _edges(runs)
     for index, run in enumerate(runs):
@@ -236,7 +236,7 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
 
 
 def latency_over_time(runs: Sequence[Run]) -> Figure:
-    """TTFT and TPOT of each request at its arrival, log scale; crosses at the foot are failed requests."""
+    """TTFT and TPOT by arrival, log scale; crosses are failed requests."""
     figure, axes = new_figure(4.6, num_rows=2, sharex=True)
     ttft, tpot = axes[:, 0]
     _latency_dots(ttft, runs, "TTFT", runs[0]["slo_ttft_s"], lambda run, index: run["ttfts"][index])
@@ -269,7 +269,7 @@ def _latency_dots(
 
 
 def attainment_bars(runs: Sequence[Run]) -> Figure:
-    """Share of each adapter's requests within both SLOs, most popular first; pale: up to 90 %."""
+    """Share of each adapter's requests within both SLOs; pale: up to 90 %."""
     figure, axes = new_figure(2.9 * len(runs), num_rows=len(runs))
     for index, run in enumerate(runs):
         axis = axes[index, 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open-loop replay of a plan against a server: requests leave at their times."""
+"""Open-loop replay of a plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, A
 
 
 def finished_record(planned: PlannedRequest, completion: StreamedCompletion, start_s: float) -> RequestRecord:
-    """The record of a completion: the server's token counts, and its timing from usage.timing if present."""
+    """A completion's record, by the server's token counts and usage.timing."""
     usage, text = completion.usage, "".join(completion.texts)
     timing = ClientTiming(
         sent_s=completion.sent_s - start_s,
@@ -87,7 +87,7 @@ _PROGRESS_PERIOD_S = 0.5
 
 @dataclass(slots=True)
 class ReplayState:
-    """Progress of a run; `elapsed_s` counts from its start."""
+    """Progress of a run."""
 
     total: int
     sent: int = 0
@@ -99,7 +99,7 @@ class ReplayState:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Records of sent requests, in plan order; interrupted: stopped before the plan's end."""
+    """Records of sent requests, in plan order; interrupted: stopped early."""
 
     records: list[RequestRecord]
     duration_s: float
@@ -107,15 +107,15 @@ class ReplayOutcome:
 
 
 class Completions(Protocol):
-    """Answers requests: an HTTP server, or engines without HTTP."""
+    """Answers requests over HTTP or directly from engines."""
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
-        """The answer to the body of a /v1/completions call.  Raises ServerError."""
+        """The answer to a body.  Raises ServerError."""
         ...
 
 
 def served_models(url: str, api_key: str | None = None) -> ServedModels:
-    """The server's models.  Raises ServerError (a ValueError) for an unreachable server."""
+    """The server's models.  Raises ServerError."""
 
     async def ask() -> ServedModels:
         async with CompletionClient(url, timeout_s=10.0, max_connections=1, api_key=api_key) as client:
@@ -130,10 +130,9 @@ def replay(
     on_progress: Callable[[ReplayState], None] | None = None,
     connect: Callable[[], AbstractAsyncContextManager[Completions]] | None = None,
 ) -> ReplayOutcome:
-    """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps the records so far.
+    """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps the records.
 
-    A second signal has its usual effect.  on_progress: called about twice a second.  connect: makes the
-    target, in the run's event loop; None: the server at `options.url`.
+    connect: makes the target, in the run's event loop; None: the server at `options.url`.
     """
     _raise_open_file_limit(min(options.max_connections, len(plan)))
     if connect is None:
@@ -198,7 +197,7 @@ class _Run:
         return records
 
     async def _stopped_before(self, arrival_s: float) -> bool:
-        """Sleep until the arrival; True at once if the run is stopped."""
+        """Sleep until the arrival; True once stopped."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop.wait(), max(0.0, arrival_s - self._now_s()))
         return self._stop.is_set()
@@ -217,7 +216,6 @@ class _Run:
         except ServerError as problem:
             error = str(problem)
         except asyncio.CancelledError:
-            # Only `_send_all` cancels, at a stop by the user: the record stays without an end.
             error = None
         self._state.failed += error is not None
         return RequestRecord(
@@ -243,7 +241,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _signals_set(stop: asyncio.Event) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result files: JSON written atomically, and JSON lines {config, result, env, kind}."""
+"""Result files: JSON, and JSON lines {config, result, env, kind}."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KINDS = ("measured", "simulated", "emulated")
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write the value as JSON, atomically.  NaN raises ValueError."""
+    """Write the value atomically.  Raises ValueError for NaN."""
     write_text(path, json.dumps(value, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file.  Raises ValueError with the file for unreadable content."""
+    """The value in a JSON file.  Raises ValueError."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -33,9 +33,9 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_targets(**paths: str | Path | None) -> None:
-    """Raises ValueError with the option if these files can't all be written; call before the work.
+    """Raises ValueError with the option unless these files can all be written.
 
-    Each needs an existing folder, is no folder, and differs from the rest.  None: not requested.
+    Each file needs an existing folder and a distinct path.
     """
     names: dict[Path, str] = {}
     for name, given in paths.items():
@@ -56,7 +56,7 @@ def check_targets(**paths: str | Path | None) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write the file atomically; makes missing folders.
 
-    Follows a link to its file; writes to a device or pipe directly.
+    Follows links; writes to a device or pipe directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -80,9 +80,9 @@ def write_text(path: str | Path, text: str) -> None:
 def append_result(
     path: str | Path, *, config: dict[str, Any], result: dict[str, Any], env: dict[str, Any], kind: str
 ) -> None:
-    """Append one record as a line, atomically, also with two writers.
+    """Append one record as a line, atomically, also with several writers.
 
-    kind: "measured", "simulated" (no engine ran) or "emulated" (engines paced to another device).  Raises
+    kind: "measured", "simulated" (no engine) or "emulated" (engines paced to another device).  Raises
     ValueError for another kind and for NaN.
     """
     if kind not in KINDS:
@@ -124,10 +124,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
-    """CPU, cores, memory, GPUs, versions of Python and packages, git commit; null if unknown.
-
-    Nothing identifies the machine or its user.
-    """
+    """CPU, memory, GPUs, versions, git commit, without identities; null if unknown."""
     fields = cpu_info()
     features = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -156,7 +153,7 @@ def _memory_bytes() -> int | None:
 
 
 def _gpus() -> list[str]:
-    # The driver's own files: torch would be imported otherwise.
+    # The driver's files: no import of torch.
     found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -173,10 +170,7 @@ def _version(package: str) -> str | None:
 
 
 def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
-    """git_commit, and git_dirty: tracked files differ; both None outside a repository.
-
-    without: an ignored folder below `folder`.
-    """
+    """git_commit, and git_dirty: tracked files differ; both None outside a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     paths = () if without is None else ("--", ".", f":(exclude){without.relative_to(folder)}")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no", *paths) if commit else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of one replay: a summary, and arrays with one entry per request in plan order; its main lines."""
+"""The file of one replay: a summary, and arrays by request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 
 
 PERCENTILES = (50, 90, 95, 99)
-ATTAINED_SHARE = 0.9  # an adapter attains its SLO above this share of its requests
+ATTAINED_SHARE = 0.9  # an adapter attains its SLO above this share
 
 
 def summarize(records: Sequence[RequestRecord], duration_s: float, slo: SloTargets) -> dict[str, Any]:
-    """Counts, rates per second, latencies in ms, SLO attainment, with the keys of
-    `vllm bench serve` and more.
+    """Counts, rates per second, latencies in ms, SLO attainment; keys as in `vllm bench serve`.
 
-    Null without data.  duration_s: from the run's start to the end of its last request.  Failed requests miss
-    the SLO; interrupted requests count in `interrupted` only.
+    Null without data.  duration_s: to the end of the last request.  Failed requests miss the SLO; interrupted
+    requests count in `interrupted` only.
     """
     done = [record for record in records if record.timing is not None]
     timings = [record.timing for record in done if record.timing is not None]
@@ -70,7 +69,7 @@ def _latencies(timings: Sequence[ClientTiming]) -> dict[str, list[float]]:
 
 
 def statistics(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """mean_, median_, std_ (population) and pNN_ of the values under that name; None without values."""
+    """mean_, median_, std_ (population) and pNN_ of the values, or None."""
     found = {
         f"mean_{name}": float(np.mean(values)) if values else None,
         f"median_{name}": _percentile(values, 50),
@@ -100,7 +99,7 @@ def max_concurrent(timings: Sequence[ClientTiming]) -> int:
 def attainment_by_adapter(
     records: Iterable[RequestRecord], met: Callable[[ClientTiming], bool]
 ) -> dict[str, float]:
-    """Share of each adapter's requests within the SLO, without the base model."""
+    """Share of each adapter's requests within the SLO."""
     outcomes: dict[str, list[bool]] = defaultdict(list)
     for record in records:
         if record.adapter is not None and not record.interrupted:
@@ -163,8 +162,7 @@ def run_result(
 ) -> dict[str, Any]:
     """Content of `--save-result`: `summarize`'s keys, label, date, kind, config, env and ARRAYS.
 
-    kind: one of `results.KINDS`.  stopped_early: the user ended the run early.
-    Arrays in seconds, as vLLM's client has them, null for a missing value.
+    Arrays in seconds, null for a missing value.
     """
     errors = Counter(record.error for record in records if record.error is not None)
     return {
@@ -198,12 +196,12 @@ def _arrays(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def without_arrays(run: dict[str, Any]) -> dict[str, Any]:
-    """The summary alone, for JSON lines: without arrays, config and env."""
+    """The summary without arrays, config, env and kind."""
     return {key: value for key, value in run.items() if key not in (*ARRAYS, "config", "env", "kind")}
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """A file of `moe-lora replay --save-result`.  Raises ValueError for other content."""
+    """A file of `moe-lora replay --save-result`.  Raises ValueError."""
     run = read_json(path)
     missing = [key for key in ("label", "duration", *ARRAYS) if not isinstance(run, dict) or key not in run]
     if missing:
@@ -239,13 +237,13 @@ _ALWAYS_SHOWN = frozenset({"completed", "failed", "slo_attainment_adapters"})
 
 
 def shown(result: dict[str, Any], key: str, form: str) -> str:
-    """The value as text; a dash without a value."""
+    """The value as text, or a dash."""
     value = result.get(key)
     return "–" if value is None else form.format(value)
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(heading, a text per result) for each metric with at least one value."""
+    """(heading, a text per result) for each metric."""
     found = []
     for heading, key, form in METRICS:
         absent = all(result.get(key) is None for result in results)
@@ -258,7 +256,7 @@ def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
-    """One column per result, headed by its `label`."""
+    """One column per result."""
     from rich.table import Table
 
     goals = {f"TTFT {one['slo_ttft_s']:g} s, TPOT {one['slo_tpot_s']:g} s" for one in results}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callers of HTTP: keys, rates, and administrators' rights (docs/guides/tenants.md)."""
+"""Keys, rates and rights of HTTP callers (docs/guides/tenants.md)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from .api_keys import AdminKeys, ApiKey, KeyRing
 
 OPEN = frozenset({"/health", "/live", "/ready", "/version", "/ping", "/liveness"})
-"""Paths without a key, for balancers: the answers reveal no data of clients."""
+"""Paths without a key; the answers reveal no data of clients."""
 _EMBEDDING = {"/v1/embeddings", "/v2/embed", "/pooling", "/invocations"}
 _CHAT = "/v1/chat/completions"
 _CHATS = {_CHAT, f"{_CHAT}/batch", f"{_CHAT}/tokens", "/v1/responses", *MESSAGES}
 _TOKENS = {"/inference/v1/generate", "/generate", "/v1/score"}
 GENERATING = frozenset({"/v1/completions", *_CHATS, *_EMBEDDING, *_TOKENS})
 STATUS = frozenset({"/metrics", "/load", "/", "/docs", "/openapi.json"})
-"""Further paths without a key if `admin_key_digests` are the only keys, as in vLLM."""
+"""Further paths without a key if `admin_key_digests` are the only keys."""
 _RENDERED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _TOKENIZING = {
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/tokenizer_info"),
@@ -47,12 +47,12 @@ _FACTS = {
 }
 _FOR_ALL = GENERATING | _TOKENIZING | _OWN | _PAUSES | _FACTS | {"/", "/docs", "/openapi.json", "/v1/models"}
 _BELOW = ("/v1/models/", "/v1/responses/", "/v1/files/", "/v1/batches/")
-"""Paths for every key, and beginnings of such paths; other paths need an administrator."""
+"""Paths for every key, and prefixes of paths."""
 _PERIOD_S = 60.0
 
 
 class Allowance:
-    """An allowance per minute; the unused part stays, up to one minute's worth."""
+    """An allowance per minute; saves up to one minute's worth."""
 
     def __init__(self, what: str, per_minute: float) -> None:
         self.what = what
@@ -62,23 +62,23 @@ class Allowance:
         self._at_s = time.monotonic()
 
     def change(self, per_minute: float) -> None:
-        """Set a new rate; the rest stays, up to a minute's worth, and so do holds."""
+        """Set a new rate; the rest and all holds stay."""
         self.wait_s()
         self.per_minute = per_minute
 
     def wait_s(self, amount: float = 1.0) -> float:
-        """Seconds until the amount is free, at most a minute's worth; 0: now."""
+        """Seconds until the amount is free; counts at most a minute's worth."""
         now_s = time.monotonic()
         self._left = min(self.per_minute, self._left + (now_s - self._at_s) * self.per_minute / _PERIOD_S)
         self._at_s = now_s
         return max(0.0, (min(amount, self.per_minute) - self._left) * _PERIOD_S / self.per_minute)
 
     def take(self, amount: float) -> None:
-        """May go below zero by one request; later requests wait."""
+        """Spend an amount; the balance may become negative."""
         self._left -= amount
 
     def hold(self, amount: float) -> None:
-        """Take the most that may be needed, until `settle`."""
+        """Spend the largest possible amount, until `settle`."""
         self._left -= amount
         self._held += amount
 
@@ -87,11 +87,10 @@ class Allowance:
         self._left += held - taken
 
     def refusal(self, amount: float = 1.0) -> ApiError | None:
-        """The error for a request of this amount; None: admitted."""
+        """The refusal of this amount, or None."""
         wait_s = self.wait_s(amount)
         if not wait_s:
             return None
-        # Most of a hold returns soon: Retry-After is a minute at most.
         missing = min(amount, self.per_minute) - (self._left + self._held)
         wait_s = max(missing * _PERIOD_S / self.per_minute, min(wait_s, _PERIOD_S))
         rate = f"this key may have {self.per_minute:g} {self.what} a minute"
@@ -99,7 +98,7 @@ class Allowance:
 
 
 class Reservation:
-    """Tokens held for a request from its admission to its end."""
+    """Tokens held during a request."""
 
     def __init__(self, allowance: Allowance, num_tokens: int) -> None:
         self._allowance = allowance
@@ -108,23 +107,22 @@ class Reservation:
         allowance.hold(num_tokens)
 
     def spend(self, num_tokens: int) -> None:
-        """Count tokens of a prompt or an answer; a negative number takes them back."""
+        """Count tokens; a negative number returns tokens."""
         self._spent += num_tokens
 
     def settle(self) -> None:
-        """Return unspent tokens, or take tokens spent beyond the hold."""
+        """Return unspent tokens, or take the excess."""
         self._allowance.settle(self._held, self._spent)
 
 
 class Caller:
     """Sender of a request.
 
-    key, tenant: None and "" without keys.  tokens: token allowance; None: unlimited.  is_admin: may use
-    every path.
+    key, tenant: None and "" without keys.  tokens: None: unlimited.
     """
 
     background = False
-    """True: requests run in steps without others, and are in no queue of the front end."""
+    """True: requests have separate steps and no queue here."""
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
         self.key = key
@@ -145,7 +143,7 @@ class Caller:
 
 @contextmanager
 def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
-    """Hold tokens for one request, so that concurrent requests stay within their common rate."""
+    """Hold tokens during a request."""
     found = Reservation(allowance, num_tokens)
     try:
         yield found
@@ -154,7 +152,7 @@ def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
 
 
 ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
-"""Callers without keys; NO_ADMIN if administrators have their own address."""
+"""Callers without keys."""
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
@@ -163,9 +161,9 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
 
 
 def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
-    """The keys of a front end, None without keys.
+    """The keys of a front end, or None.
 
-    Raises ConfigError for unreadable keys, or an unreadable certificate or key of TLS.
+    Raises ConfigError for unreadable keys and TLS files.
     """
     if config.tls_cert is not None and config.tls_key is not None:
         try:
@@ -184,7 +182,7 @@ def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
 
 
 class Access:
-    """Passes permitted requests to `app`, with their caller in the scope."""
+    """Passes permitted requests to `app`."""
 
     def __init__(
         self,
@@ -199,7 +197,7 @@ class Access:
         self._admin_address = None if address is None else parse_address("admin_address", address)
         self._requests: dict[str, Allowance] = {}
         self._tokens: dict[str, Allowance] = {}
-        """By key; kept after a key's removal, so that a restored key has no second allowance."""
+        """By key; kept after a removal: a restored key gets no second allowance."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _path(scope) in OPEN:
@@ -252,7 +250,7 @@ class Access:
 
 
 def _path(scope: Scope) -> str:
-    """The path without slashes at the end: the router leads such paths to the same route."""
+    """The path without final slashes, as in the router."""
     path: str = scope["path"]
     return path.rstrip("/") or "/"
 
@@ -266,7 +264,7 @@ def _not_found(scope: Scope) -> ApiError:
 
 
 def _bearer(scope: Scope) -> str:
-    """The key of the request; `Authorization` goes before Anthropic's `x-api-key`."""
+    """The request's key; `Authorization` precedes Anthropic's `x-api-key`."""
     other = ""
     for name, value in scope["headers"]:
         if name == b"authorization":
@@ -280,12 +278,12 @@ def _bearer(scope: Scope) -> str:
 def allowance_of(
     kept: dict[str, Allowance], key: str, what: str, per_minute: float | None
 ) -> Allowance | None:
-    """The key's allowance at the current rate; None: unlimited."""
+    """The key's allowance; None: unlimited."""
     if per_minute is None:
         return None
     found = kept.get(key)
     if found is None:
         found = kept[key] = Allowance(what, per_minute)
-    elif found.per_minute != per_minute:  # never a new object: requests hold from this allowance
+    elif found.per_minute != per_minute:  # never a new object: requests hold this allowance
         found.change(per_minute)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aliases at a front end: the adapter of a request, listings and metrics."""
+"""Aliases at a front end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AliasChoice:
-    """Aliases at a request's arrival.
-
-    bases: names of the base model.  key: of the caller.  granted: adapters for this request by the key's
-    right to an alias.
-    """
+    """Aliases at a request's arrival.  granted: adapters by a right to an alias."""
 
     aliases: Mapping[str, Alias]
     bases: Sequence[str]
@@ -41,7 +37,7 @@ class AliasChoice:
     def adapter(self, model: str, body: Any) -> str:
         """The adapter of an alias, sticky by the body's user, else by request; else the model.
 
-        A key with a right to one of two gets that one; a key without any gets the model unchanged.
+        A key with a right to one adapter gets that adapter; without a right, the model.
         """
         name = adapter_in(model, self.bases, self.aliases)
         alias = self.aliases.get(name)
@@ -58,7 +54,7 @@ class AliasChoice:
 
 
 def usable(name: str, alias: Alias, key: ApiKey | None) -> tuple[str, ...]:
-    """The key's adapters of the alias: by a right to its name all."""
+    """The key's adapters of the alias; a right to the alias gives all."""
     found = targets(alias)
     return found if key is None or key.may_use(name) else tuple(filter(key.may_use, found))
 
@@ -68,10 +64,10 @@ def choice_of(aliases: Mapping[str, Alias], bases: Sequence[str], scope: Scope) 
 
 
 def user_of(body: Any) -> str:
-    """The user in a body of OpenAI's or Anthropic's interface, or ""."""
+    """The body's user, or ""."""
     if not isinstance(body, dict):
         return ""
-    body = body["body"] if body.keys() == {"previous", "body"} else body  # a continued response
+    body = body["body"] if body.keys() == {"previous", "body"} else body
     metadata = body.get("metadata")
     of_messages = metadata.get("user_id") if isinstance(metadata, dict) else None
     found = (body.get("user"), body.get("safety_identifier"), of_messages)
@@ -79,14 +75,14 @@ def user_of(body: Any) -> str:
 
 
 def shares(alias: Alias) -> Iterator[tuple[str, float]]:
-    """Adapters of the alias, with shares of the requests."""
+    """Adapters of the alias, with their shares."""
     yield alias.current, 1.0 - alias.share
     if alias.second:
         yield alias.second, alias.share
 
 
 def alias_card(name: str, alias: Alias, key: ApiKey | None = None) -> dict[str, Any]:
-    """The alias as a key sees it: adapters within its rights; the share of an only one is 1."""
+    """The alias as a key sees it; a single permitted adapter has share 1."""
     allowed = usable(name, alias, key)
     if len(allowed) < len(targets(alias)):
         rows = [{"adapter": adapter, "share": 1.0} for adapter in allowed]
@@ -102,7 +98,7 @@ def alias_cards(aliases: Mapping[str, Alias]) -> list[dict[str, Any]]:
 def with_aliases(
     cards: Mapping[str, dict[str, Any]], aliases: Mapping[str, Alias], caller: Caller
 ) -> list[dict[str, Any]]:
-    """The caller's adapters of these cards by name, and the caller's aliases.
+    """The caller's adapters of these cards, and aliases.
 
     An alias hides an adapter of the same name.
     """

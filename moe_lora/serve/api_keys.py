@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys: a file of their digests and rights.
 
-A key has 256 random bits, so a plain SHA-256 protects it against guesses.  Writers replace the whole file;
-servers read a changed file again.
+A key has 256 random bits: a plain SHA-256 resists guesses.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A key's entry in the file.
 
-    id: the public part of the key.  digest: SHA-256 of the whole key, in hex.  adapters: permitted names,
-    or shell patterns; the base model is always permitted.  admin: administrators' rights, and all adapters.
-    share: the tenant's weight under contention.
+    id: the public part of the key.  digest: SHA-256 of the whole key, in hex.  adapters: permitted names, or
+    shell patterns; the base model is always permitted.  admin: all rights.  share: the tenant's weight under
+    contention.
     """
 
     id: _Name
@@ -67,7 +66,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys of a file.  Raises ConfigError for an unreadable or contradictory file."""
+    """The keys of a file.  Raises ConfigError."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -82,7 +81,7 @@ def read_keys(path: Path) -> list[ApiKey]:
                 raise ValueError(f"keys of the tenant {key.tenant} have different shares")
     except OSError as error:
         raise ConfigError(f"the keys in {path} can't be read: {error.strerror}") from error
-    except ValueError as error:  # msgspec's too
+    except ValueError as error:
         raise ConfigError(
             f"the keys in {path} can't be read: {error}; mend the file by moe-lora keys"
         ) from error
@@ -90,10 +89,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def add_key(path: Path, key: ApiKey) -> str:
-    """Add a key with these rights to the file, created if absent; returns the new key, shown only now.
-
-    key: without id, digest and created_s, set here.  Raises ConfigError.
-    """
+    """Add a key with these rights to the file; returns the new key, shown only now.  Raises ConfigError."""
     identity = secrets.token_hex(4)
     text = f"{PREFIX}-{identity}-{secrets.token_urlsafe(32)}"
     new = msgspec.structs.replace(key, id=identity, digest=digest_of(text), created_s=int(time.time()))
@@ -114,7 +110,7 @@ def add_key(path: Path, key: ApiKey) -> str:
 
 
 def remove_key(path: Path, identity: str) -> ApiKey:
-    """Remove a key from the file, by its id.  Raises ConfigError."""
+    """Remove the key with this id.  Raises ConfigError."""
     with _locked(path):
         keys = read_keys(path)
         for key in keys:
@@ -140,7 +136,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the whole file.  A new file is readable by its owner only; an old file keeps its mode."""
+    """Replace the whole file.  A new file is private; an old file keeps its mode."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -159,16 +155,16 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 class AdminKeys:
-    """Keys of administrators, by their SHA-256, without a file."""
+    """Administrators' keys, by their SHA-256, without a file."""
 
     opens_status = True
-    """Paths of the server's state need no key."""
+    """Status paths need no key."""
 
     def __init__(self, digests: Sequence[str]) -> None:
         self._digests = [digest.encode() for digest in digests]
 
     def find(self, text: str) -> ApiKey | None:
-        """`ADMIN` if `text` is a key, else None.  Compares with every key, in constant time."""
+        """`ADMIN` for a key, else None, in constant time."""
         digest = digest_of(text).encode()
         matches = [hmac.compare_digest(digest, one) for one in self._digests]
         return ADMIN if any(matches) else None
@@ -180,8 +176,8 @@ class AdminKeys:
 class KeyRing:
     """The current keys of a file.
 
-    admins: keys beside the file.  If the file becomes unreadable, an error is logged and the keys stay.
-    Raises ConfigError for an unreadable file at the start.
+    admins: keys beside the file.  An unreadable file is logged, and the keys stay; at the start it raises
+    ConfigError.
     """
 
     opens_status = False
@@ -195,7 +191,7 @@ class KeyRing:
         self._looked_s = time.monotonic()
 
     def find(self, text: str) -> ApiKey | None:
-        """The entry of a key, or None.  Takes constant time for unknown keys."""
+        """The entry of a key, or None; unknown keys take constant time."""
         self._look()
         parts = text.split("-", 2)
         key = self._keys.get(parts[1]) if len(parts) == 3 else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted sums of adapters in a request's `lora`: loaded as an adapter at the first use."""
+"""Weighted sums of adapters in `lora`, loaded at first use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .openai.protocol import WeightedAdapter
 
 MAX_COMPOSED = 32
-"""Sums that stay loaded; twice as many while requests start."""
+"""Loaded sums; twice as many while requests start."""
 START_S = 2.0
-"""Time from the choice of a sum to the start of its request, at most."""
+"""Longest time from a sum's choice to its request's start."""
 RETRY_S = 5
 _TRIES = 3
-"""Another front end may unload a sum between its load and the start of a request."""
+"""Another front end may unload a sum before the start."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class LoadedSum:
     frontend: Frontend
 
     async def load(self) -> None:
-        with suppress(AdapterExistsError):  # of another request
+        with suppress(AdapterExistsError):
             await self.frontend.client.call("load_adapter", self.name, self.path)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        """The request's outputs; loads the sum again after an unload by another front end."""
+        """The request's outputs; reloads an unloaded sum."""
         for num_left in reversed(range(_TRIES)):
             self.frontend.composed_s[self.name] = time.monotonic()
             has_begun = False
@@ -63,14 +63,14 @@ class LoadedSum:
 async def composed(
     frontend: Frontend, model: str, terms: Sequence[WeightedAdapter], caller: Caller
 ) -> tuple[str, Caller, LoadedSum]:
-    """The sum's name, the caller with a right to it, and the sum.  Raises ApiError, and errors of a load."""
+    """Name and caller of the sum, and the sum.  Raises ApiError, and errors of a load."""
     if model not in frontend.model_names:
         raise bad_request(
             f"lora needs the base model, and model is {model!r}; send {frontend.model_name!r}", "model"
         )
     for name in {term.name for term in terms}:
         if caller.may_use(name):
-            await frontend.client.is_served(name)  # a resolver loads the adapter
+            await frontend.client.is_served(name)
     infos = {info.name: info for info in await frontend.client.list_adapters()}
     parts = [_part(term, infos, caller) for term in terms]
     if len({part.name for part in parts}) < len(parts):
@@ -94,7 +94,7 @@ def _part(term: WeightedAdapter, infos: dict[str, AdapterInfo], caller: Caller) 
 
 
 async def _make_room(frontend: Frontend, infos: dict[str, AdapterInfo]) -> None:
-    """Unload idle sums beyond `MAX_COMPOSED`, the longest idle first.  Raises ApiError without room."""
+    """Unload idle sums beyond `MAX_COMPOSED`.  Raises ApiError without room."""
     sums = [info for info in infos.values() if info.name.startswith(COMPOSED)]
     used_s, now_s = frontend.composed_s, time.monotonic()
     for name in [name for name, last_s in used_s.items() if now_s >= last_s + START_S]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP connections: their number, and time limits for a client's sends and reads."""
+"""HTTP connections: their number and time limits."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from .limits import RETRY_S, Limits, client_at
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 8
-"""Connections accepted in one turn of the event loop; their handling starts a few turns later."""
+"""Connections accepted in one turn of the event loop."""
 _LINGERING = 32
 _RESERVE = 5 * ACCEPTED_AT_ONCE + _LINGERING + 16
-"""File descriptors for new or refused connections, and for files opened by requests."""
+"""File descriptors for refused connections and requests' files."""
 _LINGER_S = 1.0
 MAX_HEADERS = 128
-"""Headers of a request: each takes more memory than its bytes."""
+"""Each header takes more memory than its bytes."""
 MAX_PIPELINED = 64
-"""Requests of one connection in the queue behind an unfinished answer."""
+"""Queued requests behind an unfinished answer."""
 HEADERS_S = "moe_lora.headers_s"
-"""Key of a request's ASGI scope: arrival of its headers, by the monotonic clock."""
+"""ASGI scope key: arrival of the headers, monotonic."""
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")
 _REQUEST, _HEAD, _BODY = "the next request", "the head of a request", "the body of a request"
 """Next data due from a client."""
 
 
 def most_connections(max_files: int, num_open: int) -> int:
-    """Further connections that the file limit allows; at least one."""
+    """Further connections within the file limit, at least one."""
     return max(1, max_files - num_open - _RESERVE)
 
 
 def as_bytes(error: ApiError) -> bytes:
-    """An answer with this error; the connection then closes."""
+    """An error's answer; the connection then closes."""
     body = to_json(error.body)
     fields = {**error.headers, "Content-Type": "application/json", "Connection": "close"}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -56,10 +56,7 @@ def as_bytes(error: ApiError) -> bytes:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol within `Limits`: of connections, of the bytes of a head, of time.
-
-    limits, for_files: set by `limited`; the latter is the number of connections within the file limit.
-    """
+    """uvicorn's protocol within `Limits`.  for_files: connections within the file limit."""
 
     limits: Limits
     for_files: int
@@ -69,11 +66,11 @@ class Connection(HttpToolsProtocol):
     _client = ""
     _is_counted = False
     _lingers: asyncio.TimerHandle | None = None  # until a refused connection closes
-    _num_head_bytes = 0  # received since the last complete head or body chunk
+    _num_head_bytes = 0  # since the last complete head or body chunk
     _awaited: str | None = None  # data due from the client by late_s
     late_s = math.inf
-    _unread_bytes = 0  # of an answer, at the start of the time limit
-    unread_s = math.inf  # end of the time limit for a client without reads
+    _unread_bytes = 0
+    unread_s = math.inf  # end of the time limit without reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         error = None if self._is_counted else self.enter(transport)
@@ -86,7 +83,7 @@ class Connection(HttpToolsProtocol):
         self._await(_REQUEST, config.idle_timeout_s if connects_ahead else config.header_timeout_s)
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
-        """Count the connection.  Returns an error if it exceeds a limit."""
+        """Count the connection; returns an error beyond a limit."""
         limits, peer = self.limits, get_remote_addr(transport)
         host = peer[0] if peer else None
         self._client = client_at(host)
@@ -186,7 +183,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._awaited is None and self.cycle.response_complete:
             self._await(_REQUEST, self.limits.config.idle_timeout_s)
-        elif self._awaited == _BODY:  # the next request's body, unread so far
+        elif self._awaited == _BODY:
             self._await(_BODY, self.limits.config.body_timeout_s)
 
     def _await(self, what: str, time_s: float) -> None:
@@ -203,11 +200,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_unread(self) -> bool:
-        """True if the client does not read its pending data."""
+        """True if the client leaves data unread."""
         return self.unread_s < math.inf
 
     def end_if_late(self, now_s: float) -> None:
-        """End the connection of a client beyond its time limit; called periodically."""
+        """End the connection beyond its time limit; called periodically."""
         if now_s >= self.unread_s:
             num_bytes = self.transport.get_write_buffer_size()
             if num_bytes < self._unread_bytes:  # slow, but reading
@@ -232,7 +229,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """Shutdown of the server: do not wait for further data."""
+        """Shut down without waiting for further data."""
         if self._awaited in (_HEAD, _BODY) and not self._answering():
             self._refuse(503, CUT)
         else:
@@ -240,9 +237,9 @@ class Connection(HttpToolsProtocol):
 
 
 class TlsConnection(SSLProtocol):
-    """TLS before a `Connection`; counts before its handshake, within the time limit of a head.
+    """TLS before a `Connection`; counted before its handshake, within the time limit of a head.
 
-    A connection beyond the limit is closed without an answer: the handshake is the dearest part.
+    Beyond the limit, a connection closes without the costly handshake.
     """
 
     def __init__(self, connection: Connection, context: ssl.SSLContext) -> None:
@@ -272,6 +269,6 @@ class TlsConnection(SSLProtocol):
 def limited(
     limits: Limits, for_files: int, context: ssl.SSLContext | None
 ) -> Callable[..., Connection | TlsConnection]:
-    """Protocol factory for a server's connections.  context: of TLS."""
+    """Protocol factory.  context: of TLS."""
     kind = type("LimitedConnection", (Connection,), {"limits": limits, "for_files": for_files})
     return kind if context is None else lambda **words: TlsConnection(kind(**words), context)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects for all endpoints: engine, tokenizer, names, limits, metrics."""
+"""Objects for all endpoints."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ ABORTED = "the request was aborted; send it again"
 
 
 class Ending:
-    """Ends running requests after the time for a shutdown.  begun: the server accepts no new requests."""
+    """Ends running requests at a shutdown."""
 
     def __init__(self) -> None:
         self.begun = self.over = False
         self.running: set[asyncio.Task[object] | None] = set()
-        """Tasks with a running engine request, for `cut`."""
+        """Tasks with a running engine request."""
 
     def cut(self) -> None:
-        """End running requests with a 503: as the answer, or as the last event of a stream."""
+        """End running requests with a 503, as the answer or last event."""
         self.over = True
         for task in self.running:
             if task is not None:
@@ -57,11 +57,9 @@ class Ending:
 class Frontend:
     """One engine and the HTTP application.
 
-    tokenizer None: prompts are token ids only.  controller: runs while the application serves.  ending:
-    cuts requests at shutdown.  batches: from the first file or batch on.  load_report: from the first
-    request for the load on.  model_name: the base model's main name; every name outside model_names is an
-    adapter's.  adapter_texts: see `AdapterTexts`.  checks: checks large bodies; None: starts with the first
-    large body.  aliases: by name.  composed_s: last uses of weighted sums.  The creator closes the client.
+    tokenizer None: prompts are token ids only.  batches, load_report: made at first use.  model_name: the
+    first name of the base model; names outside model_names are adapters.  checks: None: starts with the first
+    large body.  The creator closes the client.
     """
 
     client: FleetClient
@@ -89,23 +87,20 @@ class Frontend:
         self.ignored_fields = IgnoredFields()
 
     async def adapter_of(self, model: str) -> str | None:
-        """The adapter of a model `base:adapter`; None for `base:`."""
+        """The adapter in `base:adapter`; None for `base:`."""
         names = {one.name for one in await self.client.list_adapters()}
         return adapter_in(model, self.model_names, names) or None
 
 
 def adapter_in(model: str, bases: Sequence[str], adapters: Collection[str]) -> str:
-    """The adapter in SGLang's name `base:adapter`.  Another name, or an adapter's own, is unchanged."""
+    """The adapter in SGLang's `base:adapter`; other names are unchanged."""
     if model in adapters:
         return model
     return next((model[len(base) + 1 :] for base in bases if model.startswith(f"{base}:")), model)
 
 
 def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
-    """The base model's tokenizer; None with tokens_only.  Raises ConfigError for unreadable files.
-
-    A thread compiles the chat templates and searches adapter folders during the start of instances.
-    """
+    """The base model's tokenizer; None with tokens_only.  Raises ConfigError for unreadable files."""
     engine = cluster.engine
     tokenizer = None if cluster.front_end.tokens_only else served_tokenizer(engine)
     if engine.generation_config == "auto":
@@ -122,7 +117,7 @@ def read_served_text(cluster: ClusterConfig) -> Tokenizer | None:
 
 
 def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
-    """Log an adapter's text files, if any.  Blocking: reads files."""
+    """Log an adapter's text files.  Blocking: reads files."""
     if not any(os.path.exists(os.path.join(path, name)) for name in TEXT_FILES):
         return
     from moe_lora.engine.text.adapter_text import log_adapter_text
@@ -133,11 +128,7 @@ def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class AdapterTexts:
-    """Adapters with text files.
-
-    adapters: by name.  root: see `EngineConfig.adapter_root`.  key: of the caller; None: every adapter.
-    bases: names of the base model.
-    """
+    """Adapters with text files.  key: the caller's; None: every adapter."""
 
     adapters: Mapping[str, ServedVersion]
     root: str | None
@@ -145,13 +136,13 @@ class AdapterTexts:
     bases: Sequence[str] = ()
 
     def has(self, model: str | None) -> bool:
-        """True if the model is an adapter, or `base:adapter`."""
+        """True for an adapter, or `base:adapter`."""
         return model is not None and adapter_in(model, self.bases, self.adapters) in self.adapters
 
     def applied(self, model: str, tokenizer: Tokenizer, granted: Collection[str] = ()) -> Tokenizer:
-        """The tokenizer with the text files of the adapter.  Raises ConfigError for unreadable files.
+        """The tokenizer with the adapter's text files.  Raises ConfigError.
 
-        granted: adapters for the request beyond the key's own.
+        granted: adapters beyond the key's own.
         """
         from moe_lora.engine.text.adapter_text import with_adapter_text
 
@@ -166,7 +157,7 @@ class AdapterTexts:
 def adapter_texts(
     cluster: ClusterConfig, registry: InstanceRegistry
 ) -> Callable[[ApiKey | None], AdapterTexts] | None:
-    """Returns the current `AdapterTexts` of a key; None without --adapter-chat-template."""
+    """Makes a key's `AdapterTexts`; None without --adapter-chat-template."""
     if not cluster.front_end.adapter_chat_template:
         return None
     bases = (cluster.served_model_name, *cluster.other_model_names)

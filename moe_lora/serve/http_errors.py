@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error as an OpenAI error body; a client's errors are 4xx, never 500."""
+"""Errors as OpenAI error bodies; a client's errors are 4xx."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ ANTHROPIC_TYPES = {
 }
 NOT_JSON = "the body must be a JSON object, sent with Content-Type: application/json"
 MAX_MESSAGE_CHARS = 1000
-"""Limit of an error's message: a client's input is never returned whole."""
+"""A client's input is never returned whole."""
 
 
 class ApiError(Exception):
     """An answer other than 200.
 
-    param: the request's field at fault.  retry_s: Retry-After.  closes: closes the connection, because the
-    request is not read to its end.  limit: reason to count (one of `limits.REFUSALS`); None: already
-    counted, or no refusal. kind, code: type and code of the error; None: the status' defaults.
+    param: the field at fault.  closes: closes the connection, with the request unread.  limit: reason to
+    count (of `limits.REFUSALS`); None: already counted, or no refusal.  kind, code: None: the status'
+    defaults.
     """
 
     kind: ClassVar[str | None] = None
@@ -146,10 +146,10 @@ class ApiError(Exception):
         return {"error": error}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The body in the form of the path's interface."""
+        """The body in the path's form."""
         if path in MESSAGES:
             return anthropic_body(self)
-        if path.endswith(CONTROLLERS_PATHS):  # with the error's fields at the top too
+        if path.endswith(CONTROLLERS_PATHS):
             return {"object": "error", **self.body["error"], **self.body}
         return self.body
 
@@ -167,19 +167,19 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 class ContextLengthError(ApiError):
-    """Prompt and answer exceed the model's context.  Clients choose a longer model by this code."""
+    """Prompt and answer exceed the context; by this code clients choose a longer model."""
 
     code = "context_length_exceeded"
 
 
 class AlreadyLoadedError(ApiError):
-    """An adapter has the name already.  Controllers treat this type as success."""
+    """An adapter has the name; controllers treat this type as success."""
 
     kind = "InvalidUserInput"
 
 
 def to_json(content: Any) -> bytes:
-    """Plain ASCII JSON: encoding never fails on a client's characters.  Accepts data classes, msgspec.Raw."""
+    """Plain ASCII JSON for any characters."""
     try:
         found = msgspec.json.encode(content)
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -206,13 +206,13 @@ class JsonResponse(Response):
 
 LINGER_S = 1.0
 LINGER_BYTES = 64 << 20
-"""Limits on reading a client's data after a closing answer."""
+"""Limits on reads after a closing answer."""
 
 
 class LastAnswer(JsonResponse):
     """The answer to a partly read request; then the connection closes.
 
-    The rest is read first: a close during the client's send would reset the connection and lose the answer.
+    The rest is read first: a close during the client's send would lose the answer.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -244,7 +244,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def describe_validation(error: RequestValidationError | ValidationError) -> ApiError:
-    """One line for the first few problems, without the given values: long or not printable."""
+    """One line for the first problems, without the given values."""
     lines: dict[str, None] = {}
     param = None
     for field, problems in _by_field(error).items():
@@ -271,9 +271,7 @@ def _by_field(error: RequestValidationError | ValidationError) -> dict[str, list
 
 
 def _lines(field: str, problems: list[dict[str, Any]]) -> list[str]:
-    """A line per problem.  For a field of several forms: problems within a form, or else the list of
-    forms.
-    """
+    """A line per problem; for several forms, problems within a form, else the forms."""
     if not any(_names_form(part) for problem in problems for part in problem["loc"]):
         return [_line(problem) for problem in problems]
     telling = [problem for problem in problems if problem["type"] not in WRONG_TYPE]
@@ -309,7 +307,7 @@ def install_error_handlers(app: FastAPI) -> None:
             headers = error.headers
         elif isinstance(error, MoeLoraError | ApiError):
             failure = to_api_error(error)
-        else:  # the server logs it
+        else:
             failure = ApiError(500, f"the server failed: {type(error).__name__}; see its log")
         kind = LastAnswer if failure.closes else JsonResponse
         return kind(

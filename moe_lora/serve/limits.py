@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients, their use of a front end, and refusals (docs/guides/limits.md)."""
+"""Clients' use of a front end, and refusals (docs/guides/limits.md)."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ REFUSALS = (
     "unread",
     "write_time",
 )
-"""Reasons for refused or ended requests, as in the metric."""
+"""Reasons for refusals in the metric."""
 RETRY_S = 1
-"""Retry-After for limits that may be free again at any moment."""
+"""Retry-After for limits with room at any moment."""
 
 
 LEAST_QUEUED_TOKENS = 1024
-"""Least tokens per waiting choice: even a short choice takes memory."""
+"""Least tokens per waiting choice."""
 LONGEST_RETRY_S = 60
 SMALL_BODY_BYTES = 1 << 16
-"""Limit for requests that do not generate."""
+"""Limit for requests without generation."""
 UNCOUNTED_BYTES = 1 << 14
-"""Bytes of each body outside all counts: large bodies never keep out small ones."""
+"""Uncounted bytes of each body: large bodies never keep out small bodies."""
 JSON_MEDIA = re.compile(r"\s*application/(?:json|[^/;]+\+json)\s*(?:;.*)?", re.IGNORECASE)
-"""Content types of bodies.  A form of another site needs no permission of the browser."""
+"""Content types of bodies: browsers send forms without permission."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
-    """The client that an HTTP request counts for.
+    """A request's client: its tenant, else its address.
 
-    scope: of ASGI.  With keys, the key's tenant.  Behind a trusted proxy, the client in the proxy's header.
+    Behind a trusted proxy, the address in the header.
     """
     caller = scope.get("state", {}).get("caller")
     if caller is not None and caller.tenant:
@@ -89,7 +89,7 @@ def client_at(host: str | None) -> str:
 
 
 class Quota:
-    """An amount shared by all clients, with a limit per client."""
+    """An amount for all clients, with a limit per client."""
 
     def __init__(self, most: int, most_per_client: int) -> None:
         self.most = most
@@ -121,8 +121,8 @@ class Quota:
 class Waiting:
     """A choice before the first token.
 
-    client: for the counts.  tenant: orders choices by `priority` (lower goes first), and gives the share
-    (`policies.admission.fairness`); a single tenant without keys.
+    tenant: orders choices by `priority` (lower goes first), and gives the share
+    (`policies.admission.fairness`).
     """
 
     client: str
@@ -138,7 +138,7 @@ class Waiting:
 
 
 class Limits:
-    """The limits of one front end.  count: called with the reason of each refusal (one of REFUSALS)."""
+    """The limits of one front end.  count: gets each refusal's reason."""
 
     def __init__(self, config: LimitsConfig, count: Callable[[str], None] = lambda reason: None) -> None:
         self.config = config
@@ -171,7 +171,7 @@ class Limits:
         return any(address in network for network in self._proxies)
 
     def refusal(self, reason: str, error: ApiError) -> ApiError:
-        """Count the refusal and return its error."""
+        """Count the refusal; returns its error."""
         self.count(reason)
         return error
 
@@ -180,7 +180,7 @@ class Limits:
         return self.refusal("body_size", ApiError(413, f"{what}; send less at once", closes=True))
 
     def take_body(self, client: str, num_bytes: int) -> None:
-        """Count received bytes of a body.  Raises ApiError beyond the limit."""
+        """Count received bytes.  Raises ApiError beyond the limit."""
         whose = self.bodies.exceeded(client, num_bytes)
         if whose == "all":
             what = "too many bytes of requests are being received at once; try again later"
@@ -193,9 +193,9 @@ class Limits:
     def enter_queue(self, who: Waiting, timeout_s: float | None = None) -> None:
         """Count a choice before the first token, until `leave_queue`.
 
-        timeout_s: time until the end; None: unlimited. Raises ApiError if too many tokens wait: 429 for the
-        client's (a single waiting choice is always allowed), 503 for all clients'; 429 if the choice would
-        not start within timeout_s.
+        timeout_s: None: unlimited.  Raises ApiError for too many waiting tokens: 429 for the client's (a
+        single choice is always allowed), 503 for all clients'; 429 if the choice would not start within
+        timeout_s.
         """
         whose = self.queue.exceeded(who.client, who.num_tokens)
         if whose == "all" and self.queue.in_all:
@@ -217,7 +217,7 @@ class Limits:
         self._waiting.setdefault(who.tenant, {})[who] = None
 
     def leave_queue(self, who: Waiting, *, begun: bool) -> None:
-        """Uncount a choice with a first token, or ended without tokens."""
+        """Uncount a choice at its first token or end."""
         self.queue.give_back(who.client, who.num_tokens)
         del self._waiting[who.tenant][who]
         if not self._waiting[who.tenant]:
@@ -226,9 +226,7 @@ class Limits:
             self._begun_tokens += who.num_tokens
 
     def _ahead(self, who: Waiting) -> float:
-        """Tokens ahead of the choice: the tenant's by priority, at most as many of other tenants by
-        shares.
-        """
+        """Tokens ahead: the tenant's by priority, at most as many of other tenants by shares."""
         own = self._waiting.get(who.tenant, ())
         num_own = sum(one.num_tokens for one in own if one.priority <= who.priority)
         found = float(num_own)
@@ -246,7 +244,7 @@ class Limits:
     def _wait_s(self, num_tokens: float) -> float:
         """Expected seconds until these tokens start, at the rate since the queue was empty.
 
-        0 if fewer have started: the rate is then below the capacity.
+        0 if fewer have started: the rate is below the capacity.
         """
         if self._begun_tokens < num_tokens or not num_tokens:
             return 0.0
@@ -259,10 +257,10 @@ def _retry_s(wait_s: float) -> int:
 
 @asynccontextmanager
 async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIterator[bytearray]:
-    """The whole JSON body; bytes beyond `UNCOUNTED_BYTES` count for its client until the context ends.
+    """The whole JSON body; bytes beyond `UNCOUNTED_BYTES` count for the client until the exit.
 
-    Raises ApiError: 413 for more than `most_bytes`, before the read if the length is given; 429 and 503 if
-    its client or all clients exceed their bytes in progress; 400 for another media type.
+    Raises ApiError: 413 for more than `most_bytes`; 429 and 503 beyond the client's or all clients' bytes;
+    400 for another media type.
     """
     is_json = JSON_MEDIA.fullmatch(request.headers.get("content-type", ""))
     client, taken, body = client_of(request.scope), 0, bytearray()
@@ -292,7 +290,7 @@ async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIte
 
 
 def bounded_route(limits: Limits, most_bytes: int = SMALL_BODY_BYTES) -> type[APIRoute]:
-    """Routes with a limit on the bytes of a body."""
+    """Routes with limited bodies."""
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Handler:

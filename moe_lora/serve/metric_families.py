@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the engine, the controllers and their link as metric families (docs/reference/prometheus.md)."""
+"""Metric families of engine and controllers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         (("peer", "pool_peer_fetches"), ("disk", "pool_disk_fetches")),
     ),
 )
-"""Labelled counters: the label's values, and the field of each."""
+"""Labelled counters: the label's values and fields."""
 STEPS = ("vllm:iteration_tokens_total", "Prompt tokens computed and tokens generated in a step.")
 ARENA_LABELS = ("model_name", "tier")
 TIERS = ("device", "host")
@@ -203,7 +203,7 @@ def family(
     labels: tuple[str, ...],
     samples: Mapping[Any, float | None],
 ) -> Metric:
-    """A family with samples by the tuple of label values; None: no sample."""
+    """A family with samples by label values, without None."""
     found = kind(name, text, labels=labels)
     for values, value in samples.items():
         if value is not None:
@@ -212,20 +212,20 @@ def family(
 
 
 def plain(kind: Kind, name: str, text: str, model_name: str, value: float | None) -> Metric:
-    """A family of one sample with the model's name as label."""
+    """A family of one sample, labelled by the model."""
     return family(kind, name, text, ("model_name",), {(model_name,): value})
 
 
 def table(
     kind: Kind, rows: tuple[tuple[str, str, str], ...], model_name: str, state: Any
 ) -> Iterator[Metric]:
-    """A plain family for each row: name, text, field of `state`; no sample for an absent state."""
+    """A plain family for each row: name, text, field of `state`, if present."""
     for name, text, field in rows:
         yield plain(kind, name, text, model_name, getattr(state, field, None))
 
 
 def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) -> Iterator[Metric]:
-    """Families of the engine's last known stats; None: the engine is gone."""
+    """Families of the engine; None: gone."""
     up = stats is not None
     yield plain(GaugeMetricFamily, "moe_lora:engine_up", "1 while the engine answers.", model_name, up)
     if stats is None:
@@ -274,7 +274,7 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
     resident = {(name,): 1.0 for name in stats.resident_adapters}
     text = "1 for each adapter on the device."
     yield family(GaugeMetricFamily, "moe_lora:adapter_resident", text, ("adapter",), resident)
-    # For several instances, a sample each; without samples for a single engine.
+    # A sample of each of several instances.
     instances = stats.instances if isinstance(stats, FleetStats) else ()
     kinds = {GaugeMetricFamily: INSTANCE_GAUGES, CounterMetricFamily: INSTANCE_COUNTERS}
     for kind, rows in kinds.items():
@@ -299,7 +299,7 @@ def waiting_family(model_name: str, stats: EngineStats) -> Metric:
 
 
 def cache_config_family(model_name: str, config: EngineConfig, info: ModelInfo | None) -> Metric:
-    """The cache of an instance, in labels.  info: None: no sample."""
+    """The cache of an instance, in labels."""
     labels = {"model_name": model_name}
     if info is not None:
         share, num_tokens = config.memory_utilization, info.block_size * info.num_kv_blocks
@@ -326,7 +326,7 @@ LEVELS: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "dis
 
 
 def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
-    """1 for each adapter and level: adapters on the device, then others up to `limit` in all."""
+    """1 for each adapter and level: at most `limit`, or all adapters on the device."""
     ordered = sorted(adapters, key=lambda one: LEVELS.index(one.residency))
     num_ready = sum(one.residency in ("device", "remote") for one in ordered)
     return family(
@@ -383,7 +383,7 @@ def histogram(
     counts: Sequence[int] | None,
     total: float,
 ) -> Metric:
-    """A family of counted values: up to each bound, and above.  counts: None: no sample."""
+    """A histogram of counted values."""
     found = HistogramMetricFamily(name, text, labels=["model_name"])
     if counts is not None:
         names = [*(str(float(bound)) for bound in bounds), "+Inf"]
@@ -400,7 +400,7 @@ def server_families(model_name: str, server: ServerState | None) -> Iterator[Met
 
 
 def placement_families(model_name: str, figures: Figures, has_points: bool) -> Iterator[Metric]:
-    """Families of the placement.  has_points: loads are shares of a capacity."""
+    """Families of the placement.  has_points: loads are shares."""
     yield from table(CounterMetricFamily, PLACEMENT_COUNTERS, model_name, figures)
     quality = figures.quality
     yield plain(
@@ -420,7 +420,7 @@ def placement_families(model_name: str, figures: Figures, has_points: bool) -> I
 
 
 def link_families(model_name: str, link: ControllerLink) -> Iterator[Metric]:
-    """Families of a front end's link to its controller."""
+    """Families of a front end's link."""
     yield family(
         GaugeMetricFamily,
         "moe_lora:front_end",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics: vLLM's names, and our own under moe_lora: (docs/reference/prometheus.md)."""
+"""Prometheus metrics (docs/reference/prometheus.md)."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ SIZES = {
 }
 SIZE_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s", "num_preemptions")
-"""The fields of `RequestTiming` with a histogram."""
+"""`RequestTiming` fields with a histogram."""
 GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
-"""The current name, and the name in older dashboards."""
+"""The current name, and an older name."""
 OTHER = "other"
-"""Series of the names above the bound."""
+"""Series of names above the bound."""
 
 
 class Metrics:
     """Metrics of one app, in a separate registry.
 
     stats, info, adapters, server: None without an answer.  by_adapter, by_tenant: None if `metrics_by_name`
-    is 0.  aliases: as in `Frontend`.  refusals: reasons of refusals, each counted from 0.
+    is 0.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class Metrics:
             self._rejected[reason].inc()
 
     def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
-        """Set the served adapters; other series end."""
+        """Set the served adapters, and drop other series."""
         self.adapters = adapters
         if self.by_adapter is not None:
             self.by_adapter.remove_all_but({one.name for one in adapters})
 
     def collect(self) -> Iterator[Metric]:
-        """Families computed for each scrape, by prometheus_client's interface."""
+        """Families of each scrape, for prometheus_client."""
         from . import metric_families as families
 
         name = self.model_name
@@ -184,11 +184,7 @@ class Metrics:
 
 
 class RequestWatch:
-    """Stamps the tokens of one choice, from its arrival.
-
-    Feeds the metrics and, as `visit`, the load on adapters.  adapter: None for the base model.  tenant: ""
-    without keys.
-    """
+    """Stamps the tokens of one choice, for the metrics and, as `visit`, the load on adapters."""
 
     __slots__ = (
         "_adapter",
@@ -227,7 +223,7 @@ class RequestWatch:
         self._num_tokens = 0
 
     def tokens(self, num_tokens: int) -> None:
-        """Record tokens that arrived now; tokens of one output share the time equally."""
+        """Record tokens that arrived now, with equal times."""
         if not num_tokens:
             return
         now_s = time.perf_counter()
@@ -242,7 +238,7 @@ class RequestWatch:
         self._num_tokens += num_tokens
 
     def end(self, reason: str, timing: RequestTiming | None) -> None:
-        """Record the request's end.  reason: finish reason; "refused": not counted."""
+        """Record the request's end; "refused" is not counted."""
         if reason == "refused":
             if self._visit is not None:
                 self._visit.refuse()
@@ -283,7 +279,7 @@ class RequestWatch:
 
 
 class BackgroundWatch(RequestWatch):
-    """Counts a choice and its tokens alone: a request that waits for all others has no latency to show."""
+    """Counts without latency: background requests wait for others."""
 
     __slots__ = ()
     is_timed = False
@@ -300,7 +296,7 @@ class BackgroundWatch(RequestWatch):
 
 
 class _Counts:
-    """Counts of a name since the start of its series."""
+    """Counts of one name."""
 
     __slots__ = ("generation_tokens", "prompt_tokens", "requests", "ttft_counts", "ttft_s")
 
@@ -314,8 +310,7 @@ class _Counts:
 class CountsByName:
     """The first `limit` names have a series each; further names share `OTHER`.
 
-    label: "adapter" or "tenant", in family names and as label.  bounds_s: bounds of the TTFT buckets.
-    fixed: names with a series beside the limit.
+    label: "adapter" or "tenant".  fixed: names beside the limit.
     """
 
     def __init__(
@@ -343,7 +338,7 @@ class CountsByName:
     ) -> None:
         """Count a finished request.
 
-        ttft_s: None without a token; the prompt does not count then.  is_timed: False leaves ttft_s out.
+        ttft_s: None without a token: the prompt does not count.  is_timed: False leaves ttft_s out.
         """
         counts = self._counts.get(name)
         if counts is None:
@@ -365,7 +360,7 @@ class CountsByName:
         return self._other
 
     def remove_all_but(self, names: Collection[str]) -> None:
-        """Keep the series of these names alone.  Free places go to new names."""
+        """Keep the series of these names alone."""
         for name in self._counts.keys() - self._fixed - set(names):
             del self._counts[name]
 

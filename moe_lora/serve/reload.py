@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that SIGHUP reloads while a front end serves."""
+"""Settings that SIGHUP reloads."""
 
 from __future__ import annotations
 
@@ -22,26 +22,21 @@ logger = logging.getLogger(__name__)
 _FIXED = frozenset({"trusted_proxies", "idle_timeout_s", "max_unread_steps"})
 """Limits fixed at a connection's start."""
 RELOADED = ("log_level", *(one.name for one in fields(LimitsConfig) if one.name not in _FIXED))
-"""Settings of `front_end` that change without a restart."""
+"""`front_end` settings that change without a restart."""
 
 
 class Reload:
-    """Reads a front end's settings again, and applies the changeable settings.
-
-    read: returns the current settings of file and options, or raises.
-    """
+    """Reads a front end's settings again, and applies changes.  read: may raise."""
 
     def __init__(self, read: Callable[[], ClusterConfig]) -> None:
         self._read = read
         self._now = read()
         self._tasks: set[asyncio.Task[None]] = set()
         self.passes_on: list[Callable[[FrontEndConfig], None]] = []
-        """Called with the reloaded settings, for processes that depend on these settings."""
+        """Called with the reloaded settings, for dependent processes."""
 
     def begin(self, limits: Limits | None, context: ssl.SSLContext | None = None) -> None:
-        """Start the reload as a task.  limits: None at a controller.  context: TLS context with the
-        certificate to reload.
-        """
+        """Start the reload as a task.  limits: None at a controller.  context: of TLS."""
         task = asyncio.create_task(self._reload(limits, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -54,21 +49,18 @@ class Reload:
             limits.change(now)
         if context is not None and now.tls_cert is not None:
             try:
-                # A trial context first: a failed load may have replaced the certificate without its key.
+                # A trial first: a failed load may have replaced the certificate without its key.
                 for one in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
                     one.load_cert_chain(now.tls_cert, now.tls_key)
             except OSError as error:
                 logger.error("the certificate %s can't be read again and stays: %s", now.tls_cert, error)
 
     async def read_again(self, config: FrontEndConfig) -> FrontEndConfig | None:
-        """A front end's settings with current changeable settings; changes are logged.
-
-        None: unreadable settings; the last settings stay.
-        """
+        """A front end's current settings; None if unreadable: the last settings stay."""
         before = self._now.front_end
         try:
             found = await asyncio.to_thread(self._read)
-        except Exception as error:  # requests continue with the last settings, whatever the error
+        except Exception as error:
             logger.error("the settings can't be read again and stay as they are: %s", error)
             return None
         now = {name: getattr(found.front_end, name) for name in RELOADED}
@@ -89,18 +81,15 @@ class Reload:
 
 
 def on_hang_up(stop: Callable[[], None], reload: Callable[[], None]) -> Callable[[], None]:
-    """SIGHUP handler: stop if the terminal was closed, else reload."""
+    """SIGHUP handler: stop without the terminal, else reload."""
     had_terminal = has_terminal()
     return lambda: stop() if had_terminal and not has_terminal() else reload()
 
 
 @contextmanager
 def hang_ups_ignored() -> Iterator[None]:
-    """During the start, SIGHUP ends the server, as SIGTERM does, only if its terminal was closed.
-
-    Ends with the reload handler: the settings were just read.
-    """
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:  # nohup
+    """During the start, SIGHUP acts as SIGTERM if the terminal was closed, and else has no effect."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
         yield
         return
     hang_up = on_hang_up(lambda: signal.raise_signal(signal.SIGTERM), lambda: None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the application on a socket until a signal."""
+"""Runs the application until a signal."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(frontend: Frontend) -> FastAPI:
-    """OpenAI-compatible endpoints over a front end's engine; does not run the controller."""
-    # FastAPI's /docs and /redoc load external scripts, unreachable for a server without a network.
+    """OpenAI-compatible endpoints over a front end's engine."""
+    # FastAPI's /docs and /redoc load external scripts.
     shows_docs = frontend.config.docs_page
     app = FastAPI(
         docs_url=None,
@@ -95,7 +95,7 @@ def create_app(frontend: Frontend) -> FastAPI:
 
 
 def _registry_router(frontend: Frontend) -> APIRouter:
-    """The routes of the registry; without a registry their refusal."""
+    """The registry's routes, or their refusal."""
     if frontend.cluster.registry is not None:
         from moe_lora.serve.admin.registry_routes import registry_router
 
@@ -109,7 +109,7 @@ def _registry_router(frontend: Frontend) -> APIRouter:
 
 
 class QuietLoop:
-    """An event loop's exception handler that logs the lack of file descriptors once."""
+    """Exception handler: logs the lack of file descriptors once."""
 
     def __init__(self) -> None:
         self._said = False
@@ -124,18 +124,18 @@ class QuietLoop:
 
 
 RARE_COLLECTIONS = (20_000, 10, 10)
-"""Thresholds of Python's garbage collector in a front end; the defaults took 6 % of the time.
+"""Thresholds of Python's garbage collector; the defaults took 6 % of the time.
 
-Middle collections keep cyclic objects of running requests alive. At Python's usual 1000, each of 1000
-concurrent streams left its objects behind.
+Middle collections keep cyclic objects of running requests alive: at 1000, each of 1000 concurrent streams
+left its objects behind.
 """
 DRAIN_S = 20.0
-"""Time in seconds for running requests at shutdown, before an error ends them."""
+"""Time for running requests at shutdown."""
 _LAST_WORDS_S = 5.0
 UNSENT_BYTES = 1 << 17
-"""Kernel buffer for unread bytes of a connection; the default is megabytes."""
+"""Kernel buffer for unread bytes, by default megabytes."""
 PEAK_BYTES, RETURN_S = 64 << 20, 60.0
-"""Growth of memory before a return of free memory to the system, and seconds between periodic returns.
+"""Memory growth before a return of free memory, and seconds between periodic returns.
 
 Requests leave fragments of some 100 bytes; a return takes 1 ms.
 """
@@ -143,28 +143,25 @@ MEMORY_LOOK_S = 5.0
 SWEEP_S = 1.0
 """Interval of checks for slow clients."""
 BACKLOG = 4096
-"""Connections in the accept queue; the kernel's somaxconn may lower the number."""
+"""Accept queue; the kernel's somaxconn may be lower."""
 
 
 @dataclass
 class ProcessMemory:
-    """The process's memory since the last return of free memory to the system."""
+    """The process's memory since the last return."""
 
     least_bytes: int
     returned_s: float
 
     def is_due(self, found_bytes: int, now_s: float, *, bodies_bytes: int) -> bool:
-        """True if a return of memory is due: after a peak, once no bodies are held, and every `RETURN_S`."""
+        """True after a peak, once no bodies are held, and every `RETURN_S`."""
         self.least_bytes = min(self.least_bytes, found_bytes)
         is_peak = found_bytes > self.least_bytes + PEAK_BYTES and not bodies_bytes
         return is_peak or now_s >= self.returned_s + RETURN_S
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that reports its address, and refuses connections beyond the file limit.
-
-    `serve_forever` handles signals.  context: of TLS, after the start.
-    """
+    """A uvicorn server that reports its address, and refuses connections beyond the file limit."""
 
     on_ready: Callable[[str], None] | None = None
     context: ssl.SSLContext | None = None
@@ -188,10 +185,10 @@ class HttpServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(QuietLoop())
         await super().startup(sockets)
         for sock in sockets or []:
-            sock.listen(BACKLOG)  # asyncio also uses its backlog as the number per turn
+            sock.listen(BACKLOG)  # asyncio also uses its backlog as number per turn
         for server in self.servers:
             for sock in server.sockets:
-                with contextlib.suppress(OSError):  # Unix socket
+                with contextlib.suppress(OSError):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._sweeping = asyncio.create_task(self._sweep())
         if self.started and self.on_ready is not None:
@@ -224,7 +221,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end_unread(self) -> None:
-        """End connections of clients that don't read: no message can reach them."""
+        """End connections without reads: no message reaches them."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_unread:
                 connection.transport.abort()
@@ -238,8 +235,7 @@ class HttpServer(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """Bind the address before the engine's long start; port 0 takes a free port.
 
-    The socket refuses connections until the server listens.  Raises ConfigError if the address is
-    unavailable.
+    The socket refuses connections until the server listens.  Raises ConfigError.
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -261,7 +257,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
-    """Sockets for administrators alone, none without an address.  Raises ConfigError as `bind` does."""
+    """Administrators' sockets, if any.  Raises ConfigError."""
     if address is None:
         yield []
         return
@@ -281,7 +277,7 @@ def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
 
 @contextlib.contextmanager
 def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
-    """Sockets of a front end, and of its administrators.  Raises ConfigError."""
+    """Sockets of a front end and its administrators.  Raises ConfigError."""
     with bind(config.host, config.port) as sock, bind_admin(config.admin_address) as admin:
         yield [sock, *admin]
 
@@ -314,10 +310,8 @@ async def serve_forever(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish requests (up to `drain_s`, then with an error).
 
-    Pauses end with the last front end.
-
-    socks: from `bound`; closed at the end.  reload: effect of SIGHUP; None: SIGHUP ends the process.
-    at_once: set by a second signal, also after the return. The front end's client stays open.
+    Pauses end with the last front end.  socks: closed at the end.  reload: effect of SIGHUP; None: SIGHUP
+    ends the process.  at_once: set by a second signal, also after the return.
     """
     limits = frontend.limits
     server = HttpServer(_http_config(frontend, drain_s), limits)
@@ -354,18 +348,18 @@ async def serve_forever(
         from .reload import on_hang_up
 
         loop.add_signal_handler(signal.SIGHUP, on_hang_up(stop, lambda: reload.begin(limits, server.context)))
-    # Exempt current objects from collections, and collect rarely: requests leave few cycles.
+    # Exempt current objects, and collect rarely: requests leave few cycles.
     gc.freeze()
-    gc.collect()  # the collector would wait for a quarter of the last, now frozen, objects
+    gc.collect()  # the collector waits for a quarter of the last, now frozen, objects
     gc.set_threshold(*RARE_COLLECTIONS)
     async with controlled(frontend):
-        # A separate task: uvicorn's loop wakes ten times a second.
+        # a separate task: uvicorn's loop wakes ten times a second
         await asyncio.create_task(server.serve(sockets=list(socks)))
 
 
 @contextlib.asynccontextmanager
 async def controlled(frontend: Frontend) -> AsyncIterator[None]:
-    """Runs the front end's controller, once ready."""
+    """Runs the front end's controller; yields once ready."""
     deciding = asyncio.create_task(frontend.controller.run())
     try:
         await frontend.controller.ready()

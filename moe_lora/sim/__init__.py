@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A discrete-event simulator: the real policies and caches on a virtual clock.  Imports no torch."""
+"""A discrete-event simulator of the real policies and caches, without torch."""

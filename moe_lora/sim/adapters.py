@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a simulated instance with the real cache: copies, host starts, merges, for its scheduler."""
+"""Adapters of a simulated instance."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from .requests import CachedRequest
 
 
 class CopyLinks:
-    """One link to the device, one from the device; each carries out one order at a time.
+    """One link to the device, one back; each carries out one order at a time.
 
-    Orders with a waiting request overtake prefetches.  Adapter files are in main memory, so a load takes as
-    long as a copy from the host arena.
-
-    load_pages: pages of an adapter's order.  on_done: called with the copy id at the end of a copy.
+    Orders of waiting requests overtake prefetches.  Adapter files are in main memory: a load takes as long as
+    a copy from the host arena.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class CopyLinks:
             self._begin(direction)
 
     def hurry(self, namespace: Namespace) -> None:
-        """A request waits for this adapter: its orders overtake the rest."""
+        """Let the adapter's orders overtake prefetches."""
         ahead = self._ahead[0]
         needed = [order for order in ahead if order.namespace == namespace]
         for order in needed:
@@ -89,11 +87,7 @@ def _direction(order: Order) -> int:
 
 
 class CachedAdapters:
-    """`scheduling.views.Adapters` by name, in the cache alone: no versions, no leases.
-
-    num_pages: of each adapter.  host_loads: decides for host workers during loads; None: no workers.  cold:
-    its facts of an adapter.
-    """
+    """`scheduling.views.Adapters` by name, in the cache alone.  host_loads: None: no host workers."""
 
     waits_for_others = False
 
@@ -115,10 +109,10 @@ class CachedAdapters:
             cache.watch_loads(lambda uid: host_loads.end(uid, clock.now_s()))
 
     def enqueue(self, adapter: str) -> None:
-        """Waiting requests are not counted."""
+        """Does nothing: waiting requests are not counted."""
 
     def dequeue(self, adapter: str) -> None:
-        """Waiting requests are not counted."""
+        """Does nothing, as `enqueue`."""
 
     def begin_round(self) -> None:
         """Forget failed searches for room."""
@@ -127,7 +121,7 @@ class CachedAdapters:
     def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Pin the adapter for one request of num_tokens tokens, and start its load if needed.
 
-        Within a round, a failed search for few pages is not repeated for more, as in the engine.
+        Within a round, a failed search is not repeated for as many or more pages.
         """
         num_pages = self._num_pages[adapter]
         if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
@@ -146,14 +140,14 @@ class CachedAdapters:
         return False
 
     def readiness(self, adapter: str) -> Readiness:
-        """Readiness of its pages, or for prompts without them."""
+        """Readiness of pages, or for prompts without pages."""
         found = self._cache.readiness(adapter)
         if self.host_loads is None:
             return found
         return Readiness.HOST_COMPUTABLE if found is Readiness.LOADING else found
 
     def pays_on_host(self, adapter: str, num_tokens: int, on_host: int) -> bool:
-        """True if host workers should compute these prompt tokens."""
+        """True if host workers should compute these tokens."""
         now_s = self._clock.now_s()
         return self.host_loads is None or self.host_loads.pays(adapter, num_tokens, on_host, now_s)
 
@@ -164,9 +158,7 @@ class CachedAdapters:
 
 @dataclass(frozen=True, kw_only=True)
 class SimMerging:
-    """policy: makes an instance's policy.  merge_s: of a whole adapter, in or out.
-    swap_steps: number of steps for a swap that is not urgent.
-    """
+    """merge_s: of a whole adapter, in or out.  swap_steps: of a swap without urgency."""
 
     policy: Callable[[], MergingPolicy]
     merge_s: float
@@ -177,8 +169,8 @@ class SimMerging:
 class LoraWork:
     """LoRA work of a step.
 
-    rows: rows times the share of layers with their delta; a row with two deltas counts twice.
-    adapters: with read matrices, each with its share of layers.
+    rows: rows times the share of layers with a delta; a row with two deltas counts twice.  adapters: share of
+    layers by adapter with read matrices.
     """
 
     rows: float
@@ -186,10 +178,7 @@ class LoraWork:
 
 
 class SimMergedWeights:
-    """Carries out a policy's decisions; a layer without the merged adapter is computed unmerged.
-
-    num_steps: by mode.  num_merges: started merges.  swap_s: seconds of all swaps.
-    """
+    """Carries out a policy's decisions; a layer without the merged adapter is computed unmerged."""
 
     def __init__(self, config: SimMerging, adapters: Adapters[str], max_num_seqs: int, clock: Clock) -> None:
         self.num_steps: Counter[Mode] = Counter()
@@ -206,10 +195,9 @@ class SimMergedWeights:
         self._step_swap_s = 0.0
 
     def decide(self, requests: Sequence[CachedRequest], *, held_back: bool) -> frozenset[Uid] | None:
-        """Call the policy and change the weights; adapters allowed to compute in this step, None: all.
+        """Change the weights by the policy; returns the step's adapters, None: all.
 
-        held_back: requests wait for an adapter slot.  A merged adapter without requests then leaves weights
-        and slot.
+        held_back: requests wait for an adapter slot; an idle merged adapter then leaves weights and slot.
         """
         view = MergingView(
             requests=requests,
@@ -228,7 +216,7 @@ class SimMergedWeights:
         return self._batching.only
 
     def lora_work(self, rows: Mapping[str | None, float]) -> LoraWork:
-        """LoRA work of a step with these rows per adapter, weighted by delta cost."""
+        """LoRA work of a step with these rows, weighted by delta cost."""
         carried, share = self._carried, self._share
         others = {name: 1.0 for name in rows if name not in (carried, None)}
         num_others = sum(rows[name] for name in others)
@@ -239,7 +227,7 @@ class SimMergedWeights:
         return LoraWork(own * (1 - share) + num_others * (1 + share) + base * share, others | {carried: read})
 
     def took(self, rows: Mapping[str | None, int], seconds: float) -> float:
-        """Record a step of `seconds`; returns the extra time of weight changes since the last step."""
+        """Record a step; returns the extra seconds of weight changes."""
         mode: Mode = "unmerged"
         if self._carried is not None:
             mode = "merged" if self._share == 1 and set(rows) == {self._carried} else "mixed"
@@ -250,7 +238,7 @@ class SimMergedWeights:
         return swap_s
 
     def keep_apart(self, requests: Iterable[CachedRequest]) -> None:
-        """Keep these requests' KV on weights with another adapter out of the prefix cache."""
+        """Keep KV computed on another adapter's weights out of the prefix cache."""
         if self._carried is not None:
             for request in requests:
                 request.unshared |= request.adapter != self._carried

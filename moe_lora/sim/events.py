@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event queue and virtual clock: the time is the current event's."""
+"""The event queue and virtual clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class EventQueue:
-    """Calls by time, ties in order of insertion.  A `core.clock.Clock`."""
+    """Calls by time, then insertion.  A `core.clock.Clock`."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -22,7 +22,7 @@ class EventQueue:
         return self._now_s
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
-        """Schedule a call at time_s.  Raises ValueError for a past or invalid time."""
+        """Schedule a call.  Raises ValueError for a past or invalid time."""
         if not self._now_s <= time_s < math.inf:
             raise ValueError(f"time_s={time_s} is not from now ({self._now_s}) on")
         self._num_asked += 1
@@ -32,7 +32,7 @@ class EventQueue:
         self._stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Run all events up to until_s, including new ones."""
+        """Run all events up to until_s."""
         while self._heap and not self._stopped and self._heap[0][0] <= until_s:
             self._now_s, _, call = heapq.heappop(self._heap)
             self.num_events += 1

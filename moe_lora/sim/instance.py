@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated instance with the real cache (`cache.unified`) for pages, adapters and history."""
+"""A simulated instance with the real cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .lora_server import SimLeases, SimServer
 from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
 STUCK_S = 60.0
-"""Wait without any obstacle after which a request never finds room."""
+"""Limit for a wait without an obstacle."""
 SAMPLE_S = 1.0
 
 Plan = list[Scheduled[CachedRequest]]
@@ -41,12 +41,10 @@ Plan = list[Scheduled[CachedRequest]]
 class CachedConfig:
     """One instance.
 
-    adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
-    and device, each way.  merging: None: unmerged steps.  tick_s: period of the cache's prefetch decisions.
-    upper, lower: its thresholds (`UnifiedCache`).  host: host workers for prompts of loading adapters, with
-    their batch and time; None: no workers.  lora_ranks: of adapters; 1 by default.
-    max_kv_pages, max_adapters: as `UnifiedCache`.  max_waiting: abort at more waiting requests.
-    layers: time of one of num_layers equal layers; None: steps follow `time`.
+    adapter_pages: of each adapter, one extent.  link_bytes_per_s: between host and device, each way.
+    merging: None: unmerged steps.  tick_s: period of prefetch decisions.  upper, lower, max_kv_pages,
+    max_adapters: as `UnifiedCache`.  host: workers for prompts of loading adapters, or None.  layers: time of
+    one of num_layers equal layers; None: steps follow `time`.
     """
 
     time: TransformerTime
@@ -109,11 +107,9 @@ def _cache(config: CachedConfig, policy: CachingPolicy) -> UnifiedCache:
 class CachedInstance:
     """Continuous batching in steps; a request with loading bytes waits alone.
 
-    A `policies.routing.routing.InstanceView`.  requests: with their own arrivals; more by `add`.
-    is_over: True at the end of the run; None: once all `requests` are done.  on_done: called with each
-    finished request; by default, adds to `done`.  server: the LoRA Server; None: adapters are here.
-    done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: too
-    many requests waited.
+    A `policies.routing.routing.InstanceView`.  is_over: True at the end of the run; None: once all `requests`
+    are done.  on_done: called with each finished request, by default adds to `done`.  samples:
+    `UnifiedCache.usage` every second.
     """
 
     def __init__(
@@ -190,7 +186,7 @@ class CachedInstance:
         return self._outstanding
 
     def add(self, request: CachedRequest) -> None:
-        """Queue a request, new or moved here with its tokens."""
+        """Queue a new or moved request."""
         self._outstanding = None
         self.load.add(request.adapter, request.num_uncomputed)
         self.scheduler.add(request)
@@ -198,7 +194,7 @@ class CachedInstance:
         self._step()
 
     def take(self, request: CachedRequest, on_taken: Callable[[CachedRequest], None]) -> None:
-        """Release a request before its next step unless done; then call on_taken."""
+        """Release an unfinished request before its next step; then call on_taken."""
         if request in self._computing:
             self._leaving[request] = on_taken
             return
@@ -269,7 +265,7 @@ class CachedInstance:
             self.leases.rest()
 
     def _compute(self, plan: Plan) -> float:
-        """Have the step end in time; seconds of its work."""
+        """Schedule the step's end; returns its seconds."""
         layers, end = self._config.layers, partial(self._end, plan)
         if layers is None:
             step_s = self._step_s(plan)
@@ -319,7 +315,7 @@ class CachedInstance:
         return step_s + self._host_extra_s(plan)
 
     def _host_extra_s(self, plan: Plan) -> float:
-        """Extra time of a step for host-computed prompts: the longest of them."""
+        """A step's longest extra time for host-computed prompts."""
         cold = [item for item in plan if item.sequence.cold_tokens]
         if self._host_loads is None or not cold:
             return 0.0
@@ -357,7 +353,7 @@ class CachedInstance:
         """Means over the requests with arrival >= since_s (ms), shares over the whole run.
 
         ttft = queue + adapter_cold + history_cold + prefill.  invalid_kv_share: device KV without its
-        adapter, mean over samples.  *_usage: shares of the arenas.
+        adapter, mean over samples.
         """
         judged = [request for request in self.done if request.arrival_s >= since_s]
         ttft_ms = _milliseconds(judged, "ttft_s")
@@ -388,7 +384,7 @@ class CachedInstance:
 
 
 def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
-    """An attribute in seconds of all requests with a value, in ms."""
+    """The present values of an attribute in seconds, in ms."""
     values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
     return values[~np.isnan(values)] * 1e3
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LoRA Server: the real lease table, loads layer by layer, deltas of each layer.
-
-Adapters are equal in size.
-"""
+"""A simulated LoRA Server: the real lease table, loads and deltas by layer, equal adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from .events import EventQueue
 
 @dataclass(frozen=True, kw_only=True)
 class SimServerConfig:
-    """capacity: resident adapters.  layer_load_s: a layer of an adapter over the links of a stage.
+    """layer_load_s: a layer of an adapter over a stage's links.
 
     num_stages: y of EPx-PPy; stage s loads and computes the layers s, s + y, ...
     control_s: round trip for a lease.  prefetched: resident at the start, evicted last to first.
@@ -53,7 +50,7 @@ class SimServerConfig:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A load.  num_loaded: layers of each stage.  left: layers to come."""
+    """A load.  num_loaded: layers by stage.  left: layers to come."""
 
     num_loaded: list[int]
     left: int
@@ -63,7 +60,7 @@ class _Loading:
 
 
 class LayerLoads:
-    """A link per stage; adapters take turns, a layer each (InfiniLoRA section 5.3)."""
+    """A link per stage; adapters take turns by layer (InfiniLoRA section 5.3)."""
 
     def __init__(self, config: SimServerConfig, events: EventQueue) -> None:
         self.num_loads = 0
@@ -83,7 +80,7 @@ class LayerLoads:
             self._start_layer(stage)
 
     def stop(self, name: str) -> None:
-        """Drop the layers to come of an evicted adapter."""
+        """Drop an evicted adapter's remaining layers."""
         loading = self._loading.pop(name, None)
         if loading is None:
             return
@@ -93,7 +90,7 @@ class LayerLoads:
                 turns.remove(loading)
 
     def run_layers(self, names: Iterable[str], layer_s: float, on_end: Callable[[], None]) -> None:
-        """Compute a step; a layer waits until the named adapters have loaded the layer."""
+        """Compute a step; each layer waits for its loads."""
         loading = [self._loading[name] for name in names if name in self._loading]
         self._run(loading, 0, layer_s, on_end)
 
@@ -141,19 +138,19 @@ class SimServer:
         self._table.prefill(config.prefetched)
 
     def leases(self, index: int, cache: UnifiedCache, on_change: Callable[[], None]) -> SimLeases:
-        """Leases of an instance.  on_change: called after a lease has come."""
+        """Leases of an instance.  on_change: called at new leases."""
         found = self._instances[str(index)] = SimLeases(self, str(index), cache, on_change)
         return found
 
     def acquire(self, instance: str, name: str, number: int) -> None:
-        """Send the instance a lease of this number, once there is room."""
+        """Send the instance a lease of this number, given room."""
         self._numbers[instance, name] = number
         self._table.register(name, {})
         self._table.acquire(instance, name, self.events.now_s())
         self._carry_out()
 
     def release(self, instance: str, name: str) -> None:
-        """End the lease, or the wait for a lease."""
+        """End the lease or the wait."""
         if not self._table.release(instance, name, self.events.now_s()):
             self._table.cancel(instance, name)
         self._carry_out()
@@ -181,7 +178,7 @@ class SimServer:
 
 
 class SimLeases:
-    """`scheduling.views.Adapters` of an instance beside a LoRA Server: a lease makes ready."""
+    """`scheduling.views.Adapters` beside a LoRA Server."""
 
     waits_for_others = True
 
@@ -203,16 +200,16 @@ class SimLeases:
         self._waiting[adapter] += 1
 
     def dequeue(self, adapter: str) -> None:
-        """A request waits no longer; an unneeded lease goes back."""
+        """A request waits no longer; unneeded leases return."""
         self._waiting[adapter] -= 1
         if not self._running[adapter] and not self._waiting[adapter]:
             self._release_lease(adapter)
 
     def begin_round(self) -> None:
-        """The server finds room."""
+        """Does nothing: the server finds room."""
 
     def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Use the lease for a request, or request a lease."""
+        """Use the lease, or request a lease."""
         if adapter not in self._wanted:
             self._wanted[adapter] = next(self._numbers)
             self._server.acquire(self._instance, adapter, self._wanted[adapter])
@@ -242,7 +239,7 @@ class SimLeases:
             self._release_lease(adapter)
 
     def receive(self, adapter: str, number: int) -> None:
-        """A lease has come; an old number is of a released lease."""
+        """A lease has come; an outdated number is void."""
         if self._wanted.get(adapter) == number:
             self._leased.add(adapter)
             self._on_change()
@@ -250,7 +247,7 @@ class SimLeases:
     def run_layers(
         self, adapters: Iterable[str], layer_s: float, work_s: float, on_end: Callable[[], None]
     ) -> float:
-        """Compute a step; returns seconds without waits for loads."""
+        """Compute a step; returns seconds without load waits."""
         layer_s = self._server.layer_s(self._instance, layer_s, work_s)
         self._server.loads.run_layers(adapters, layer_s, on_end)
         return self._server.config.num_layers * layer_s

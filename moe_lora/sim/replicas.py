@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated instances with caches: a router, preloaded adapters, and moves of requests."""
+"""Simulated instances with router, preloads and moves."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ from .requests import CachedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigration:
-    """Moves as in the running system.  settings: of its front end; planner: default: by migration_solver.
+    """Moves as in the running system.  planner: None: by migration_solver.
 
-    check_s: period of threshold checks.  plan_s: planning time.  mean_answer_tokens: expected length before
-    any answer.
+    mean_answer_tokens: expected before any answer.
     """
 
     settings: MigrationConfig = field(default_factory=lambda: MigrationConfig(migration="dlora"))
@@ -56,9 +55,9 @@ class SimMigration:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """instance: of each replica.  caching, router: make a run's.  preloaded: adapters per replica on its
-    device at the start, within the room.  migration: None, or off by its settings: requests stay.
-    server: the LoRA Server, which then has all adapters.
+    """preloaded: adapters on each replica's device at the start, given room.
+
+    migration: None, or off by its settings: requests stay.  server: has all adapters.
     """
 
     num_replicas: int
@@ -86,11 +85,10 @@ class ReplicasConfig:
 
 
 class Replicas:
-    """The replicas after every request's last token: `done`, in order of finish.
+    """Runs every request to its last token: `done`, in order of finish.  Deterministic.
 
-    requests: by arrival.  on_done: called with each finished request, in place of `done`.
-    num_moves: moved requests by kind: waiting, by tokens, by KV.  policy: None without migration.
-    Deterministic.  Raises CapacityError for a request that never finds room.
+    on_done: called with each finished request, in place of `done`.  num_moves: by kind: waiting, tokens, KV.
+    Raises CapacityError for a request that never finds room.
     """
 
     def __init__(
@@ -222,7 +220,7 @@ class Replicas:
     def _view(
         self, request: CachedRequest, index: int, token_s: float, migration: SimMigration
     ) -> RequestView:
-        """token_s: of the instance, per token of one request."""
+        """token_s: the instance's time per token."""
         num_prompt, num_tokens = len(request.planned.prompt), len(request.tokens)
         left = self._lengths.left(request.adapter, num_tokens - num_prompt, len(request.planned.answer))
         exec_s = token_s * left + request.num_uncomputed / self._config.instance.time.prefill_tokens_per_s

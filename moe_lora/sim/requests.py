@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request through an instance with a cache, and the parts of its TTFT."""
+"""A request through an instance, and its TTFT parts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ PARTS = ("queue", "adapter_cold", "history_cold", "prefill")
 class CachedRequest:
     """A `scheduling.views.Schedulable`; parts of TTFT as in the engine's `RequestTiming`.
 
-    tokens: of prompt and answer so far, num_computed of them with KV in `table`; num_left: to come.
-    num_cached: prompt tokens with found KV.  has_started: gained a token here; load_tokens: at arrival here.
-    num_brought: tokens with KV from a move: in a step's budget but without time.
-    Stamps in seconds; NaN: not yet.
+    tokens: of prompt and answer so far, num_computed of them with KV in `table`.  num_cached: prompt tokens
+    with found KV.  has_started: gained a token here.  num_brought: tokens with moved KV, in a step's budget
+    but without time.  Stamps in seconds; NaN: not yet.
     """
 
     planned: TurnRequest
@@ -87,14 +86,14 @@ class CachedRequest:
         return len(self.tokens) - self.num_computed
 
     def start_over(self) -> None:
-        """Drop all state: elsewhere the tokens so far are computed again, as a prompt."""
+        """Drop all state: another instance computes the tokens as a prompt."""
         self.num_computed = self.cold_tokens = self.num_brought = 0
         self.matched = self.has_started = False
         self.table = BlockTable(self.planned.adapter)
         self.load_tokens = len(self.tokens)
 
     def append(self, now_s: float) -> bool:
-        """Take the answer's next token; True for the last."""
+        """Add the answer's next token; True for the last."""
         answer = self.planned.answer
         if self.num_left == len(answer):
             self.first_token_s = now_s
@@ -116,12 +115,12 @@ class CachedRequest:
 
     @property
     def adapter_cold_s(self) -> float:
-        """Wait for its adapter's bytes, to the next step's start."""
+        """Wait for the adapter, to the next step's start."""
         return self.waits.adapter_load_s
 
     @property
     def history_cold_s(self) -> float:
-        """Wait for its history's bytes after its adapter, to the next step's start."""
+        """Wait for the history after the adapter, to the next step's start."""
         return self.waits.kv_load_s
 
     @property
@@ -144,9 +143,7 @@ class CachedRequest:
 class StepCounts:
     """The token rows of one step.
 
-    num_rows: decode rows.  num_prompts, num_prompt_tokens: prompts in the step, and their tokens in it.
-    num_prompt_pairs: pairs of a prompt token and a token that it attends to.  num_with_adapter: requests with
-    an adapter.
+    num_rows: decode rows.  num_prompt_pairs: pairs of a prompt token and an attended token.
     """
 
     num_rows: int = 0
@@ -158,11 +155,11 @@ class StepCounts:
 
 
 LayerTime: TypeAlias = Callable[[StepCounts], tuple[float, float]]
-"""Seconds of one layer of such a step, and how long the layer keeps the LoRA Server busy."""
+"""Seconds of one layer, and of the LoRA Server's work for the layer."""
 
 
 def step_rows(plan: Iterable[Scheduled[CachedRequest]]) -> StepCounts:
-    """Rows of a planned step; tokens whose KV came with a request are none."""
+    """Rows of a planned step, without moved KV."""
     found = StepCounts()
     for item in plan:
         request, num_computed = item.sequence, item.sequence.num_computed

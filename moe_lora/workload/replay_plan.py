@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay plans: arrivals, adapters, lengths and prompts of requests, from a trace and options."""
+"""Replay plans: requests from a trace and options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gamma_arrivals(
 ) -> FloatArray:
     """Cumulated Gamma(shape=burstiness, mean=1/rate) gaps; 1.0 is Poisson, less is burstier.
 
-    `burstiness` as in vLLM's benchmark client; the gaps' variation is 1 / sqrt(burstiness).
+    `burstiness` as in vLLM's benchmark client.
     """
     rate = positive("request_rate", request_rate_per_s)
     shape = positive("burstiness", burstiness)
@@ -81,12 +81,12 @@ def busiest_stretch(arrivals_s: Sequence[float], duration_s: float) -> slice:
     return slice(first, int(ends[first]))
 
 
-HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block of the prompt
+HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt for an adapter (None: the base model), with the exact answer if known."""
+    """A prompt for an adapter (None: the base model).  answer: exact, if known."""
 
     adapter: str | None
     prompt: str
@@ -102,7 +102,7 @@ def random_token_ids(
 ) -> list[int]:
     """prompt_tokens ids below vocab_size.  Deterministic.
 
-    With hash_ids, each 512-token block depends on its id alone: shared blocks of the trace stay shared.
+    With hash_ids, each 512-token block depends on its id alone: shared blocks stay shared.
     """
     if not hash_ids:
         return np.random.default_rng((seed, 2, index)).integers(0, vocab_size, prompt_tokens).tolist()
@@ -118,7 +118,7 @@ def random_token_ids(
 
 
 def cut_text(text: str, max_tokens: int, estimated_tokens: int) -> str:
-    """The text's first part, in proportion, if its estimated length is above max_tokens."""
+    """The text, cut in proportion to max_tokens."""
     if estimated_tokens <= max_tokens:
         return text
     return text[: max(1, len(text) * max_tokens // estimated_tokens)]
@@ -127,7 +127,7 @@ def cut_text(text: str, max_tokens: int, estimated_tokens: int) -> str:
 def read_prompts(path: str | Path) -> list[PromptRow]:
     """Rows {"adapter": name or null, "prompt": text[, "answer": text]} of a JSON-lines file.
 
-    Ignores further keys.  Raises ValueError with file, line and key.
+    Raises ValueError with file, line and key.
     """
     reader = RowReader(str(path))
     with open_text(path, "prompts") as file:
@@ -148,8 +148,7 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
 def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptRow]) -> list[PromptRow]:
     """For each (adapter, prompt length) a row of that adapter, matched by rank of length.
 
-    Of an adapter's m requests the one with the i-th shortest prompt gets row floor((i + 0.5) * n / m) of the
-    adapter's n rows sorted by length.
+    Of an adapter's m requests the i-th shortest gets row floor((i + 0.5) * n / m) of the n rows by length.
     Raises ValueError if an adapter has no rows.
     """
     by_adapter: dict[str | None, list[PromptRow]] = defaultdict(list)
@@ -172,10 +171,7 @@ def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptR
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One request: answer `prompt` with len(answer) tokens; both are token ids.
-
-    tenant, share, priority: as in `policies.admission.fairness`.
-    """
+    """Answer `prompt` with len(answer) tokens; both are token ids."""
 
     index: int
     arrival_s: float
@@ -191,9 +187,8 @@ class TurnRequest:
 class PlannedRequest:
     """One request to send.
 
-    arrival_s: seconds after the start.  adapter: None: the base model.  prompt_tokens: length of a random
-    prompt, or an estimate for `prompt`.  output_tokens: most tokens to generate.  answer: exact expected
-    text, if known.
+    adapter: None: the base model.  prompt_tokens: of a random prompt, or an estimate.  output_tokens: most to
+    generate.  answer: exact expected text, if known.
     """
 
     index: int
@@ -214,9 +209,8 @@ def make_plan(
 ) -> list[PlannedRequest]:
     """The requests to send, sorted by arrival.  Deterministic.
 
-    popularity: for requests without an adapter in the trace; None: the base model.  rows: a data set of
-    prompts to send instead (`prompts.choose_rows`).
-    Raises ValueError for a trace without times and no rate, or an empty plan.
+    popularity: for requests without an adapter; None: the base model.  Raises ValueError for a trace without
+    times and no rate, or an empty plan.
     """
     if options.busiest and options.duration_s is not None and trace.has_arrival_times:
         stretch = busiest_stretch([request.arrival_s for request in trace.requests], options.duration_s)
@@ -278,7 +272,6 @@ def _with_rows(
     for request, row in zip(plan, chosen, strict=True):
         output_tokens = request.output_tokens
         if row.answer is not None:
-            # Room for the whole answer (a token is at least one byte): the model ends the answer.
             output_tokens = options.max_output_tokens or len(row.answer.encode()) + 16
         planned.append(
             replace(

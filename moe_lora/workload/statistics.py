@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a trace for sizing, in one pass and bounded memory."""
+"""Statistics of a trace in one pass and bounded memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moe_lora.workload.traces.traces import detect_format, iter_requests
 
 WINDOW_S = 60.0
 _STEPS_PER_WINDOW = 60
-_EXACT_BITS = 16  # lengths below 2**16 are counted exactly, longer ones to 1 part in 2**15
+_EXACT_BITS = 16  # lengths below 2**16 are exact, longer ones to 1 part in 2**15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthStatistics:
-    """Token counts of the requests; p50 and p95 are smallest lengths with that percentage at or below."""
+    """Token counts; p50 and p95 are smallest lengths with that percentage at or below."""
 
     mean: float
     p50: int
@@ -36,11 +36,9 @@ class LengthStatistics:
 class TraceStatistics:
     """A trace in numbers.
 
-    duration_s: from the first to the last request.
     mean_rate_per_s: (num_requests - 1) / duration_s; None without times, or with one moment.
-    peak_rate_per_s: most requests within window_s, over window_s; never below the mean rate.
-    adapter_counts: requests by adapter, without the base model.
-    dropped: skipped rows, by reason.
+    peak_rate_per_s: most requests within window_s, over window_s; at least the mean rate.  adapter_counts:
+    without the base model.
     """
 
     path: str
@@ -56,7 +54,7 @@ class TraceStatistics:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def popularity(self) -> Popularity | None:
-        """In proportion to adapter_counts, most popular first; None without adapters."""
+        """In proportion to adapter_counts, most popular first, or None."""
         ranked = sorted(self.adapter_counts.items(), key=lambda item: (-item[1], item[0]))
         return from_weights([name for name, _ in ranked], [count for _, count in ranked]) if ranked else None
 
@@ -89,11 +87,11 @@ class _Lengths:
 
 
 class _Window:
-    """Most arrivals within a window that moves in steps of 1/60 of its length."""
+    """Most arrivals within a window, in steps of 1/60 of its length."""
 
     def __init__(self, window_s: float) -> None:
         self._step_s = window_s / _STEPS_PER_WINDOW
-        self._steps: deque[list[int]] = deque()  # [step, arrivals], the last window's worth
+        self._steps: deque[list[int]] = deque()  # [step, arrivals] of the last window
         self._inside = 0
         self.most = 0
 
@@ -111,10 +109,8 @@ class _Window:
 def trace_statistics(
     path: str | Path, format: str | None = None, *, window_s: float = WINDOW_S
 ) -> TraceStatistics:
-    """Read the trace once, as a stream; memory grows with the number of adapters only.
-
-    window_s: length of the peak rate's window.
-    Raises ValueError as `iter_trace`: for an empty trace, a bad value, decreasing times.
+    """Read the trace once; memory grows with the number of adapters only.  Raises ValueError as
+    `iter_trace`.
     """
     positive("window_s", window_s)
     name = format or detect_format(path)
@@ -145,7 +141,7 @@ def trace_statistics(
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """Linear between the two nearest values, as in `report.run_file`; None without values."""
+    """Linear between the two nearest values, or None."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes for adapters: load, unload, list, pin, in the words of this server, vLLM and SGLang."""
+"""Routes for adapters, with the names of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from moe_lora.core.records import RegisteredAdapter
 
 DONE = {"status": "ok", "success": True}
-"""Answer of the routes at the root, in the words of prime-rl and SGLang."""
+"""Answer of the root routes, as in SGLang."""
 logger = logging.getLogger(__name__)
 
 _EXPERT_KEY = re.compile(r"\.experts\.")
@@ -47,11 +47,9 @@ Stamps = tuple[tuple[int, ...], ...]
 
 
 class LoadAdapterRequest(PeerModel):
-    """POST /v1/load_lora_adapter and /load_lora_adapter, with the fields of vLLM and SGLang.
+    """POST /v1/load_lora_adapter and /load_lora_adapter.
 
-    lora_path None: the registry's folder.  base_model_name: the adapter's base; empty or None: the served
-    base.  is_3d_lora_weight: the file has parameters of all experts.  lora_id, lora_int_id, rid: internal
-    numbers of other servers, unused here.
+    lora_path None: the registry's folder.  base_model_name: empty or None: the served base.
     """
 
     lora_name: Text
@@ -66,7 +64,7 @@ class LoadAdapterRequest(PeerModel):
 
 
 class UnloadAdapterRequest(PeerModel):
-    """POST /v1/unload_lora_adapter and /unload_lora_adapter.  Fields are those of `LoadAdapterRequest`."""
+    """POST /v1/unload_lora_adapter and /unload_lora_adapter."""
 
     lora_name: Text
     base_model_name: Text | None = None
@@ -76,7 +74,7 @@ class UnloadAdapterRequest(PeerModel):
 
 
 def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> None:
-    """Raises ApiError for a name unfit for an adapter, and for an alias's other name `base:alias`."""
+    """Raises ApiError for an unfit name, and for an alias's second name `base:alias`."""
     if problem := name_problem(name):
         raise bad_request(f"{param} {problem}", param)
     if name in frontend.model_names:
@@ -88,7 +86,7 @@ def check_new_name(name: str, frontend: Frontend, param: str = "lora_name") -> N
 
 
 def check_base(name: str | None, frontend: Frontend) -> None:
-    """Raises ApiError for the name of another base model (see `is_base_name`)."""
+    """Raises ApiError for another base model."""
     model_dir = frontend.cluster.engine.model_dir
     allowed = {*frontend.model_names, model_dir, os.path.basename(os.path.normpath(model_dir))}
     if not is_base_name(name or "", allowed):
@@ -100,11 +98,10 @@ def check_base(name: str | None, frontend: Frontend) -> None:
 
 
 def find_files(path: str, name: str, frontend: Frontend) -> str:
-    """Returns the directory of the adapter at `path` (see `adapter_folder`), fetched if `path` is an address.
+    """Returns the directory of the adapter at a path or address.
 
-    Raises ApiError 400 for an empty path, a refused address, and a folder of several adapters; 404 for a path
-    without an adapter or outside `adapter_root`; 503 for a source without an answer.  Runs in a thread: the
-    folder may be large, or hang.
+    Raises ApiError 400 for an empty path, a refused address, and several adapters; 404 for a path without an
+    adapter or outside `adapter_root`; 503 for a source without an answer.  May block long.
     """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
@@ -122,11 +119,11 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
     if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
         problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
         raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
-    return str(Path(found))  # a path that ends in "/." is a resolver's
+    return str(Path(found))
 
 
 def _fetched(path: str, frontend: Frontend) -> str:
-    """The local folder of a path or address (see `AdapterSources.local`).  Raises ApiError."""
+    """The local folder of a path or address.  Raises ApiError."""
     from moe_lora.adapters.sources import AdapterSources
 
     try:
@@ -138,7 +135,7 @@ def _fetched(path: str, frontend: Frontend) -> str:
 
 
 class AdapterLoads:
-    """Loads and unloads for one front end.  Records version and files of each load."""
+    """Loads and unloads of one front end."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -146,15 +143,15 @@ class AdapterLoads:
         self._loaded: dict[str, tuple[int, _Files]] = {}
 
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
-        """Serves the body's adapter; in_place: as a new version of a loaded name.  Raises ApiError."""
+        """Load the body's adapter; in_place: as a new version.  Raises ApiError."""
         folder = await self._checked(body)
         files = _Files(folder, await in_daemon_thread(_stamps, folder))
         return await self._load(body, files, in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
-        """As `load` in place, without a load if the name has the files' content.  Raises ApiError.
+        """As `load` in place, unless the content is equal.  Raises ApiError.
 
-        Content is read after the checks of a load, or for files of the sizes of a checked load.
+        Reads the content only of files with the sizes of a checked load.
         """
         folder = await self._checked(body)
         files = _Files(folder, await in_daemon_thread(_stamps, folder))
@@ -168,7 +165,7 @@ class AdapterLoads:
         await self._load(body, files, in_place=True, reads=True)
 
     async def unload(self, body: UnloadAdapterRequest) -> None:
-        """Raises ApiError."""
+        """Unload the body's adapter.  Raises ApiError."""
         if problem := name_problem(body.lora_name):
             raise bad_request(f"lora_name {problem}", "lora_name")
         check_base(body.base_model_name, self._frontend)
@@ -180,7 +177,7 @@ class AdapterLoads:
         self._loaded.pop(body.lora_name, None)
 
     async def _checked(self, body: LoadAdapterRequest) -> str:
-        """Check the body before any file is read.  Returns the adapter's folder.  Raises ApiError."""
+        """Check the body before reading files; returns the adapter's folder.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
         if body.lora_path is not None:
@@ -192,7 +189,7 @@ class AdapterLoads:
     async def _load(
         self, body: LoadAdapterRequest, files: _Files, *, in_place: bool, reads: bool = False
     ) -> AdapterInfo:
-        """reads: the content, for the comparison with the next."""
+        """reads: read the content for later comparison."""
         name = body.lora_name
         try:
             replace = in_place or self._frontend.client.is_refused(name)
@@ -220,7 +217,7 @@ class AdapterLoads:
         return info
 
     def _look_again(self, body: LoadAdapterRequest, files: _Files, reads: bool) -> _Files | None:
-        """Log text files beside the adapter, and a wrong layout; the files, unless changed since the load."""
+        """Log text files and a wrong layout; returns the files unless changed since the load."""
         with suppress(OSError):
             log_text_of(self._frontend.cluster, body.lora_name, files.folder)
         if body.is_3d_lora_weight is not None:
@@ -239,7 +236,7 @@ class AdapterLoads:
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 
     async def _version(self, name: str) -> int | None:
-        """Version of a loaded name; None for an unknown name, or lost content."""
+        """Version of a loaded name; None if unknown or unavailable."""
         infos = await self._frontend.client.list_adapters()
         found = (info.version for info in infos if info.name == name and info.residency != "unavailable")
         return next(found, None)
@@ -259,7 +256,7 @@ class AdapterLoads:
 class _Files:
     """The files of an adapter at one time.
 
-    stamps: differ after a file was written or replaced.  digest: of the bytes; None: not read.
+    stamps: differ after a write.  digest: None: not read.
     """
 
     folder: str
@@ -274,7 +271,7 @@ class _Files:
         return replace(self, digest=_digest(self.folder, root))
 
     def holds(self, other: _Files, root: str | None) -> bool:
-        """True if these files had the bytes of `other`, a read state."""
+        """True if these files have the bytes of `other`."""
         digest = self.digest
         if digest is None and self.stamps == _stamps(self.folder):
             digest = _digest(self.folder, root)
@@ -290,7 +287,7 @@ def _stamps(folder: str) -> Stamps:
 
 
 def _digest(folder: str, root: str | None) -> str | None:
-    """SHA-256 of the adapter's files; None for an unreadable file."""
+    """SHA-256 of the adapter's files, or None."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -304,7 +301,7 @@ def _digest(folder: str, root: str | None) -> str | None:
 
 
 def _compare_layout(name: str, folder: str, root: str | None, is_3d: bool) -> None:
-    """Warn if file and client differ on the layout of experts.  The load refuses unreadable files."""
+    """Warn if file and client differ on the experts' layout."""
     try:
         with open_file(Path(folder, WEIGHTS_FILE), WEIGHTS_FILE, root) as file:
             keys = [key for key in header_entries(file, WEIGHTS_FILE) if _EXPERT_KEY.search(key)]
@@ -334,7 +331,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
-        """Refuse new requests for `lora_name`, let running ones end, free its memory."""
+        """Refuse new requests for `lora_name`, finish running requests, free its memory."""
         headers = ignored_by(body, frontend)
         await loads.unload(body)
         what = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -342,10 +339,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/load_lora_adapter", response_model=None)
     async def load_or_replace(body: LoadAdapterRequest) -> Response:
-        """Serve the PEFT adapter in `lora_path` as `lora_name`; a loaded name gets a new version.
-
-        Equal content changes nothing.
-        """
+        """As /v1/load_lora_adapter; a loaded name gets a new version, unless the content is equal."""
         headers = ignored_by(body, frontend)
         await loads.load_or_replace(body)
         return JsonResponse(DONE, headers=headers)
@@ -365,9 +359,7 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/adapters/{name:path}/pin", response_model=None)
     async def pin(name: str) -> Response:
-        """Load the adapter to the device of every instance and keep it there; 400 if no room would be
-        left.
-        """
+        """Load the adapter to the device of every instance and keep it there; 400 without room."""
         return JsonResponse(adapter_card(await frontend.client.call("pin_adapter", name, pinned=True)))
 
     @router.post("/v1/adapters/{name:path}/unpin", response_model=None)
@@ -407,7 +399,7 @@ def adapter_card(info: AdapterInfo) -> dict[str, Any]:
 
 
 def ignored_by(body: LoadAdapterRequest | UnloadAdapterRequest, frontend: Frontend) -> dict[str, str]:
-    """Returns the header with the unknown fields of a body.  Raises ApiError if the server refuses them."""
+    """Returns the header with the body's unknown fields.  Raises ApiError if unknown fields are refused."""
     if frontend.limits.config.unknown_fields == "error":
         refuse_unknown(body)
     names = [shown_name(name) for name in body.unknown_fields()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of aliases: rollout, promote, rollback, drop, remove."""
+"""Routes of aliases."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class RolloutBody(Query):
-    """to: a loaded adapter, or a version of the registry as v8.  share: of the requests, 0 < share <= 1."""
+    """to: a loaded adapter, or a registry version such as v8.  share: 0 < share <= 1."""
 
     to: Text
     share: Annotated[float, Strict()] | None = None
 
 
 class Endpoints:
-    """Methods answer a path, after the step reached every front end.  saved: a later start has the alias."""
+    """Methods answer once every front end has the change."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend = frontend
@@ -50,7 +50,7 @@ class Endpoints:
         if body.to in self._frontend.model_names:
             raise bad_request(f"to={body.to!r} is the base model's name; name an adapter", "to")
         if self._frontend.cluster.registry is None or not VERSION.fullmatch(body.to):
-            await self._frontend.client.is_served(body.to)  # a resolver loads the adapter
+            await self._frontend.client.is_served(body.to)
         return await self._change(request, AliasChange("rollout", body.to, body.share))
 
     async def promote(self, request: Request) -> Response:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls of trainers, under vLLM's and SGLang's names: pauses, the cache, facts, signs of life."""
+"""Controls of trainers, with vLLM's and SGLang's names."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from moe_lora.serve.openai.preparing import Preparer
 
 GENERATE_S = 20.0
-"""Time for the token of /health_generate."""
+"""Time limit of /health_generate."""
 NO_RANK_LIMIT = 2**31 - 1
-"""`max_lora_rank` of a server that takes every rank: trainers compare numbers."""
+"""`max_lora_rank` without a limit: trainers compare numbers."""
 Form = TypeVar("Form", bound=BaseModel)
 
 
 class Query(BaseModel):
-    """Values of a request; an unknown name is an error."""
+    """Values of a request, without unknown names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,7 +46,7 @@ class PauseQuery(Query):
     clear_cache: bool | None = None
     """None: true for an administrator alone."""
     wait_for_inflight_requests: bool = False
-    """vLLM's former word for mode=wait."""
+    """vLLM's old name of mode=wait."""
 
 
 class SglangPause(Query):
@@ -72,7 +72,7 @@ class SleepQuery(Query):
 
 
 class MemoryBody(Query):
-    """SGLang's names; there is no graph to free."""
+    """SGLang's names; cuda_graph frees nothing."""
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
@@ -89,15 +89,15 @@ class Nothing(Query):
 
 
 class Unread(BaseModel):
-    """The body of a call with values in its URL."""
+    """The body of a call with values in the URL."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def scope_of(caller: Caller) -> PauseScope:
-    """An administrator's scope is every request; of a key, its tenant's requests for the key's adapters.
+    """Every request for an administrator; for a key, its tenant's requests for its adapters.
 
-    Raises ApiError for a caller without either.
+    Raises ApiError for other callers.
     """
     if caller.is_admin:
         return PauseScope()
@@ -107,7 +107,7 @@ def scope_of(caller: Caller) -> PauseScope:
 
 
 class Endpoints:
-    """Methods answer one path each, after all instances did the work."""
+    """Methods answer once all instances are done."""
 
     PAUSED: ClassVar[dict[str, str]] = {"status": "paused"}
     RESUMED: ClassVar[dict[str, str]] = {"status": "resumed"}
@@ -137,7 +137,7 @@ class Endpoints:
         return JsonResponse(self.RESUMED)
 
     async def is_paused(self, request: Request) -> Response:
-        """True for a full pause, and for a pause of the caller's key."""
+        """True for a full pause, or a pause of the caller's key."""
         await self._query(request, Nothing)
         return JsonResponse({"is_paused": await self._is_paused(scope_of(caller_of(request.scope)).owner)})
 
@@ -153,12 +153,12 @@ class Endpoints:
         return JsonResponse(self.RESUMED)
 
     async def refuse_weights(self, request: Request) -> Response:
-        """Names of vLLM and SGLang for new weights of the base model."""
+        """Refuses new weights of the base model."""
         what = f"{request.url.path} would change the base model's weights, and they never change here"
         raise bad_request(f"{what}; train LoRA, and PUT its safetensors to /v1/adapters/NAME")
 
     async def sleep(self, request: Request) -> Response:
-        """Answers once every instance has given its memory back."""
+        """Answers once every instance has released its memory."""
         query = await self._query(request, SleepQuery)
         await self._sleep(("weights", "kv_cache"), query.mode, drops_weights=query.level == "2")
         return Response()
@@ -254,14 +254,14 @@ class Endpoints:
         }
 
     async def world_size(self, request: Request) -> Response:
-        """Processes with the model: of one instance, or of all live ones."""
+        """Processes with the model, of one instance or of all."""
         query = await self._query(request, WorldQuery)
         num_live = sum(one.live for one in self._frontend.client.instances)
         num = self._frontend.cluster.engine.num_ranks * (num_live if query.include_dp else 1)
         return JsonResponse({"world_size": num})
 
     async def weight_version(self, request: Request) -> Response:
-        """Versions of the caller's adapters; the base model's weights never change."""
+        """Versions of the caller's adapters."""
         caller = caller_of(request.scope)
         infos = await self._frontend.client.list_adapters()
         versions = {one.name: one.version for one in infos if caller.may_use(one.name)}
@@ -272,7 +272,7 @@ class Endpoints:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """200 after a token of the base model; under a full pause, while an engine works."""
+        """200 after a token of the base model, or under a full pause."""
         client = self._frontend.client
         if not await client.is_alive():
             raise ApiError(503, "no engine is running or gets on; see the server's log")
@@ -332,7 +332,7 @@ class Endpoints:
     async def _query(self, request: Request, kind: type[Form], *lists: str) -> Form:
         """The values of the URL, with `lists` as lists.
 
-        Raises ApiError for an unknown name or value, a repeated name, and values in the body.
+        Raises ApiError for unknown or repeated names, wrong values, and values in the body.
         """
         values: dict[str, Any] = {}
         for name in request.query_params:
@@ -350,13 +350,13 @@ class Endpoints:
 
 
 async def read_json(request: Request, kind: type[Form], frontend: Frontend) -> Form:
-    """The values of a small JSON body; an absent body is an empty one.  Raises ApiError."""
+    """The values of a small JSON body, possibly empty.  Raises ApiError."""
     async with body_of(request, frontend.limits, SMALL_BODY_BYTES) as content:
         return await parse_json(content, kind)
 
 
 async def parse_json(content: bytearray, kind: type[Form]) -> Form:
-    """The values of a body of `body_of`.  Raises ApiError."""
+    """The values of a body.  Raises ApiError."""
     try:
         return kind.model_validate(await in_daemon_thread(json.loads, content) if content else {})
     except ValidationError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of adapters in bodies, served as the next version of a name."""
+"""Adapters from tensors in bodies."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _FILE = re.compile(rb'"(serialized_(?:named_)?tensors)"\s{0,999}:\s{0,999}(?:\[\
 _MOST_OVERLAP = 4096
 """Longer than a match of `_FILE`."""
 _ESCAPE = re.compile(rb"\\(?:/|u00(2[bf]|3d))", re.IGNORECASE)
-"""JSON's escapes of characters of base64."""
+"""JSON's escapes of base64 characters."""
 _CUT = b"file"
-"""Stands for the file in the rest of SGLang's body."""
+"""Replaces the file in SGLang's body."""
 MOST_BESIDE_BYTES = MAX_CONFIG_BYTES + SMALL_BODY_BYTES
 
 
@@ -58,7 +58,7 @@ _OneText = Annotated[list[str], Field(min_length=1, max_length=1)]
 class TensorsBody(Query):
     """serialized_tensors: a single file: the server divides tensors among ranks.
 
-    serialized_named_tensors: the same, by the name of later versions of SGLang.
+    serialized_named_tensors: SGLang's later name.
     """
 
     lora_name: str
@@ -79,7 +79,7 @@ class TensorsBody(Query):
 
 
 class EncodedBody:
-    """SGLang's body: the file is decoded on arrival, the rest is read as JSON.  Raises ApiError."""
+    """SGLang's body: decodes the file on arrival.  Raises ApiError."""
 
     def __init__(self, request: Request, frontend: Frontend) -> None:
         if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
@@ -126,7 +126,7 @@ class EncodedBody:
 
 
 def _unescaped(coded: bytes) -> tuple[bytes, bytes]:
-    """Base64 without JSON's escapes, and the beginning of an escape at the end."""
+    """Base64 without JSON's escapes, and a final cut escape."""
     start = coded.rfind(b"\\", max(0, len(coded) - 5))
     if start < 0 or _ESCAPE.match(coded, start):
         start = len(coded)
@@ -135,7 +135,7 @@ def _unescaped(coded: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_pickle(head: bytearray) -> bool:
-    """True for torch.save's archive and for a pickle, which has no brace behind a length of eight bytes."""
+    """True for torch.save's archive and for a pickle."""
     return head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and head[8:9] not in (b"", b"{"))
 
 
@@ -150,7 +150,7 @@ def _decoded(coded: bytes, field: str) -> bytes:
 class Endpoints:
     """Methods answer one path each.
 
-    Received files lie in one folder, below `adapter_root` if set, until the name's next version is served.
+    Received files stay in one folder until the name's next version is served.
     """
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
@@ -162,7 +162,7 @@ class Endpoints:
         self._receiving: set[Path] = set()
 
     async def put(self, request: Request) -> Response:
-        """Serve the body's tensors as the next version of the name; running requests keep theirs."""
+        """Serve the body's tensors as the next version of the name."""
         name = request.path_params["name"]
         check_new_name(name, self._frontend)
         config = _config(request.headers.get(CONFIG_HEADER))
@@ -171,7 +171,7 @@ class Endpoints:
         return JsonResponse(adapter_card(info))
 
     async def load(self, request: Request) -> Response:
-        """As `put`, for SGLang's body with a safetensors file in base64; a pickle is refused."""
+        """As `put`, for SGLang's body with safetensors in base64."""
         body = EncodedBody(request, self._frontend)
         async with self._received(body.file(), _stated_bytes(request) * 3 // 4) as folder:
             name, config = await body.words()
@@ -186,7 +186,7 @@ class Endpoints:
 
     @asynccontextmanager
     async def _received(self, pieces: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[Path]:
-        """A folder with the file of the pieces; deleted at the exit unless served.
+        """A folder with the received file; deleted unless served.
 
         num_bytes: most bytes of the file; 0: unknown.
         """
@@ -216,7 +216,7 @@ class Endpoints:
         return folder
 
     async def _receive(self, pieces: AsyncIterator[bytes], folder: Path, num_bytes: int) -> None:
-        """Write the file, from the whole header on.  num_bytes: as in `_received`."""
+        """Write the file once the header is complete."""
         unwritten, num_received, whole = bytearray(), 0, None
         try:
             with (folder / WEIGHTS_FILE).open("wb") as out:
@@ -237,7 +237,7 @@ class Endpoints:
     async def _announced(self, head: bytearray, folder: Path, num_bytes: int) -> int | None:
         """The file's bytes by its header, counted for the room; None before the header's end.
 
-        Raises ApiError for a pickle, another file, too many bytes, and more than num_bytes (0: unknown).
+        Raises ApiError for a pickle, another file, and too many bytes.
         """
         if _is_pickle(head):
             what = "the body is a pickle, and a pickle can run code when it is opened"
@@ -254,7 +254,7 @@ class Endpoints:
         return whole
 
     def _check_room(self, num_bytes: int, folder: Path | None = None) -> None:
-        """Raises ApiError unless a file of num_bytes fits: 503 if it fits after the other uploads."""
+        """Raises ApiError 413 unless num_bytes fit; 503 if current uploads take the room."""
         most = self._frontend.config.received_mb
         others = {one: num for one, num in self._num_bytes.items() if one != folder}
         if sum(others.values()) + num_bytes <= most << 20:
@@ -265,11 +265,11 @@ class Endpoints:
         raise ApiError(413, f"{what}; unload some, or raise received_mb", closes=True)
 
     async def _remove_unserved(self) -> None:
-        """Remove the folders of refused adapters and of former versions."""
+        """Remove the folders of unserved versions."""
         try:
             served = {one.path for one in await self._frontend.client.list_adapters()}
         except EngineDeadError:
-            return  # an instance that starts again may need the files
+            return  # a restarting instance may need the files
         for folder in [one for one in self._num_bytes if one not in self._receiving]:
             if str(folder) not in served:
                 await in_daemon_thread(shutil.rmtree, folder, True)
@@ -277,7 +277,7 @@ class Endpoints:
 
 
 def _stated_bytes(request: Request) -> int:
-    """The body's Content-Length; 0 without the header."""
+    """The body's Content-Length; 0: absent."""
     said = request.headers.get("content-length", "")
     return int(said) if said.isdecimal() else 0
 

@@ -46,7 +46,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
         after: Text = "",
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 1000,
     ) -> Response:
-        """Current versions by name, `limit` at once; `after` goes on behind a name."""
+        """Current versions by name, up to `limit`, behind the name `after`."""
         found = await ask("adapters", state, after, limit + 1)
         data = [asdict(one) for one in found[:limit]]
         listed = {"object": "list", "base_hash": await ask("base"), "data": data}
@@ -54,14 +54,14 @@ def registry_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/adapters", response_model=None)
     async def register(body: RegisterAdapterRequest) -> Response:
-        """Add the PEFT adapter in `lora_path` as the next version of `lora_name`, without a load."""
+        """Add the PEFT adapter in `lora_path` as the next version of `lora_name`."""
         check_new_name(body.lora_name, frontend)
         place = await in_daemon_thread(find_files, body.lora_path, body.lora_name, frontend)
         return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
 
     @router.post("/check", response_model=None)
     async def check() -> Response:
-        """Read all files of the registry; `problem` is null for unchanged files."""
+        """Read all files of the registry; `problem`: null for unchanged files."""
         found = await ask("check")
         data = [{"name": one.name, "version": one.version, "problem": problem} for one, problem in found]
         return JsonResponse({"object": "list", "data": data})
@@ -74,7 +74,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
 
     @router.delete("/adapters/{name:path}", response_model=None)
     async def remove(name: str, version: Version = None) -> Response:
-        """Remove a version of a name, or all versions; running instances keep serving the adapter."""
+        """Remove a version, or all; running instances keep the adapter."""
         from moe_lora.core.records import REMOVED
 
         versions = [one for one in await ask("versions", name) if version in (None, one.version)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /health, /version, /metrics and the models; the routes of instances and of a LoRA Server's capacity."""
+"""Routes of status, models, instances and the LoRA Server."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
-        """200 while the engine works and the server is not shutting down, else 503."""
+        """200 while the engine works and no shutdown has begun, else 503."""
         if frontend.ending.begun:
             raise ApiError(503, "the server is shutting down; send requests elsewhere")
         return await health()
 
     @router.get("/live", response_model=None)
     async def live() -> Response:
-        """200 while the server answers; without an answer, restart it."""
+        """200 while the server answers; else restart it."""
         return Response()
 
     @router.get("/version", response_model=None)
@@ -79,7 +79,7 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        """Prometheus text; without the engine's part after the engine's end."""
+        """Prometheus text; without the engine after its end."""
         shown = frontend.metrics
         shown.stats = shown.server = shown.info = shown.adapters = None
         with suppress(EngineDeadError):
@@ -93,7 +93,7 @@ def status_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/migrate", response_model=None)
     async def migrate(body: MigrateRequest) -> Response:
-        """Move requests of this front end from the instance `source` to `target` during their streams."""
+        """Move requests from the instance `source` to `target` during their streams."""
         client = frontend.client
         if not isinstance(client, FleetClient):
             raise ApiError(404, "there is but one engine; start with --instances 2 or more")
@@ -113,7 +113,7 @@ def models_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
     async def cards(request: Request) -> list[dict[str, Any]]:
-        """Models available to the caller; host paths for administrators only."""
+        """The caller's models; host paths for administrators only."""
         caller, info = caller_of(request.scope), await frontend.client.model_info()
         base = {
             "id": frontend.model_name,
@@ -172,7 +172,7 @@ def capacity_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/provision", response_model=None)
     async def provision() -> Response:
-        """The last evaluation of the load; `latest` is null before the first."""
+        """The last evaluation of the load, or null."""
         config, latest = frontend.cluster.provisioning, frontend.controller.figures.outlook
         if config is None:
             raise ApiError(
@@ -185,19 +185,17 @@ def capacity_router(frontend: Frontend) -> APIRouter:
 
     @router.get("/lora_server", response_model=None)
     async def lora_server() -> Response:
-        """The LoRA Server's capacity, resident adapters and waiting acquires."""
+        """The LoRA Server's capacity, adapters and waits."""
         return JsonResponse(asdict(await ask_server("server_state")))
 
     @router.post("/lora_server/capacity", response_model=None)
     async def resize(body: CapacityRequest) -> Response:
-        """Hold up to `capacity` adapters at once from now on; running requests are served to the end."""
+        """Hold up to `capacity` adapters from now on."""
         return JsonResponse(asdict(await ask_server("resize", body.capacity)))
 
     @router.post("/lora_server/restart", response_model=None)
     async def restart(limit_s: RestartLimit = RESTART_S) -> Response:
-        """Restart the LoRA Server's ranks in turn; answers when all are back, 503 if a rank is not back in
-        `limit_s`.
-        """
+        """Restart the LoRA Server's ranks in turn; 503 if a rank needs more than `limit_s`."""
         return JsonResponse(asdict(await ask_server("restart_server", limit_s)))
 
     return router
@@ -224,7 +222,6 @@ def welcome_router(frontend: Frontend, app: FastAPI) -> APIRouter:
     @router.get("/", response_model=None)
     @router.get("/docs", response_model=None)
     async def welcome(request: Request) -> Response:
-        # Without a tokenizer the server takes token ids only.
         prompt = "hello" if frontend.tokenizer is not None else [1, 2, 3]
         body = json.dumps({"model": frontend.model_name, "prompt": prompt, "max_tokens": 16})
         return HTMLResponse(
@@ -276,19 +273,17 @@ def instances_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/{name}/drain", response_model=None)
     async def drain(name: str) -> Response:
-        """Give the instance no requests; running requests continue at other instances, or end here."""
+        """Send the instance no more requests; running requests move, or finish here."""
         return await do("drain", name)
 
     @router.post("/{name}/undrain", response_model=None)
     async def undrain(name: str) -> Response:
-        """Give the instance requests again."""
+        """Send the instance requests again."""
         return await do("undrain", name)
 
     @router.post("/{name}/restart", response_model=None)
     async def restart(name: str, limit_s: RestartLimit = RESTART_S) -> Response:
-        """Drain the instance, end the process, and answer when the next process takes part: 503 if not in
-        `limit_s`.
-        """
+        """Drain the instance and restart its process; 503 after `limit_s`."""
         return await do("restart", name, limit_s)
 
     return router

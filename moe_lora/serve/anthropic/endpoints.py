@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/messages and /v1/messages/count_tokens; answers as content blocks, whole and as events."""
+"""POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DELTAS = {
 
 
 class MessageFormat(BlockFormat):
-    """A message.  page_tokens: of a page of the prefix cache; 0: no prefix cache."""
+    """A message.  page_tokens: 0: no prefix cache."""
 
     id_prefix = "msg_"
 
@@ -76,7 +76,7 @@ class MessageFormat(BlockFormat):
         return [anthropic_body(error)]
 
     def _read(self, delta: Delta) -> list[AnswerPart]:
-        """Raises ApiError for an aborted answer: the interface has no stop_reason for an abort."""
+        """Raises ApiError for an aborted answer: no stop_reason means an abort."""
         if delta.finish_reason == "abort":
             raise ApiError(503, ABORTED)
         return super()._read(delta)
@@ -116,7 +116,7 @@ def _block(block: AnswerBlock, *, is_new: bool = False) -> dict[str, Any]:
 
 
 class Endpoints:
-    """The endpoints of one front end."""
+    """Endpoints of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -148,7 +148,7 @@ class Endpoints:
         )
 
     async def _counted(self, body: MessagesChat, request: Request) -> Response:
-        """Raises ApiError for a model without this name."""
+        """Raises ApiError for an unknown model."""
         prepared: Prepared = request.state.prepared
         await check_model(body.model, self._frontend, caller_of(request.scope))
         num_tokens = len(prepared.prompts[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of /v1/messages as chats: blocks become messages."""
+"""Bodies of /v1/messages as chats."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DIRECT = (["direct"],)
 
 
 class MessagesBody(ConvertedBody):
-    """POST /v1/messages.  cache_control, metadata, user_profile_id: no effect on the answer."""
+    """POST /v1/messages."""
 
     CHAT_NAMES = CHAT_NAMES
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -87,7 +87,6 @@ class MessagesChat(ConvertedChat):
         if body.system is not None:
             system = content_of(body.system, "system", ("text",), unknown)
             messages = joined_system([{"role": "system", "content": system}, *messages])
-        # The answer continues a last message of the assistant.
         last = messages[-1]
         continues = last["role"] == "assistant" and "content" in last and "tool_calls" not in last
         chat = {
@@ -116,7 +115,7 @@ class CountedChat(MessagesChat):
 
 
 def messages_of(given: list[dict[str, Any]], unknown: dict[str, None]) -> list[dict[str, Any]]:
-    """Messages of a chat.  Consecutive messages of one role are one turn."""
+    """Messages of a chat; consecutive messages of one role are one turn."""
     if not given:
         raise wrong("messages", "is empty; send at least one message")
     messages: list[dict[str, Any]] = []
@@ -136,14 +135,14 @@ def messages_of(given: list[dict[str, Any]], unknown: dict[str, None]) -> list[d
     for found in messages:
         if texts := found.pop("texts", None):
             found["content"] = as_content(texts)
-    kept = [found for found in messages if len(found) > 1]  # a turn of results alone leaves its role
+    kept = [found for found in messages if len(found) > 1]
     if not kept:
         raise wrong("messages", "has no content; send a text")
     return kept
 
 
 def _turn(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The last message, if of this role, or a new message."""
+    """The last message, or a new message of this role."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "texts": []})
     return messages[-1]
@@ -231,7 +230,7 @@ def _output(given: dict[str, Any] | None, unknown: dict[str, None]) -> dict[str,
 
 
 def _thinking(given: dict[str, Any] | None, unknown: dict[str, None]) -> tuple[bool | None, int | None]:
-    """The template's `enable_thinking` (None: the template's default), and the limit of the reasoning."""
+    """The template's `enable_thinking` (None: the default), and the reasoning's limit."""
     if given is None:
         return None, None
     with Fields(given, "thinking", unknown) as thinking:

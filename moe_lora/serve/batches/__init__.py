@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's batches: files of requests, and files of results."""
+"""OpenAI's batches of requests."""

@@ -54,7 +54,7 @@ class BatchBody(ApiModel):
 
 
 def opened(frontend: Frontend, app: FastAPI) -> Batches:
-    """The batches of a front end, opened at the first call.  Raises ConfigError and ApiError."""
+    """The front end's batches, opened at the first call.  Raises ConfigError and ApiError."""
     if frontend.batches is None:
         if len(frontend.cluster.front_ends) > 1:
             what = "files and batches need a server with one front end; use moe-lora batch --server"
@@ -77,7 +77,7 @@ class Endpoints:
             raise ApiError(503, str(error)) from error
 
     async def create_file(self, request: Request) -> Response:
-        """Receive a form to disk, and keep its file."""
+        """Receive a form to disk; keep its file."""
         boundary = boundary_of(request.headers.get("content-type", ""))
         self._check_origin(request)
         batches, (owner, key) = self._opened(request), _owner(request)
@@ -106,7 +106,7 @@ class Endpoints:
         return JsonResponse(record.shown)
 
     async def list_files(self, request: Request) -> Response:
-        """The key's files, the newest first."""
+        """The key's files, newest first."""
         return self._listed(request, "file", ("purpose",))
 
     async def read_file(self, request: Request) -> Response:
@@ -133,7 +133,7 @@ class Endpoints:
         file = batches.store.get(owner, "file", body.input_file_id)
         if file.shown["purpose"] != "batch":
             raise bad_request("input_file_id names results; upload a file of requests", "input_file_id")
-        batches.store.check_room(owner, "file")  # results are files
+        batches.store.check_room(owner, "file")
         batches.store.check_room(owner, "batch")
         counts = {"total": 0, "completed": 0, "failed": 0}
         shown = {
@@ -147,7 +147,7 @@ class Endpoints:
         return answer
 
     async def list_batches(self, request: Request) -> Response:
-        """The key's batches, the newest first."""
+        """The key's batches, newest first."""
         return self._listed(request, "batch", ())
 
     async def read_batch(self, request: Request) -> Response:
@@ -189,7 +189,7 @@ class Endpoints:
         return JsonResponse(listed)
 
     def _check_origin(self, request: Request) -> None:
-        """Raises ApiError for a form of another site: it needs no permission of the browser."""
+        """Raises ApiError for another site's form: browsers send forms without permission."""
         origin, allowed = request.headers.get("origin"), self._frontend.config.cors_origins
         own = f"{request.url.scheme}://{request.headers.get('host')}"
         if origin is not None and origin != own and not {"*", origin} & set(allowed):

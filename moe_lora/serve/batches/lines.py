@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of OpenAI's batch files: requests in, results out."""
+"""Lines of OpenAI's batch files: requests and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respon
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARS = 512
 MAX_PROBLEMS = 100
-"""Wrong lines with a message; further wrong lines are a number."""
+"""Wrong lines with a message."""
 _ID = "batch_req_"
 _START = f'{{"id": "{_ID}'.encode()
 _JSON = json.JSONDecoder()
@@ -33,7 +33,7 @@ _FIELDS = ("custom_id", "method", "url", "body")
 
 
 class BatchLine(NamedTuple):
-    """A request.  number: from 1.  offset, size: of the body.  model: "" for the base model's own name."""
+    """A request.  number: from 1.  offset, size: of the body.  model: "" for the base model."""
 
     number: int
     offset: int
@@ -52,7 +52,7 @@ class WrongLine(NamedTuple):
 
 @dataclass
 class BatchLines:
-    """Requests by adapter, in the order of the adapters' first lines; and the first wrong lines."""
+    """Requests by adapter, in order of first lines, and the first wrong lines."""
 
     lines: list[BatchLine] = field(default_factory=list)
     problems: list[WrongLine] = field(default_factory=list)
@@ -60,7 +60,7 @@ class BatchLines:
 
     @property
     def further(self) -> str | None:
-        """Tells of the wrong lines beyond the first."""
+        """Number of further wrong lines, as text."""
         num = self.num_wrong - len(self.problems)
         return f"{num} further wrong lines" if num else None
 
@@ -76,7 +76,7 @@ def read_lines(
     most: int = sys.maxsize,
     most_line_bytes: int = MAX_LINE_BYTES,
 ) -> BatchLines:
-    """The requests of a file.  Empty lines are left out.  Holds a line's text at a time.
+    """The requests of a file, without empty lines; holds one line at a time.
 
     most: requests and wrong lines; as many empty lines.  Raises FileTooLongError.
     """
@@ -105,7 +105,7 @@ def read_lines(
 
 
 def _texts(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Offset and text of each line; of a long line the first most_bytes + 1 bytes."""
+    """Offset and text of each line, up to most_bytes + 1 bytes."""
     file.seek(0)
     offset = 0
     while text := file.readline(most_bytes + 1):
@@ -117,7 +117,7 @@ def _texts(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, str, str, int, int]:
-    """custom_id, url, the model's first characters, offset and size of the body.  Raises ValueError."""
+    """custom_id, url, the model's start, offset and size of the body.  Raises ValueError."""
     if len(text) > most_bytes:
         raise ValueError(f"the line has more than {most_bytes} bytes; send a shorter prompt")
     allowed = f"give an object with {', '.join(_FIELDS)}"
@@ -148,11 +148,11 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
 
 
 def _fields(text: bytes) -> tuple[dict[str, Any], int, int]:
-    """The fields of an object, offset and size of its body.  Raises ValueError."""
+    """Fields, offset and size of the body.  Raises ValueError, or TypeError for no object."""
     chars = text.decode("utf-8", "surrogatepass")
     try:
         line, start, end = _object(chars)
-    except ValueError:  # the message follows
+    except ValueError:
         line, start, end = json.loads(text), 0, 0
     if not isinstance(line, dict):
         raise TypeError
@@ -161,7 +161,7 @@ def _fields(text: bytes) -> tuple[dict[str, Any], int, int]:
 
 
 def _object(chars: str) -> tuple[dict[str, Any], int, int]:
-    """The fields of an object, start and end of its body.  Raises ValueError."""
+    """Fields, start and end of the body.  Raises ValueError."""
     fields, start, end, mark = dict[str, Any](), 0, 0, _end_of(_OPENED, chars, 0)
     while True:
         key, place = _JSON.raw_decode(chars, mark)
@@ -190,12 +190,12 @@ def body_at(file: BinaryIO, line: BatchLine) -> bytes:
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
-    """A result in OpenAI's form: an error's body has `error`."""
+    """A result in OpenAI's form."""
     return _line(custom_id, {"status_code": status, "request_id": request_id, "body": body}, None)
 
 
 def was_aborted(body: Any) -> bool:
-    """True for an answer that an abort cut."""
+    """True for an answer cut by an abort."""
     if not isinstance(body, dict):
         return False
     choices = body.get("choices") or ()
@@ -214,10 +214,8 @@ def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
 
 class Results:
     """The file of results, for one process at a time.  finished: custom_id -> True for status 200.
-    num_bytes: of whole lines.
 
-    Drops the torn last line of a process that died.  Raises ValueError for another file's content, and for
-    a file in use.
+    Drops a torn last line.  Raises ValueError for a file in use or with other content.
     """
 
     def __init__(self, path: str) -> None:
@@ -262,7 +260,7 @@ class Results:
         """Write a result line, or nothing.  Raises OSError."""
         view = memoryview(text)
         try:
-            self._file.truncate(self.num_bytes)  # a cut may have failed too
+            self._file.truncate(self.num_bytes)  # an earlier cut may have failed
             while view:
                 view = view[self._file.write(view) :]
         except OSError:
@@ -272,7 +270,7 @@ class Results:
         self._keep(custom_id, len(text), is_whole=is_whole)
 
     def split(self, whole: Path, others: Path, further: Iterable[bytes]) -> None:
-        """Write results with status 200 to one file, all others and further lines to the other file."""
+        """Write results with status 200 to `whole`, the rest to `others`."""
         with open(self._path, "rb") as rows, whole.open("wb") as good, others.open("wb") as bad:
             for text, is_whole in zip(rows, self._rows, strict=False):
                 (good if is_whole else bad).write(text)
@@ -290,7 +288,7 @@ def _foreign(path: str, number: int) -> str:
 async def run_lines(
     lines: Iterable[BatchLine], num_at_once: int, work: Callable[[BatchLine], Awaitable[None]]
 ) -> None:
-    """Work on the lines in their order, some at once.  The first error ends all and is raised."""
+    """Work on the lines in order, some at once, up to the first error."""
     todo = iter(lines)
 
     async def run() -> None:

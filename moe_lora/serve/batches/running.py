@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs batches in the background: a batch of each owner at a time, requests through the application."""
+"""Runs batches in the background, one per owner at a time."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Waits before further attempts after a passing error."""
+"""Waits before retries after a passing error."""
 TRANSIENT = frozenset({500, 502, 503, 504})
 LOOK_S = 1.0
-"""Between looks for an engine, and for the room of a rate."""
+"""Time between looks for an engine or a rate."""
 MAX_REQUESTS = 50_000
-"""Requests of a batch, as OpenAI has it."""
+"""OpenAI's limit of requests per batch."""
 LINE_BYTES = 1 << 16
 """Bytes of a line beside the request's body."""
 
@@ -59,7 +59,7 @@ class KeyGoneError(Exception):
 
 
 class BackgroundCaller(Caller):
-    """A caller whose requests run in steps without others; its tenant is apart from the key's tenant."""
+    """A caller with separate steps, and a separate tenant."""
 
     background = True
 
@@ -75,7 +75,7 @@ class BatchAnswer(NamedTuple):
 
 
 async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: str) -> BatchAnswer:
-    """The application's answer to a request of this caller; an aborted answer is a passing error."""
+    """The application's answer; an abort is a passing error."""
     start, parts, bodies = dict[str, Any](), list[bytes](), [body]
 
     async def receive() -> Message:
@@ -110,7 +110,7 @@ async def call(app: FastAPI, url: str, body: bytes, caller: Caller, request_id: 
 
 
 class Batches:
-    """The batches of one front end.  Starts with the unfinished batches of the store."""
+    """The batches of one front end; continues unfinished batches."""
 
     def __init__(self, frontend: Frontend, app: FastAPI, store: Store) -> None:
         self.frontend, self.app, self.store = frontend, app, store
@@ -124,12 +124,12 @@ class Batches:
             self.start(owner)
 
     def start(self, owner: str) -> None:
-        """Run the owner's batches, the oldest first."""
+        """Run the owner's batches, oldest first."""
         if owner not in self._owners:
             self._owners[owner] = asyncio.create_task(self._work(owner))
 
     def cancel(self, record: Record) -> None:
-        """End a batch; its results so far stay."""
+        """End a batch; results so far stay."""
         if record.has_ended or record.shown["status"] == "cancelling":
             return
         now_s, run = int(time.time()), self._runs.get(record.id)
@@ -146,7 +146,7 @@ class Batches:
         return any(one.shown["input_file_id"] == record.id for one in batches if not one.has_ended)
 
     async def caller(self, record: Record) -> Caller:
-        """The caller for the batch's next request, within the rates of its key.  Raises KeyGoneError."""
+        """The next request's caller, within the key's rates.  Raises KeyGoneError."""
         if record.key is None or self._keys is None:
             return BackgroundCaller(None, None)
         while True:
@@ -189,7 +189,7 @@ class Run:
         self._task: asyncio.Task[None] | None = None
 
     def _count_bytes(self, num_bytes: int) -> None:
-        """Count results as use of the owner.  Raises FullError."""
+        """Count results as the owner's use.  Raises FullError."""
         self._num_bytes += num_bytes
         self._store.receive(self._record.owner, num_bytes)
 
@@ -201,7 +201,7 @@ class Run:
         """Answer the requests, and end the batch."""
         await self._retried(self._open)
         try:
-            with suppress(FullError):  # further results raise
+            with suppress(FullError):
                 self._count_bytes(self._results.num_bytes)
             with self._store.path(self._record.shown["input_file_id"]).open("rb") as source:
                 status = await self._run(source, self._results)
@@ -239,7 +239,7 @@ class Run:
         self._record.shown |= {"status": status, f"{status}_at": int(time.time()), "errors": errors}
 
     async def _retried(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Waits for a folder that can be written.  Raises OSError and StorageError after the last attempt."""
+        """Wait for a writable folder.  Raises OSError and StorageError at last."""
         for wait_s in RETRY_S:
             try:
                 return await write()
@@ -306,7 +306,7 @@ class Run:
         results.add(text, custom_id, is_whole=status == 200)
 
     async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> BatchAnswer:
-        """The answer after passing errors, and after the end of the key's rate."""
+        """The answer after passing errors and the key's rate."""
         batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
         while True:
             while not await batches.frontend.client.is_alive():
@@ -327,7 +327,7 @@ class Run:
             await asyncio.sleep(wait_s)
 
     async def _end(self, status: str) -> None:
-        """Make files of the results so far, and end the batch."""
+        """Make files of the results, and end the batch."""
         record, shown = self._record, self._record.shown
         wrong = [_told(one) for one in self._errors if one["code"] == "invalid_line"]
         lines = [problem_line(None, "invalid_line", text) for text in wrong]
@@ -342,7 +342,7 @@ class Run:
         self._count_bytes(-self._num_bytes)
 
     def _kept(self, name: str) -> str | None:
-        """The id of a file with results, the same in a second run; None for an empty file."""
+        """The id of a file with results, stable over runs, or None."""
         record, path = self._record, self._store.path(name)
         num_bytes = path.stat().st_size
         if not num_bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and batches of owners in one folder, and the forms that files come in (multipart/form-data)."""
+"""Files and batches of owners, and uploaded forms."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["file", "batch"]
 MAX_RECORDS = 1000
-"""Files, and batches, of an owner."""
+"""Limit of files, and of batches, per owner."""
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """owner: a tenant, "" without keys.  key: id of the owner's key.  shown: the object in answers."""
+    """owner: a tenant, "" without keys.  key: the owner's key id.  shown: in answers."""
 
     owner: str
     key: str | None
@@ -58,7 +58,7 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class FullError(ApiError):
-    """An owner's files and results have too many bytes."""
+    """An owner has too many bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         what = f"the files of this key have more than front_end.batch_bytes={most_bytes} bytes; delete some"
@@ -66,10 +66,9 @@ class FullError(ApiError):
 
 
 class Store:
-    """The records and contents of a folder, for one process at a time.
+    """Records and contents of a folder, for one process at a time.
 
-    folder: None is a temporary folder.  most_bytes: of an owner's files and results.  A record is one
-    file of JSON, replaced as a whole.  Raises ConfigError for a folder that is unusable or in use.
+    folder: None is a temporary folder.  most_bytes: per owner.  Raises ConfigError for an unusable folder.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:
@@ -107,17 +106,16 @@ class Store:
             self._used[record.owner] += record.num_bytes
 
     def path(self, name: str) -> Path:
-        """The content of a file, or another file of this name."""
+        """Path of a file's content, or of another file."""
         return self._folder / name
 
     def new_path(self) -> Path:
-        """A file that the next start removes."""
+        """A file; the next start removes the file."""
         return self._folder / f"{uuid.uuid4().hex}.new"
 
     def add(self, owner: str, key: str | None, shown: dict[str, Any], content: Path | None = None) -> Record:
-        """Keep a record with its id, or with a new one.  Replaces a record of the same id.
-
-        content: becomes the record's content.  Raises StorageError and OSError.
+        """Keep a record with this content; replaces a record of the same id.  Raises StorageError and
+        OSError.
         """
         kind = shown["object"]
         prefix = "file-" if kind == "file" else "batch_"
@@ -138,7 +136,7 @@ class Store:
         return record
 
     def save(self, record: Record) -> None:
-        """Raises StorageError for a folder that can't be written."""
+        """Raises StorageError for an unwritable folder."""
         new = self.new_path()
         try:
             new.write_bytes(msgspec.json.encode(record))
@@ -149,14 +147,14 @@ class Store:
             raise unwritable(error) from error
 
     def get(self, owner: str, kind: Kind, name: str) -> Record:
-        """Raises ApiError without such a record of this owner."""
+        """The owner's record.  Raises ApiError."""
         found = self._records.get(name)
         if found is None or found.owner != owner or found.kind != kind:
             raise ApiError(404, f"there is no {kind} {name[:128]!r} of this key", f"{kind}_id")
         return found
 
     def remove(self, record: Record) -> None:
-        """Raises StorageError for a folder that can't be written."""
+        """Raises StorageError for an unwritable folder."""
         try:
             for suffix in (".json", ".results", ""):
                 self.path(f"{record.id}{suffix}").unlink(missing_ok=True)
@@ -166,13 +164,13 @@ class Store:
         self._used[record.owner] -= record.num_bytes
 
     def all_of(self, kind: Kind, owner: str | None = None) -> Iterator[Record]:
-        """Records by age, the oldest first.  owner: None is all owners."""
+        """Records, oldest first.  owner: None is all owners."""
         for record in list(self._records.values()):
             if record.kind == kind and owner in (None, record.owner):
                 yield record
 
     def check_room(self, owner: str, kind: Kind) -> None:
-        """Raises ApiError for too many records.  Of batches the oldest that has ended leaves."""
+        """Raises ApiError for too many records; removes the oldest ended batch."""
         held = list(self.all_of(kind, owner))
         if len(held) < MAX_RECORDS:
             return
@@ -183,14 +181,14 @@ class Store:
         self.remove(ended)
 
     def receive(self, owner: str, num_bytes: int) -> None:
-        """Count bytes of an upload, or results of a batch; negative at the end.  Raises FullError."""
+        """Count received bytes; negative at the end.  Raises FullError."""
         self._receiving[owner] += num_bytes
         if num_bytes > 0 and self._used[owner] + self._receiving[owner] > self._most_bytes:
             raise FullError(self._most_bytes)
 
 
 def unwritable(error: OSError) -> StorageError:
-    """The error for a folder that can't be written."""
+    """The error of an unwritable folder."""
     return StorageError(f"the server's folder for files can't be written ({error.strerror}); try again later")
 
 
@@ -202,7 +200,7 @@ _WINDOW_BYTES = 1 << 20
 
 
 class Form(NamedTuple):
-    """fields: texts by name.  start, end: of the file's content."""
+    """start, end: of the file's content."""
 
     fields: dict[str, str]
     filename: str
@@ -211,7 +209,7 @@ class Form(NamedTuple):
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises ApiError for another type than a form."""
+    """The form's boundary.  Raises ApiError."""
     found = _BOUNDARY.match(content_type.strip())
     if found is None:
         raise bad_request("the body must be a form, sent with Content-Type: multipart/form-data")

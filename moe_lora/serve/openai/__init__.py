@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI-compatible endpoints of the HTTP front end."""
+"""The front end's OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ LATER = (
     ),
     ("GET /get_weight_version", CONTROLS, "weight_version", "Versions of adapters."),
 )
-"""Endpoint, module, method of its `Endpoints`, description.  The first request imports the module."""
+"""Endpoint, module, method, description.  The first request imports the module."""
 _FORMS = ("/v1/files",)
 _FLAG = {"type": "boolean"}
 _QUERIES: dict[str, dict[str, Any]] = {
@@ -131,12 +131,12 @@ _QUERIES: dict[str, dict[str, Any]] = {
     "/reset_prefix_cache": {},
     "/flush_cache": {},
 }
-"""Values in the URL, of paths without a body."""
+"""Values in the URL, by path."""
 _NAMED = re.compile(r"{(\w+)(?::path)?}")
 
 
 def _form_of(method: str, path: str) -> dict[str, Any]:
-    """Parameters and body of an endpoint in the OpenAPI document."""
+    """An endpoint's parameters and body in OpenAPI."""
     if names := _NAMED.findall(path):
         text = {"required": True, "schema": {"type": "string"}}
         found: dict[str, Any] = {"parameters": [{"name": name, "in": "path", **text} for name in names]}

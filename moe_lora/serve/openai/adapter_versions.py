@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def with_versions(make: Callable[..., Generation], form: ChoiceFormat, **given: Any) -> Generation:
-    """The generation of these fields; each delta has its version, and each choice's end all versions.
+    """A generation with a version in each delta, and all versions at the end.
 
-    Raises ApiError for the base model, and for a weighted sum of adapters.
+    Raises ApiError for the base model, and for a weighted sum.
     """
     if given["adapter"] is None:
         what = "on_publish=switch needs an adapter in model: the base model has no versions"

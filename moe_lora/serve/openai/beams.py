@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beam search (`use_beam_search`): the n likeliest answers of a search of width n.
 
-Each step of a beam is a request for one token, with the log probabilities of the 2n likeliest tokens.
+Each beam's step is a request for one token.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "seed": (None, NO_SEED),
     "on_publish": (None, "keep"),
 }
-"""Fields without a meaning in a search, and their unused values."""
+"""Meaningless fields in a search, with unused values."""
 
 
 def check_beams(body: SamplingFields) -> None:
-    """Raises FieldError for a field that contradicts `use_beam_search`."""
+    """Raises FieldError for a field against `use_beam_search`."""
     if not body.use_beam_search:
         what = f"length_penalty={body.length_penalty} needs use_beam_search=true"
         raise FieldError("length_penalty", f"{what}; leave it out, or send null or 1")
@@ -68,7 +68,7 @@ def check_beams(body: SamplingFields) -> None:
 
 
 class Beam(NamedTuple):
-    """An answer so far.  total: sum of its log probabilities.  has_ended: its last token is an end token."""
+    """An answer so far.  total: sum of log probabilities.  has_ended: by an end token."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -84,13 +84,13 @@ class Beam(NamedTuple):
 class BeamGeneration(Generation):
     """The `num_choices` best beams of each prompt, best first.
 
-    A beam's score is its total over length ** length_penalty; the length counts an end token.
+    Score: total / length ** length_penalty, end token included.
     """
 
     length_penalty: float
 
     def __post_init__(self) -> None:
-        """Raises ApiError for a grammar or a limit of the reasoning."""
+        """Raises ApiError for a grammar or a thinking budget."""
         if self.sampling.grammar is not None or self.sampling.thinking is not None:
             what = "use_beam_search is not supported with a grammar or thinking_token_budget"
             raise bad_request(f"{what}; leave use_beam_search out", "use_beam_search")
@@ -104,7 +104,7 @@ class BeamGeneration(Generation):
                 yield deltas
 
     async def _search(self, number: int, reservation: Reservation | None) -> AsyncGenerator[Delta, None]:
-        """The choices of a prompt, whole.  Raises ApiError."""
+        """The whole choices of a prompt.  Raises ApiError."""
         index = number * self.num_choices
         request = self._request(index, self.engine_id)
         info = await self.frontend.client.model_info()
@@ -132,7 +132,7 @@ class BeamGeneration(Generation):
     async def _step(
         self, request: GenerateRequest, beams: Sequence[Beam], watchers: Watchers
     ) -> list[TokenOutput]:
-        """The next token's log probabilities, by beam.  Raises ApiError after the deadline."""
+        """Log probabilities of the next token, by beam.  Raises ApiError after the deadline."""
         sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=2 * self.num_choices
         )
@@ -153,13 +153,13 @@ class BeamGeneration(Generation):
                     async for output in outputs:
                         watchers.record_output(output)
                         if output.finish_reason == "error":
-                            self._delta(0, output, None)  # raises
+                            self._delta(0, output, None)
                         if output.finish_reason is not None:
                             found[output.request_id] = output
         except TimeoutError:
             raise late(cast("float", self.timeout_s)) from None
         watchers.metrics.tokens(len(steps))
-        watchers.timing = timing or watchers.timing  # the first step has the queue and the prompt
+        watchers.timing = timing or watchers.timing  # the first step has queue and prompt
         return [found[one.request_id] for one in steps]
 
     def _left_s(self) -> float | None:
@@ -168,7 +168,7 @@ class BeamGeneration(Generation):
     def _best_steps(
         self, beams: Sequence[Beam], outputs: Sequence[TokenOutput], ends: set[int], ended: list[Beam]
     ) -> list[Beam]:
-        """The likeliest beams with one more token; beams with an end token go to `ended`."""
+        """The likeliest longer beams; ended beams go to `ended`."""
         num_top, going = self.sampling.logprobs or 0, list[Beam]()
         for beam, output in zip(beams, outputs, strict=True):
             assert output.logprobs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/chat/completions/batch: conversations in one body, answered by choices, as vLLM has it."""
+"""POST /v1/chat/completions/batch: several conversations, as in vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSED = ("stream", "tools", "prompt_logprobs")
 
 
 class BatchChat(ChatRequest):
-    """A body with conversations as `messages` and common other fields."""
+    """Conversations as `messages`, with common other fields."""
 
     messages: Annotated[  # type: ignore[assignment]
         Listed[Annotated[Listed[ChatMessage], Field(min_length=1)]], Field(min_length=1)
@@ -53,7 +53,7 @@ class BatchChat(ChatRequest):
 
 
 class BatchFormat(ChatFormat):
-    """Choices in the format of their own conversations."""
+    """Choices in the format of their conversations."""
 
     def __init__(self, forms: Sequence[ChatFormat]) -> None:
         self.text = forms[0].text
@@ -71,7 +71,7 @@ class BatchFormat(ChatFormat):
 
 
 class Endpoints:
-    """The endpoint of one front end."""
+    """Endpoint of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -89,7 +89,7 @@ class Endpoints:
     def _parsers(self, body: BatchChat, prepared: Prepared) -> list[AnswerParsers | None]:
         """Parsers by conversation.
 
-        Raises ApiError for a grammar after, or a budget of, reasoning in different states.
+        Raises ApiError for a grammar or budget with reasoning in different states.
         """
         parsers, tokenizer = prepared.parsers, self._frontend.tokenizer
         if parsers is None or tokenizer is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process for checks of large bodies and grammars: starts with the front end, and again after its end."""
+"""The process for checks of large bodies and grammars."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
 START_S = 120.0
-"""For the process to start, or to answer: a low priority makes a start slow beside other work."""
+"""Limit for a start or an answer, slow by the low priority."""
 FIRST_START_S = 300.0
-"""For the start beside instances that load, and for the tokenizer."""
+"""Limit for the start beside loading instances."""
 EXIT_S = 60.0
-"""For the exit to wait for a process that starts."""
+"""Limit of an exit's wait for a start."""
 CHECK_NICE = 5
-"""Priority of the process: beside a process of usual priority it gets a third of a core."""
+"""Low priority: a third of a core beside a normal process."""
 
 
 class CheckingProcess:
-    """One process of an event loop, for calls of `anyio.to_process`.
-
-    tokenizer: the process reads a copy at its start.
-    """
+    """One process of an event loop, for calls of `anyio.to_process`."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -40,9 +37,9 @@ class CheckingProcess:
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """Starts the process in the background.  A failed start is repeated by `ready`.
+        """Starts the process in the background; `ready` repeats a failed start.
 
-        The exit waits up to EXIT_S until Python runs in the process.  A closing event loop cancels all tasks,
+        The exit waits up to EXIT_S until Python runs in the process: a closing event loop cancels all tasks,
         and asyncio may never end a cancelled `create_subprocess_exec` (Python 3.11).
         """
         spawning = asyncio.create_task(_spawn(FIRST_START_S))
@@ -53,7 +50,7 @@ class CheckingProcess:
             await _ended(spawning)
 
     async def ready(self) -> None:
-        """Returns when the process answers.  Starts a process if there is none, and ends a stopped one.
+        """Returns when the process answers; starts an absent process, and ends a stopped process.
 
         A start outlives its callers: a process with a cancelled start would be neither used nor ended.
         Raises TimeoutError, BrokenWorkerProcess and OSError.
@@ -69,7 +66,7 @@ class CheckingProcess:
 
 
 async def _ended(spawning: asyncio.Task[None]) -> None:
-    """Return after the task's end or EXIT_S, even if cancelled."""
+    """Wait for the task up to EXIT_S, even if cancelled."""
     cancelled: asyncio.CancelledError | None = None
     until_s = time.monotonic() + EXIT_S
     while not spawning.done() and (left_s := until_s - time.monotonic()) > 0:
@@ -84,7 +81,7 @@ async def _ended(spawning: asyncio.Task[None]) -> None:
 async def _spawn(limit_s: float) -> None:
     """Return once the process answers; starts a process if needed.
 
-    The process ignores Ctrl-C, and lowers its priority before its imports, which take seconds.
+    The process ignores Ctrl-C, and lowers its priority before its imports.
     """
     priority = max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     with fail_after(limit_s):
@@ -98,5 +95,5 @@ async def _read_there(spawning: asyncio.Task[None], tokenizer: Tokenizer | None)
 
 
 def _read(tokenizer: Tokenizer | None) -> None:
-    """Runs in the process.  tokenizer: kept there by the decoded call."""
+    """Runs in the process."""
     import_module("moe_lora.serve.openai.preparing")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v2/embed: embeddings in the form of Cohere's interface, as vLLM has them."""
+"""POST /v2/embed: embeddings in Cohere's form."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
 NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
-"""Names of an embedding request's fields in a body of Cohere."""
+"""Own field -> Cohere's field."""
 _NO_TEXTS = ("images", "inputs")
 _SIDES = {"END": "right", "START": "left"}
 
 
 class CohereRequest(EmbeddingRequest):
-    """A body of /v2/embed.  input_type: name of the prefix of all texts.  given: the texts without it."""
+    """A body of /v2/embed.  input_type: names the texts' prefix."""
 
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]] | None, Field(max_length=4)
@@ -49,7 +49,7 @@ class CohereRequest(EmbeddingRequest):
         return self._given
 
     def texts(self, tokenizer: Tokenizer | None) -> list[str | list[int]]:
-        """Prompts with the prefix of their type.  Raises ApiError."""
+        """Prompts with their prefix.  Raises ApiError."""
         found, self._given = super().texts(tokenizer), self.input
         if self.input_type is None:
             return found
@@ -80,7 +80,7 @@ class CohereRequest(EmbeddingRequest):
 
 
 def _prefix(input_type: str, folder: Path | None) -> str:
-    """The model's text before inputs of the type.  Raises ApiError."""
+    """The model's prefix for the type.  Raises ApiError."""
     known: Any = None
     if folder is not None:
         known = read_json(folder / "config.json").get("task_instructions")
@@ -131,7 +131,7 @@ class CohereFormat(EmbeddingFormat):
 
 
 def _shown(values: np.ndarray[Any, Any], kind: str) -> Any:
-    """The vector as JSON.  ubinary: eight signs a byte, the first highest; binary: the same less 128."""
+    """The vector as JSON.  ubinary: eight signs a byte, the first highest; binary: minus 128."""
     if kind == "float":
         return values.tolist()
     if kind == "base64":
@@ -141,10 +141,10 @@ def _shown(values: np.ndarray[Any, Any], kind: str) -> Any:
 
 
 class Endpoints(EmbeddingEndpoints):
-    """The endpoint of one front end."""
+    """Endpoint of one front end."""
 
     async def embed(self, request: Request) -> Response:
-        """Errors have Cohere's names of fields."""
+        """Errors name fields as Cohere does."""
         try:
             return await self._answer(request, CohereFormat, CohereRequest)
         except ApiError as error:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other interfaces over chats: bodies become chat requests, answers become blocks.
-
-A block is reasoning, text or a call.  The interfaces write blocks as items, or as content.
-"""
+"""Other interfaces over chats: bodies become chats, answers become blocks."""
 
 from __future__ import annotations
 
@@ -38,14 +35,14 @@ SHARED = (
     *("allowed_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("structured_outputs", "chat_template_kwargs"),
 )
-"""Fields with the same name and meaning in a chat."""
+"""Fields as in a chat."""
 _TYPES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "an integer"}
 
 
 class Fields:
-    """The fields of an object in a body.  Unread fields are unknown: `unknown` gets their names.
+    """The fields of an object; `unknown` gets the names of unread fields.
 
-    Raises FieldError for a wrong value, at the end of the context for a misspelled name.
+    Raises FieldError for a wrong value, and at the exit for a misspelled name.
     """
 
     def __init__(self, value: Any, place: str, unknown: dict[str, None]) -> None:
@@ -63,7 +60,7 @@ class Fields:
             self._unknown.update(dict.fromkeys(f"{plain}.{name}" for name in self._left))
 
     def get(self, name: str, kind: type | None = None) -> Any:
-        """The value, None for null or an absent field."""
+        """The value, or None."""
         self._known.add(name)
         value = self._left.pop(name, None)
         return value if value is None or kind is None else expect(value, kind, f"{self.place}.{name}")
@@ -73,14 +70,14 @@ class Fields:
         return str(expect(self.get(name), str, f"{self.place}.{name}"))
 
     def refuse(self, **neutral: tuple[Any, ...]) -> None:
-        """Refuses values beside null and the given."""
+        """Raises FieldError for values outside null and the given."""
         for name, allowed in neutral.items():
             value = self.get(name)
             if value is not None and value not in allowed:
                 raise unsupported(f"{self.place}.{name}", allowed)
 
     def skip(self, *names: str) -> None:
-        """Fields without an effect on the answer."""
+        """Ignore fields without an effect on the answer."""
         for name in names:
             self.get(name)
 
@@ -107,7 +104,7 @@ def unsupported(place: str, allowed: Sequence[Any] = ()) -> FieldError:
 
 
 def content_of(value: Any, place: str, kinds: Sequence[str], unknown: dict[str, None]) -> Any:
-    """Content of a chat's message from a text, or from text parts of these kinds."""
+    """A message's content from a text, or text parts of these kinds."""
     if isinstance(value, str):
         return str(expect(value, str, place))
     texts = []
@@ -123,12 +120,12 @@ def content_of(value: Any, place: str, kinds: Sequence[str], unknown: dict[str, 
 
 
 def as_content(texts: Sequence[str]) -> Any:
-    """Content of a chat's message: one text, or parts."""
+    """A chat message's content: one text, or parts."""
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
 def joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the system messages at the start as one message: templates read one."""
+    """The messages, with leading system messages joined."""
     num = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
     if num < 2:
         return messages
@@ -140,7 +137,7 @@ def joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class ConvertedBody(ApiRequest):
-    """A body of another interface.  Subclasses declare the fields; `SHARED` go to the chat unchanged."""
+    """A body of another interface; `SHARED` fields go to the chat unchanged."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     CHAT_NAMES: ClassVar[Mapping[str, str]] = {}
@@ -170,12 +167,12 @@ class ConvertedBody(ApiRequest):
 
 
 class ConvertedChat(ChatRequest):
-    """A chat made from another interface's body."""
+    """A chat from another interface's body."""
 
     CHAT_NAMES: ClassVar[Mapping[str, str]] = {}
     shows_experts: ClassVar[bool] = False
     _shown: dict[str, Any] = PrivateAttr(default_factory=dict)
-    """Fields of the body that the answer repeats."""
+    """Fields that the answer repeats."""
 
     @model_validator(mode="before")
     @classmethod
@@ -192,7 +189,7 @@ class ConvertedChat(ChatRequest):
 
     @classmethod
     def model_validate(cls, obj: Any, **words: Any) -> Self:
-        """The chat of a body.  Raises ApiError: BodyError for a wrong field of the body."""
+        """The chat of a body.  Raises ApiError, as BodyError for a wrong field."""
         try:
             return cls.converted(obj)
         except FieldError as error:
@@ -203,12 +200,12 @@ class ConvertedChat(ChatRequest):
 
     @classmethod
     def converted(cls, data: Any) -> Self:
-        """The chat of a body.  Raises FieldError and ValidationError."""
+        """The body's chat.  Raises FieldError and ValidationError."""
         raise NotImplementedError
 
     @classmethod
     def from_chat(cls, chat: Mapping[str, Any], unknown: Sequence[str], shown: dict[str, Any]) -> Self:
-        """unknown: names of unknown fields.  Raises FieldError, and ApiError by the chat's names."""
+        """The chat of these fields.  Raises FieldError, and ApiError by the chat's names."""
         if len(unknown) > MAX_NAMED:
             what = f"{len(unknown)} fields of the request are unknown; send at most {MAX_NAMED}"
             raise FieldError(unknown[0], what)
@@ -222,11 +219,11 @@ class ConvertedChat(ChatRequest):
 
 
 class BodyError(ApiError):
-    """An error by the names of another interface."""
+    """An error by another interface's names."""
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error with the fields' names of another interface.  names: by the chat's names."""
+    """The error with another interface's names."""
     if isinstance(error, BodyError):
         return error
     if error.param is not None and error.param in names:
@@ -239,7 +236,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors have the fields' names of another interface.  names: see `renamed`."""
+    """Renames fields in errors; names: see `renamed`."""
     try:
         yield
     except ApiError as error:
@@ -247,7 +244,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat's tool of a function.  None: an absent field."""
+    """A chat's tool of a function."""
     kept = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": kept}
 
@@ -256,8 +253,7 @@ def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
 class AnswerBlock:
     """A piece of an answer.
 
-    kind: reasoning, content or call.  call: of that kind.  logprobs: of content.  is_cut: the answer or the
-    call has no end.
+    kind: reasoning, content or call.  is_cut: without an end.
     """
 
     kind: str
@@ -273,11 +269,7 @@ class AnswerBlock:
 
 
 class BlockFormat(ChatFormat):
-    """The answer of one chat as blocks, whole or as events.
-
-    Subclasses write the answer (`whole_answer`) and the events (`opened` to `failed`).  finish_reason: of a
-    chat.
-    """
+    """The answer of one chat as blocks, whole or as events."""
 
     def __init__(self, tokenizer: Tokenizer, prepared: Prepared) -> None:
         super().__init__(tokenizer, with_token_ids=False)
@@ -341,7 +333,7 @@ class BlockFormat(ChatFormat):
         return True
 
     def _join_malformed(self) -> None:
-        """Malformed calls become content, joined with the content around."""
+        """Malformed calls become content, joined with adjacent content."""
         blocks, self.blocks = self.blocks, []
         for block in blocks:
             if block.call is not None and not block.call.is_valid():
@@ -354,7 +346,7 @@ class BlockFormat(ChatFormat):
                 self.blocks.append(block)
 
     def _read(self, delta: Delta) -> list[AnswerPart]:
-        """New parts.  Counts the tokens before the answer as reasoning."""
+        """New parts; counts reasoning tokens before the answer."""
         parts = [AnswerPart("content", delta.text)] if delta.text else []
         if self._choice is not None:
             parts = self._choice.parts(delta.text, ended=delta.finish_reason is not None)
@@ -368,11 +360,11 @@ class BlockFormat(ChatFormat):
         return parts
 
     def version(self) -> dict[str, int]:
-        """The field `adapter_version` at the end of an adapter's answer; otherwise empty."""
+        """`adapter_version` for an adapter's answer, else empty."""
         return {} if self.adapter_version is None else {"adapter_version": self.adapter_version}
 
     def _finish(self) -> None:
-        """Mark cut blocks, and drop the count of tokens without reasoning."""
+        """Mark cut blocks; without reasoning, count no tokens for it."""
         if not any(block.kind == "reasoning" for block in self.blocks):
             self.num_reasoning_tokens = 0
         if self.blocks and self.finish_reason in ("length", "abort"):
@@ -382,7 +374,7 @@ class BlockFormat(ChatFormat):
             self.finish_reason = "tool_calls"
 
     def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Events of a step, from the first event to the last."""
+        """Events of a step, with opening and closing."""
         if not self._has_opened:
             self._has_opened = True
             yield from self.opened()
@@ -393,7 +385,7 @@ class BlockFormat(ChatFormat):
             yield from self.closed()
 
     def _grown(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Events of the blocks of a step."""
+        """Events of a step's blocks."""
         for part in self._read(delta):
             yield from self._grow(part)
         if delta.finish_reason is not None and not self.blocks:

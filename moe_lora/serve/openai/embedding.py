@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/embeddings and POST /pooling: hidden states of last tokens after the final norm."""
+"""POST /v1/embeddings and /pooling: last tokens' hidden states after the final norm."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
 
 MAX_PLACES = 256
-"""Vectors in the header of an answer of bytes."""
+"""Most vectors in an answer's header."""
 TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
 
 
 class EmbeddingFormat(ChoiceFormat):
-    """A list of vectors, of length 1 unless the body says otherwise."""
+    """A list of vectors, by default of length 1."""
 
     id_prefix = "embd-"
     object_name, key, is_unit = "embedding", "embedding", True
@@ -102,7 +102,7 @@ class EmbeddingFormat(ChoiceFormat):
 
 
 def version_of(delta: Delta) -> dict[str, int]:
-    """The field of an adapter's vector; empty for the base model."""
+    """An adapter's version field, or empty."""
     return {} if delta.adapter_version is None else {"adapter_version": delta.adapter_version}
 
 
@@ -121,11 +121,11 @@ class Endpoints:
         self._preparer = preparer
 
     async def embed(self, request: Request) -> Response:
-        """Vectors of length 1, unless the body says otherwise."""
+        """Vectors, by default of length 1."""
         return await self._answer(request, EmbeddingFormat)
 
     async def pool(self, request: Request) -> Response:
-        """The hidden states as they are, unless the body says otherwise."""
+        """Hidden states, unchanged by default."""
         return await self._answer(request, PoolingFormat)
 
     async def _answer(
@@ -147,7 +147,7 @@ class Endpoints:
         return await answer(frontend, request, form(found.body))
 
     def _check(self, body: EmbeddingRequest, num_inputs: int) -> None:
-        """Raises ApiError for a body beyond the model or the interface."""
+        """Raises ApiError for an unsupported body."""
         if body.task not in (None, "embed"):
             raise bad_request(
                 f'Unsupported task: {body.task[:64]!r}; send "embed", or leave task out', "task"
@@ -172,7 +172,7 @@ class Endpoints:
 
 
 def check_dimensions(given: int, config: Mapping[str, Any]) -> None:
-    """Raises ApiError for a width that the model is not trained for.  config: of the model."""
+    """Raises ApiError for a width outside training."""
     widths, most = config.get("matryoshka_dimensions") or (), config.get("hidden_size", 0)
     if given in widths or (config.get("is_matryoshka") and not widths and 1 <= given <= most):
         return
@@ -187,10 +187,9 @@ def check_dimensions(given: int, config: Mapping[str, Any]) -> None:
 
 
 def as_bytes(values: np.ndarray[Any, Any], embed_type: str, endianness: str) -> bytes:
-    """The vector in this type, rounded to the nearest value, ties to even, as torch rounds.
+    """The vector in this type, rounded to nearest, ties to even.
 
-    values: [H] fp32.  endianness: native, little or big.  A value beyond the type's range becomes an
-    infinity, and 448 in fp8_e4m3, a type without infinities.
+    values: [H] fp32.  endianness: native, little or big.  Beyond the range: infinity, or 448 in fp8_e4m3.
     """
     if embed_type == "float32":
         found = values
@@ -207,7 +206,7 @@ def as_bytes(values: np.ndarray[Any, Any], embed_type: str, endianness: str) -> 
 
 
 def _as_fp8(values: np.ndarray[Any, Any], mantissa_bits: int, last: int) -> np.ndarray[Any, Any]:
-    """Codes of one byte: sign, exponent, mantissa.  last: the largest code of a number."""
+    """Codes of one byte: sign, exponent, mantissa.  last: the largest finite."""
     codes = np.arange(last + 1)
     exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
     bias = (1 << (6 - mantissa_bits)) - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/completions and /v1/chat/completions: whole answers, and streams of chunks."""
+"""POST /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ T = TypeVar("T")
 Prepare: TypeAlias = "Callable[[type[SamplingFields], bytearray, ModelInfo, Scope], Awaitable[Prepared]]"
 Respond: TypeAlias = "Callable[[Request, Generation, dict[str, Any], dict[str, str]], Awaitable[Response]]"
 CLIENT_GONE = 499
-"""Status without a receiver: proxies log a client's early close by this number."""
+"""Proxies' status for a client's early close."""
 LEAST_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON lacks."""
+"""Replaces minus infinity, absent in JSON."""
 LOAD_FORMAT = "endpoint-load-metrics-format"
-"""Header of requests for a report of the load."""
+"""Header of requests for a load report."""
 ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
-"""Options of all streams with force_include_usage, as in vLLM."""
+"""Options with force_include_usage, as in vLLM."""
 
 
 class ChoiceFormat:
     """An endpoint's format of choices, for one request.
 
-    continues_prompt: the answer's text continues the prompt's.  prompt_of: token ids of a choice's prompt;
-    None: not in the answer.  respond: the answer of another interface, from request, generation, head and
-    headers; None: choices.  collect: replaces `Generation.whole`.  reasoning_tokens, watch: see `Generation`.
+    continues_prompt: the text continues the prompt's.  prompt_of: a choice's prompt tokens; None: not in the
+    answer.  respond: makes another interface's answer.  collect: replaces `Generation.whole`.
     """
 
     prompt_of: Callable[[int], tuple[int, ...]] | None = None
@@ -61,7 +60,7 @@ class ChoiceFormat:
     reasoning_tokens: Counter[int] | None = None
     watch: Callable[[Delta], object] | None = None
     at_end: Mapping[str, Callable[[int], object]] = {}
-    """Further fields of a choice's end, from its index."""
+    """Further fields of a choice's end, by index."""
     in_choice: Mapping[str, Any] = {}
     beside_choices: Mapping[str, Any] = {}
     """Fields of a whole answer."""
@@ -82,14 +81,14 @@ class ChoiceFormat:
         self._with_token_ids = with_token_ids
         self._offsets: dict[int, int] = {}
         self._shown: set[int] = set()
-        """Choices with a first event, which has the prompt or the role."""
+        """Choices after their first event."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choices entry before a choice's first delta, or None."""
+        """The entry before a choice's first delta, or None."""
         return None
 
     def beside(self, index: int) -> dict[str, Any]:
-        """Fields beside the choices, for a choice's first event and a whole answer."""
+        """Fields beside the choices, at a choice's first event and in a whole answer."""
         return {}
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
@@ -105,7 +104,7 @@ class ChoiceFormat:
         raise NotImplementedError
 
     def entry(self, delta: Delta, key: str, content: Any) -> dict[str, Any]:
-        """A choices entry with this content.  The last: `stop_reason` (vLLM), `matched_stop` (SGLang)."""
+        """A choices entry; the last has `stop_reason` (vLLM) and `matched_stop` (SGLang)."""
         logprobs = delta.logprobs
         choice = {
             "index": delta.index,
@@ -128,18 +127,18 @@ class ChoiceFormat:
         return choice
 
     def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
-        """Show the field at the end of each choice.  value_of: from its index."""
+        """Show a field at each choice's end, by index."""
         self.at_end = {**self.at_end, name: value_of}
 
     def token_text(self, token_id: int) -> str:
-        """The token alone as text; "token_id:7" without a tokenizer."""
+        """The token's text; "token_id:7" without a tokenizer."""
         if self._tokenizer is None or self.shows_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 class CompletionFormat(ChoiceFormat):
-    """Choices of /v1/completions; text_offset (of logprobs) counts from the answer's start."""
+    """Choices of /v1/completions; text_offset counts within the answer."""
 
     object_name = chunk_object_name = "text_completion"
     id_prefix = "cmpl-"
@@ -224,10 +223,9 @@ def _finite(logprob: float) -> float:
 
 
 class EventStream(Response):
-    """Server-sent events of a generation; the client's disconnect closes the generation.
+    """Server-sent events of a generation; a disconnect closes the generation.
 
-    An error before the first event becomes an HTTP error answer, a later error an event.  head: start of
-    all events, encoded once.  headers: further headers.
+    An error before the first event is an HTTP error, a later error an event.
     """
 
     media_type = "text/event-stream"
@@ -255,7 +253,7 @@ class EventStream(Response):
         await unless_disconnected(receive, self._send_events(send, scope["state"]["send_body"]))
 
     async def _send_events(self, send: Send, send_body: Send) -> None:
-        """send: sees the start, as error handlers do.  send_body: bypasses them."""
+        """send: for the start, seen by error handlers.  send_body: bypasses them."""
         last, started = self.END, False
         try:
             async with self._generation.deltas() as deltas:
@@ -304,7 +302,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None after a cancellation, for example by the client's disconnect."""
+    """The result of `work`; None if cancelled, as at a disconnect."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -325,7 +323,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(answered: Awaitable[Response]) -> Response:
-    """The answer of a form's `respond`; of status CLIENT_GONE after the client's disconnect."""
+    """The answer, or status CLIENT_GONE after a disconnect."""
     try:
         return await answered
     except ClientGone:
@@ -333,7 +331,7 @@ async def unless_gone(answered: Awaitable[Response]) -> Response:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`.  Raises ClientGone after the client's disconnect."""
+    """The result of `work`.  Raises ClientGone after a disconnect."""
     found = await unless_disconnected(request.receive, work)
     if found is None:
         raise ClientGone
@@ -341,7 +339,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def prepared_route(frontend: Frontend, preparer: Preparer) -> type[APIRoute]:
-    """Routes with a body read, checked and tokenised within the limits: `request.state.prepared`."""
+    """Routes with a prepared body: `request.state.prepared`."""
 
     class PreparedRoute(APIRoute):
         def get_route_handler(self) -> Handler:
@@ -359,7 +357,7 @@ async def prepared_answer(
     endpoint: Callable[[Any, Request], Awaitable[Response]],
     request: Request,
 ) -> Response:
-    """The endpoint's answer to a body of this kind.  Raises ApiError for a wrong body."""
+    """The endpoint's answer to a body.  Raises ApiError for a wrong body."""
     limits, info = frontend.limits, await frontend.client.model_info()
     async with body_of(request, limits, limits.config.max_body_bytes) as content:
         prepared = await prepare(kind, content, info, request.scope)
@@ -370,7 +368,7 @@ async def prepared_answer(
 
 
 async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Response:
-    """Generate for this client; a disconnect aborts the engine's work."""
+    """Generate; a disconnect aborts the engine's work."""
     prepared: Prepared = request.state.prepared
     body = prepared.body
     model = frontend.model_name if body.model is None else body.model
@@ -436,7 +434,6 @@ def generating_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue each prompt."""
-        # Without a tokenizer the answer consists of ids only.
         with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
         form = CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids)
         if body.echo or body.prompt_logprobs is not None:
@@ -467,14 +464,14 @@ async def answer_chat(frontend: Frontend, body: ChatRequest, request: Request) -
 
 
 def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend) -> Callable[..., Generation]:
-    """A beam search, an answer without tokens, metrics of the request, versions of tokens, experts."""
+    """The maker of a generation for rare fields."""
     body, make = prepared.body, Generation
     if body.use_beam_search:
         from .beams import BeamGeneration
 
         length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
         return partial(BeamGeneration, length_penalty=length_penalty)
-    if body.max_tokens == 0 and isinstance(body, CompletionRequest):  # a chat may have another limit too
+    if body.max_tokens == 0 and isinstance(body, CompletionRequest):
         from .prompt_side import PromptOnly as make
     elif frontend.config.per_request_metrics:
         from .request_metrics import MeasuredGeneration as make
@@ -530,10 +527,7 @@ HEADER = "X-Request-Id"
 
 
 class RequestIds:
-    """Answers every HTTP request with its `X-Request-Id`, or with a new one.
-
-    Keeps a shorter way to `send` for streams, past the application's middleware.
-    """
+    """Answers every HTTP request with its `X-Request-Id`, or a new id."""
 
     def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
         self._app = app
@@ -559,9 +553,9 @@ class RequestIds:
 
 
 def name_request(request: Request, request_id: str | None) -> str:
-    """The request's id for the answer: the header's, else `request_id`, else a new id (as in vLLM).
+    """The request's id: the header's, else `request_id`, else new (as in vLLM).
 
-    request_id: of the body; if unfit for a header, in the answer's body only.
+    request_id: if unfit for a header, in the answer's body only.
     """
     state = request.state
     if request_id is None or state.request_id_given:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of request bodies: served, known from other servers, unknown.
 
-Of another server's field with an effect on the answer only neutral values are accepted. An unknown field is
-ignored and named, or refused (`LimitsConfig.unknown_fields`).
+A known field may have a neutral value only.  An unknown field is ignored and named, or refused
+(`LimitsConfig.unknown_fields`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "X-Ignored-Fields"
 MAX_NAMED = 64
-"""Unknown names of one request, and of all requests in the log."""
+"""Limit of unknown names per request and in the log."""
 MAX_NAME_CHARS = 64
-"""Of an unknown name in the header and in the log."""
+"""Characters of a shown unknown name."""
 CHOOSES_ADAPTER = re.compile(r"(?i:adapter|(?<![a-z])lora)|Lo[Rr][Aa]")
-"""In names of other servers' fields for an adapter.  Here `model` names the adapter."""
+"""Other servers' adapter fields; here `model` names the adapter."""
 LORA_PATH = "lora_path"
-"""SGLang's field for an adapter of the base in `model`."""
+"""SGLang's adapter of the base in `model`."""
 IGNORED = frozenset(
     {
         "metadata",
@@ -137,20 +137,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None, -1),
     "verbosity": (None, "medium"),
 }
-"""Fields of OpenAI, vLLM and SGLang with an effect on the answer, and their neutral values."""
+"""Peers' fields with an effect, and their neutral values."""
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call"), (None,)),
     **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),
     **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
 }
-"""Fields of OpenAI's messages, and their unused values in a history."""
+"""Fields of OpenAI's messages, and their unused values."""
 
 
 class FieldError(ValueError):
-    """The field `param` is wrong, or contradicts another field.
-
-    Half a surrogate pair of a client's name is written out: pydantic takes no such text.
-    """
+    """The field `param` is wrong, or contradicts another field."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message.encode("utf-8", "backslashreplace").decode())
@@ -160,10 +157,7 @@ class FieldError(ValueError):
 def drop_neutral(
     data: dict[str, Any], own: Collection[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
 ) -> dict[str, Any]:
-    """Returns a request's body without foreign fields.  Raises FieldError for a value with an effect.
-
-    own: names of the endpoint's own fields.  neutral: foreign fields, and their values without an effect.
-    """
+    """Returns a body without foreign fields.  Raises FieldError for a value with an effect."""
     if data.get(LORA_PATH) is not None and LORA_PATH not in own:
         data = _with_adapter(data)
     kept = {}
@@ -184,12 +178,12 @@ def drop_neutral(
 
 
 def chooses_adapter(name: str) -> bool:
-    """True for a name of a field that chooses an adapter in other servers, in any spelling."""
+    """True for other servers' adapter fields, in any spelling."""
     return CHOOSES_ADAPTER.search(name) is not None
 
 
 def _with_adapter(data: dict[str, Any]) -> dict[str, Any]:
-    """The body with `lora_path` in `model`, as `base:adapter`."""
+    """The body with `lora_path` in `model`."""
     adapter, model = data[LORA_PATH], data.get("model")
     if not isinstance(adapter, str):
         raise FieldError(LORA_PATH, f"{LORA_PATH} is no text; name one adapter, or send several requests")
@@ -200,7 +194,7 @@ def _with_adapter(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_unused(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message without unused fields.  A template may look only for the presence of a field."""
+    """Returns a message without unused fields: templates may test a field's presence."""
     return {
         name: value
         for name, value in message.items()
@@ -209,12 +203,12 @@ def drop_unused(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_neutral(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """True if the value is allowed.  Booleans are not numbers."""
+    """True if allowed; booleans are not numbers."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def check_unknown(data: Mapping[str, Any], own: Collection[str]) -> None:
-    """Raises FieldError for a misspelled field, and for too many unknown fields."""
+    """Raises FieldError for a misspelled field, and too many unknown fields."""
     unknown = [name for name in data if name not in own]
     if len(unknown) > MAX_NAMED:
         what = f"{len(unknown)} fields of the request are unknown; send at most {MAX_NAMED}"
@@ -235,14 +229,14 @@ def _meant(name: str, own: Collection[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """Drops case and separators, so that maxTokens equals max_tokens."""
+    """Drops case and separators: maxTokens equals max_tokens."""
     return name.replace("_", "").replace("-", "").lower()
 
 
 def _is_near(name: str, field: str) -> bool:
-    """True if few edits lead from name to field: one for 4 to 7 characters, two for 8 or more.
+    """True for few edits from name to field: one for 4 to 7 characters, two for 8 or more.
 
-    A name of four characters must have the field's letters: step is not stop.
+    Four characters must be the field's letters: step is not stop.
     """
     size = len(field)
     most = 0 if size < 4 else 1 if size < 8 else 2
@@ -252,7 +246,7 @@ def _is_near(name: str, field: str) -> bool:
 
 
 def _edits(first: str, second: str) -> int:
-    """Number of insertions, deletions, replacements and swaps (optimal string alignment)."""
+    """Optimal string alignment: insertions, deletions, replacements and swaps."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):
@@ -266,7 +260,7 @@ def _edits(first: str, second: str) -> int:
 
 
 class IgnoredFields:
-    """Names the unknown fields of requests: in the log once, and in the answer's header."""
+    """Names unknown fields in the answer's header, and once in the log."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -284,5 +278,5 @@ class IgnoredFields:
 
 
 def shown_name(name: str) -> str:
-    """Returns an unknown name in ASCII, without a list's separators, for headers and the log."""
+    """An unknown name in ASCII, without list separators."""
     return quote(name[:MAX_NAME_CHARS], safe="[]{}()$@!~*'+./:", errors="replace") or '""'

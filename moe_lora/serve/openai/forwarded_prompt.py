@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat's prompt as token ids: of an earlier stage (vLLM's kv_transfer_params.prompt_token_ids), or of
-prime-rl's rollouts (POST /v1/chat/completions/tokens).
+"""A chat's prompt as token ids (vLLM's kv_transfer_params.prompt_token_ids, prime-rl's
+POST /v1/chat/completions/tokens).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACE, FIELD = "kv_transfer_params", "prompt_token_ids"
 
 
 class TokensChat(ChatRequest):
-    """A chat with its prompt as token ids; templates and parsers read the other fields."""
+    """A chat with its prompt as token ids."""
 
     tokens: Any
 
@@ -41,7 +41,7 @@ class TokensChat(ChatRequest):
 
 
 class Endpoints:
-    """The endpoint of one front end."""
+    """Endpoint of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -56,7 +56,7 @@ class Endpoints:
 
 
 def forwarded_prompt(body: ChatRequest, vocab_size: int) -> list[int]:
-    """The token ids.  Raises ApiError for other ids and fields, and beside fields for messages."""
+    """The token ids.  Raises ApiError for wrong ids, and fields for messages."""
     assert body.kv_transfer_params is not None
     place, name = ("tokens", "tokens") if isinstance(body, TokensChat) else (PLACE, f"{PLACE}.{FIELD}")
     unknown = next((name for name in body.kv_transfer_params if name != FIELD), None)

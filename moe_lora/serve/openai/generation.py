@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checked request to text: one engine request per choice, outputs as text deltas."""
+"""From a checked request to text, an engine request per choice."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Outputs: TypeAlias = "AsyncGenerator[TokenOutput, None]"
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams in the order of arrival.  The first error, or `aclose`, ends all streams.
+    """Items of all streams in order of arrival.  The first error, or `aclose`, ends all.
 
-    A stream computes its next item after the last item is read.
+    A stream computes its next item after the last is read.
     """
     items: asyncio.Queue[T | BaseException | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(stream, items)) for stream in streams]
@@ -61,7 +61,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
 
 
 async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseException | None]) -> None:
-    """Move a stream's items to the queue, then None, or the error that ended it."""
+    """Move a stream's items to the queue, then None or the error."""
     try:
         async with aclosing(stream):
             async for item in stream:
@@ -73,10 +73,10 @@ async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | BaseEx
 
 
 class Delta(msgspec.Struct):
-    """New text of a choice and its tokens.  finish_reason: None before the end.  prompt: with the first.
+    """New text and tokens of a choice.  finish_reason: None before the end.  prompt: with the first.
 
-    matched_stop: the stop string or token that ended the answer.  stop_reason: the same, None for an end
-    token of the model.  adapter_version: with the last.
+    matched_stop: the final stop string or token.  stop_reason: the same, but None for the model's end token.
+    adapter_version: with the last.
     """
 
     index: int
@@ -96,7 +96,7 @@ def late(timeout_s: float) -> ApiError:
 
 
 class Deadline:
-    """Aborts a request after left_s, queued or running.  timeout_s: the client's, for the error."""
+    """Aborts a request after left_s."""
 
     def __init__(
         self, timeout_s: float, left_s: float, abort: Callable[[], Coroutine[Any, Any, None]]
@@ -110,7 +110,7 @@ class Deadline:
         self._ending = asyncio.create_task(self._abort())
 
     def check(self, output: TokenOutput) -> None:
-        """Raises ApiError for the last output of an aborted request."""
+        """Raises ApiError for an aborted request's end."""
         if self._ending is not None and output.finish_reason == "abort":
             raise late(self._timeout_s)
 
@@ -122,8 +122,7 @@ class Deadline:
 class Watchers:
     """Observers of a choice's outputs.
 
-    waits: None after the first output.  reservation: None without a rate of
-    tokens.  deadline: None without a timeout.
+    waits: None after the first output.  reservation: None without a token rate.
     """
 
     limits: Limits
@@ -153,11 +152,10 @@ class Watchers:
 class Generation:
     """`num_choices` answers to each prompt, in order.  `deltas` or `whole` runs a generation once.
 
-    client: for the limits.  answer_tokens: longest answer per prompt.  tokenizer: decodes the
-    answer; None: ids only.  continues_prompt: the answer keeps a
-    leading space.  priority: within the tenant.  timeout_s: from from_s on, of the monotonic clock.
-    reasoning_tokens: of each choice, kept by `watch`; None without a reasoning parser.  source: of
-    outputs; None: the front end's client.  grammar_field: for errors.  renamed: the body's.
+    client: for the limits.  answer_tokens: longest answer per prompt.  tokenizer: None: ids only.
+    continues_prompt: keeps a leading space.  timeout_s: from from_s on, monotonic.  reasoning_tokens: by
+    choice, kept by `watch`; None without a reasoning parser.  source: of outputs; None: the front end's
+    client.
     """
 
     frontend: Frontend
@@ -182,7 +180,7 @@ class Generation:
     renamed: Callable[[ApiError], ApiError] | None = None
     cached_tokens: Counter[int] = field(default_factory=Counter)
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
-    """Makes further fields beside the usage."""
+    """Makes fields beside the usage."""
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
 
@@ -190,7 +188,7 @@ class Generation:
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
         """Deltas of all choices.  The exit aborts running choices.
 
-        Raises ApiError if the choices may exceed the caller's rate.
+        Raises ApiError if the choices may exceed the rate.
         """
         engine_id, allowance = self.engine_id, self.caller.tokens
         with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
@@ -241,14 +239,11 @@ class Generation:
         return self.prompts[index // self.num_choices]
 
     def usage_of(self, index: int, *, begun: bool = True) -> dict[str, Any]:
-        """Tokens of a choice so far, and of its prompt, as vLLM counts in a stream.
-
-        begun: False before its first token.
-        """
+        """Tokens of a choice so far, and of its prompt, as in vLLM's streams."""
         return _tokens(len(self.prompt_of(index)), self._completion_tokens[index] if begun else 0)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, and `timing`: seconds in the engine (the longest of all choices).
+        """OpenAI's usage, and `timing`: the choices' longest seconds in the engine.
 
         Complete after the last delta.
         """
@@ -258,7 +253,7 @@ class Generation:
         if self.reasoning_tokens is not None:
             num_reasoning = self.reasoning_tokens.total()
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-            usage["reasoning_tokens"] = num_reasoning  # SGLang's place
+            usage["reasoning_tokens"] = num_reasoning
         if self._timings:
             usage["timing"] = {
                 f"{name}_ms": round(1e3 * max(getattr(timing, f"{name}_s") for timing in self._timings), 3)
@@ -269,7 +264,7 @@ class Generation:
     async def _choice(
         self, index: int, engine_id: str, reservation: Reservation | None
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of one choice; a stop string ends it with "stop".  Raises ApiError."""
+        """A choice's deltas; a stop string ends it with "stop".  Raises ApiError."""
         client, request = self.frontend.client, self._request(index, engine_id)
         text, is_cut = None, False
         if self.tokenizer is not None:
@@ -375,13 +370,13 @@ class Generation:
         return failure if self.renamed is None else self.renamed(failure)
 
     def _request(self, index: int, engine_id: str) -> GenerateRequest:
-        """The request of a choice.  Each choice has a different seed: equal seeds give equal choices."""
+        """The request of a choice, with a separate seed: equal seeds give equal choices."""
         choice = index % self.num_choices
         sampling = self.sampling
         if sampling.seed is not None and choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
         salt = "" if self.frontend.config.share_prefix_cache else self.caller.tenant
-        if self.cache_salt is not None:  # a tenant's name has no NUL, so two tenants' salts differ
+        if self.cache_salt is not None:  # a tenant's name has no NUL: salts differ
             salt = f"{salt}\0{self.cache_salt}"
         return GenerateRequest(
             request_id=f"{engine_id}-{index}",
@@ -404,7 +399,7 @@ class Generation:
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
         piece, stop = "", None
         if text is not None:
-            # The token that ended the answer is a mark, not text.
+            # The token that ended the answer is no text.
             pushed = text.push(token_ids[:-1] if reason == "stop" else token_ids)
             piece, stop = pushed.text, pushed.stop
             if stop is not None:

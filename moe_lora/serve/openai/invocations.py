@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints of hosts and balancers: POST /invocations, /ping, GET /load."""
+"""POST /invocations, /ping, GET /load of hosts and balancers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from moe_lora.serve.frontend import Frontend
 
 PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
-"""Path by the field that only its body has."""
+"""Path by a field unique to its body."""
 
 
 class Forwarded(Response):
-    """The answer of another path to the same body."""
+    """Another path's answer to the same body."""
 
     def __init__(self, path: str, body: bytes) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Endpoints:
         self._preparer = preparer
 
     async def invoke(self, request: Request) -> Response:
-        """The answer of the endpoint for this body."""
+        """The answer of the body's endpoint."""
         limits = self._frontend.limits
         async with body_of(request, limits, limits.config.max_body_bytes) as content:
             body = bytes(content)
@@ -72,7 +72,7 @@ class Endpoints:
 
 
 def path_of(body: bytes) -> str:
-    """The endpoint for a body.  Raises ApiError."""
+    """The body's endpoint.  Raises ApiError."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

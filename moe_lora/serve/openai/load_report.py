@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's load in a header of an answer, for gateways: ORCA's report, with vLLM's names."""
+"""The engine's load in an answer's header, as ORCA's report."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 REPORT = "endpoint-load-metrics"
 FORMATS = ("TEXT", "JSON")
 NAMES = {"kv_usage": "kv_cache_usage_perc", "num_waiting": "num_requests_waiting"}
-"""Of fields of `EngineStats`."""
+"""Names of `EngineStats` fields."""
 FRESH_S = 1.0
-"""Age of figures until the next call to the instances."""
+"""Age of figures until the next call."""
 WAIT_S = 0.1
-"""Time of a call in which requests wait for the figures; later requests get no report."""
+"""Longest wait for figures; later there is no report."""
 
 logger = logging.getLogger(__name__)
 
 
 class LoadReport:
-    """The load of all instances; one call serves all requests of a second."""
+    """The load of all instances, read once a second."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -45,7 +45,7 @@ class LoadReport:
         self._has_logged = False
 
     async def header(self, given: str) -> dict[str, str]:
-        """The header in the given format; none for an unknown format, and without figures in time."""
+        """The header in the given format; empty for an unknown format, or without figures."""
         form = given.upper()
         if form not in FORMATS:
             if not self._has_logged:
@@ -80,7 +80,7 @@ class LoadReport:
 
 
 async def load_header(request: Request, frontend: Frontend) -> dict[str, str]:
-    """The header with the load of about the last second; none without the rights for /metrics."""
+    """The header with the recent load, if the caller may read /metrics."""
     if not caller_of(request.scope).is_admin:
         return {}
     if frontend.load_report is None:

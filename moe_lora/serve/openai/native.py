@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /generate and /abort_request, as in SGLang: texts or token ids in, token ids out."""
+"""POST /generate and /abort_request, as in SGLang."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _SAMPLING = frozenset(
     {"n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias"}
     | {"frequency_penalty", "presence_penalty", "repetition_penalty", "json_schema", "regex", "ebnf"}
 )
-"""Fields of sampling_params with the same name in a completion."""
+"""sampling_params of the same name in a completion."""
 _OUTER = frozenset({"on_publish", "priority", "require_reasoning", "return_routed_experts", "stream"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
     "log_metrics": (None, False),
     **dict.fromkeys(("image_data", "custom_params"), (None, [], {})),
 }
-"""Fields without an effect, and their values: of the body and of its sampling_params."""
+"""Fields without an effect, and their values."""
 
 
 _OF_LOGPROBS = {
@@ -66,20 +66,19 @@ _OF_LOGPROBS = {
     "token_ids_logprob": "logprob_token_ids",
     "return_text_in_logprobs": "return_text_in_logprobs",
 }
-"""Fields of log probabilities: SGLang's names and the project's."""
+"""Fields of log probabilities: SGLang's name -> own name."""
 _NAMES = {
     **{"prompt": "input_ids", "prompt_logprobs": "logprob_start_len", "request_id": "rid"},
     **{"model": "lora_path", **{own: name for name, own in (_RENAMED | _OF_LOGPROBS).items()}},
 }
-"""Names in the body, by the names in a completion."""
+"""Name in a completion -> name in the body."""
 MAX_ABORTED = 1024
 
 
 class NativeRequest(CompletionRequest):
     """A body of /generate as a completion.
 
-    logprob_start_len: first prompt token with a log probability; -1: none.  require_reasoning: the answer
-    begins with reasoning.
+    logprob_start_len: first prompt token with a log probability; -1: none.
     """
 
     default_max_tokens: ClassVar[int | None] = 128
@@ -128,7 +127,7 @@ class NativeRequest(CompletionRequest):
 
 
 def _converted(data: dict[str, Any]) -> dict[str, Any]:
-    """The body in the form of a completion.  Raises FieldError."""
+    """The body as a completion.  Raises FieldError."""
     outer, sampling = dict(data), data.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise FieldError("sampling_params", "sampling_params must be an object")
@@ -161,7 +160,7 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(given: dict[str, Any]) -> dict[str, Any]:
-    """The completion's fields for log probabilities.  given: by our names.  Raises FieldError."""
+    """The completion's log probability fields.  Raises FieldError."""
     ids, start = given["logprob_token_ids"], given["logprob_start_len"]
     if ids and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
         what = "token_ids_logprob must be a flat list of integers, for all prompts"
@@ -179,10 +178,7 @@ def _logprobs(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class NativeFormat(CompletionFormat):
-    """Answers of /generate: a list for lists of prompts and several choices.
-
-    parsers: with marks, of required reasoning.  running: gets the generation by key and id of the answer.
-    """
+    """Answers of /generate: a list for several prompts or choices."""
 
     id_prefix = ""
     has_bare_experts = True
@@ -223,7 +219,7 @@ class NativeFormat(CompletionFormat):
     def item(
         self, delta: Delta, choice: EncodedChoice, generation: Generation, request_id: str
     ) -> dict[str, Any]:
-        """A choice up to the delta's end.  choice: the steps before the delta; gets the delta."""
+        """A choice up to the delta's end."""
         choice.add(delta)
         usage, version = generation.usage_of(delta.index), delta.adapter_version
         reason: dict[str, Any] | None = None
@@ -250,13 +246,13 @@ class NativeFormat(CompletionFormat):
 
 
 class ReasoningCount:
-    """Counts a choice's tokens to the end of its reasoning.  closing: tokens of the end; (): no reasoning."""
+    """Counts a choice's tokens to its reasoning's end.  closing: (): no reasoning."""
 
     def __init__(self, closing: tuple[int, ...]) -> None:
         self._closing, self._ids, self._ended = closing, list[int](), not closing
 
     def add(self, token_ids: Sequence[int]) -> int:
-        """The number with these tokens."""
+        """The number including these tokens."""
         for token_id in token_ids:
             if self._ended:
                 break
@@ -266,10 +262,7 @@ class ReasoningCount:
 
 
 class EncodedChoice:
-    """JSON of a choice so far, without the brackets: each delta is encoded once.
-
-    lists: further lists, by their names.
-    """
+    """JSON of a choice so far, without brackets: each delta is encoded once."""
 
     def __init__(self) -> None:
         self.text, self.token_ids = bytearray(), bytearray()
@@ -288,13 +281,13 @@ class EncodedChoice:
 
 
 def extend(encoded: bytearray, items: Sequence[Any]) -> None:
-    """Add items to a list's JSON without the brackets."""
+    """Add items to a list's JSON without brackets."""
     if items:
         encoded += b"," * bool(encoded) + to_json(items)[1:-1]
 
 
 class NativeStream(EventStream):
-    """Events of /generate with the whole choice so far, and with `index` for several choices."""
+    """Events of /generate with the whole choice so far."""
 
     def __init__(
         self,
@@ -330,7 +323,7 @@ class AbortBody(BaseModel):
 
 
 class Endpoints:
-    """The endpoints of one front end."""
+    """Endpoints of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -342,7 +335,7 @@ class Endpoints:
             return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
 
     async def abort(self, request: Request) -> Response:
-        """End the caller's requests by id, or all requests of the caller's scope."""
+        """End the caller's requests by id, or all."""
         body, caller = await read_json(request, AbortBody, self._frontend), caller_of(request.scope)
         if body.abort_all:
             await self._frontend.client.call("abort_requests", scope_of(caller))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of /generate beyond the drawn tokens': the likeliest, listed ones, and the prompt's."""
+"""Further log probabilities of /generate."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .native import NativeRequest
 
 Entry = tuple[float | None, int, str | None]
-"""As SGLang writes a log probability: value, token and, on request, text."""
+"""SGLang's log probability: value, token, perhaps text."""
 
 
 class ScoredChoice(EncodedChoice):
-    """A choice with the likeliest or listed tokens at each place, and with texts."""
+    """A choice with likeliest or listed tokens, and texts."""
 
     def __init__(self, body: NativeRequest, token_text: Callable[[int], str]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ async def add_prompt_side(
     body: NativeRequest,
     token_text: Callable[[int], str],
 ) -> None:
-    """Add log probabilities of prompt tokens from logprob_start_len on; the first has none, as in SGLang.
+    """Add log probabilities of prompt tokens from logprob_start_len on; the first has none.
 
     Raises ApiError as `check_report`.
     """
@@ -76,7 +76,7 @@ async def add_prompt_side(
 
 
 def _encoded(first: list[Any], rest: Iterable[Any]) -> Iterator[bytes]:
-    """JSON of a list, some entries at a time."""
+    """JSON of a list in parts."""
     yield to_json(first)[:-1]
     part: list[Any] = []
     for one in rest:

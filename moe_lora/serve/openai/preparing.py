@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a body's bytes to a request for the engine: parse, check, tokenise.
+"""From a body's bytes to a request for the engine.
 
 A separate process checks large bodies: Python's lock would delay all tokens.
 """
@@ -50,19 +50,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _UNBOUNDED_ANSWER_TOKENS = 4096
-"""Estimated answer without max_tokens, at most: few answers fill the model's context."""
+"""Largest estimate without max_tokens: few answers fill the context."""
 MAX_GRAMMARS = 64
-"""Checked grammars that a front end keeps."""
+"""Checked grammars of a front end."""
 INLINE_BYTES = 1 << 14
-"""Smaller bodies are checked inline, in milliseconds; larger bodies in the other process."""
+"""Smaller bodies are checked inline, larger bodies in the other process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Settings for every request.
-
-    adapter_texts: None without --adapter-chat-template.  aliases: None without aliases.
-    """
+    """Settings for every request."""
 
     info: ModelInfo
     limits: LimitsConfig
@@ -71,7 +68,7 @@ class Bounds:
 
     @property
     def granted(self) -> tuple[str, ...]:
-        """Adapters for the request by a right to an alias."""
+        """Adapters permitted by a right to an alias."""
         return () if self.aliases is None else tuple(self.aliases.granted)
 
 
@@ -79,10 +76,9 @@ class Bounds:
 class Prepared:
     """A request for the engine.
 
-    body: without prompt or messages.  prompts: token ids.  answer_tokens: most tokens of each prompt's
-    answer, for the limits.  ignored: unknown fields, as in headers.  parsers: None for a plain answer.
-    asked: a grammar to check.  grammar_field: of a checked grammar.  echo: text before each prompt's answer.
-    offsets: first and last character of each token, by prompt; None for token ids.  granted: as `Bounds`'s.
+    body: without prompt or messages.  answer_tokens: most tokens by prompt.  parsers: None for a plain
+    answer.  asked: a grammar to check.  grammar_field: of a checked grammar.  echo: text before each prompt's
+    answer.  offsets: first and last character of each token; None for token ids.
     """
 
     body: SamplingFields
@@ -107,8 +103,7 @@ class Prepared:
 class Preparer:
     """Prepares one front end's requests, in one event loop.  tokenizer: None: token ids only.
 
-    process: checks large bodies; None: a process starts with the first large body.  adapter_texts: see
-    `AdapterTexts`.  aliases, bases: names of adapters and of the base model.
+    process: checks large bodies; None: starts with the first.
     """
 
     def __init__(
@@ -132,7 +127,7 @@ class Preparer:
     async def prepare(
         self, kind: type[SamplingFields], content: bytearray, info: ModelInfo, scope: Scope
     ) -> Prepared:
-        """The request in a body of this kind.  Raises ApiError for the first problem."""
+        """The body's request.  Raises ApiError for the first problem."""
         texts = None if self.adapter_texts is None else self.adapter_texts(caller_of(scope).key)
         bounds = Bounds(info=info, limits=self._limits.config, adapter_texts=texts)
         if self.aliases is not None and self.aliases.live:
@@ -163,12 +158,12 @@ class Preparer:
             raise (error if body is None else body.renamed(error)) from error.__cause__
 
     async def _within_grammar(self, request: Prepared, client: str) -> Prepared:
-        """The request with its grammar; the other process checks a new grammar."""
+        """The request with its grammar, if new checked by the other process."""
         from .structured import checked_grammar
 
         asked, key = request.asked, json.dumps(request.asked)
         grammar = self._grammars.pop(key, "") or await self.elsewhere(client, checked_grammar, asked)
-        self._grammars[key] = grammar  # the latest used is last
+        self._grammars[key] = grammar
         if len(self._grammars) > MAX_GRAMMARS:
             del self._grammars[next(iter(self._grammars))]
         return request.within(grammar)
@@ -182,7 +177,7 @@ class Preparer:
         return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special)
 
     async def elsewhere(self, client: str, check: Callable[..., T], *args: Any) -> T:
-        """Call `check` in the other process, in turn between clients: at most one queued body per client."""
+        """Call `check` in the other process: clients take turns, with one queued body each."""
         limits = self._limits
         turn = self._turns.setdefault(client, asyncio.Lock())
         try:
@@ -201,7 +196,7 @@ class Preparer:
 def prepare_now(
     kind: type[SamplingFields], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> Prepared:
-    """As `Preparer.prepare`, inline; returns free memory to the system."""
+    """As `Preparer.prepare`, inline; returns free memory."""
     body = cast("SamplingFields | None", None)
     try:
         body = parse(kind, content, bounds)
@@ -227,7 +222,7 @@ def prepare_now(
 def encoded(
     prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, *, add_special: bool
 ) -> list[Sequence[int]]:
-    """Token ids of texts; token ids unchanged.  Raises ApiError for a text without a tokenizer."""
+    """Token ids of texts and token ids.  Raises ApiError for a text without a tokenizer."""
     found: list[Sequence[int]] = []
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -240,7 +235,7 @@ def encoded(
 
 
 def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds) -> SamplingFields:
-    """The body, checked up to its first error.  Raises ApiError."""
+    """The body up to its first error.  Raises ApiError."""
     max_depth = bounds.limits.max_json_depth
     try:
         data = json.loads(content)
@@ -248,7 +243,7 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds
         raise bad_request(f"the body is not valid JSON: {error.msg}") from None
     except RecursionError:
         raise _too_deep(max_depth) from None
-    except ValueError as error:  # invalid UTF-8, or a number beyond Python's limit of digits
+    except ValueError as error:  # invalid UTF-8, or too long a number
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}") from None
     if content.count(b"[") + content.count(b"{") > max_depth and _is_deeper(data, max_depth):
         raise _too_deep(max_depth)
@@ -287,7 +282,7 @@ def _is_deeper(data: Any, max_depth: int) -> bool:
 
 
 def tokenizer_of(model: str | None, tokenizer: Tokenizer | None, bounds: Bounds) -> Tokenizer | None:
-    """The tokenizer with the text files of the request's adapter.  Raises ApiError for unreadable files."""
+    """The tokenizer with the adapter's text files.  Raises ApiError."""
     if bounds.adapter_texts is None or tokenizer is None or model is None:
         return tokenizer
     try:
@@ -306,7 +301,7 @@ def no_tokenizer(purpose: str) -> ApiError:
 def asked_of(
     body: SamplingFields, tokenizer: Tokenizer | None, bounds: Bounds
 ) -> tuple[SamplingParams, Sequence[str | list[int]]]:
-    """Sampling parameters, and the prompts as texts or token ids.  Raises ApiError."""
+    """Sampling parameters and prompts.  Raises ApiError."""
     defaults, most = bounds.info.sampling_defaults, bounds.limits.max_choices
     if bounds.limits.return_routed_experts and body.shows_experts:
         defaults = {**defaults, "routed_experts": True}
@@ -370,7 +365,7 @@ def _check_work(
     num_choices: int,
     bounds: Bounds,
 ) -> None:
-    """Raises ApiError for more tokens, with the log probabilities of others, than one request may take."""
+    """Raises ApiError above max_request_tokens; log probabilities of others count."""
     info, most = bounds.info, bounds.limits.max_request_tokens
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     others = len(sampling.logprob_token_ids) or others
@@ -393,8 +388,7 @@ def prepared(
 ) -> Prepared:
     """The request for the engine.
 
-    Raises ApiError for a prompt and answer beyond the model's context, and for too many tokens in one
-    request.
+    Raises ApiError beyond the context, and for too many tokens.
     """
     info, echo = bounds.info, None
     if not PROMPT_FIELDS.isdisjoint(body.model_fields_set):
@@ -469,7 +463,7 @@ def _limited(
     tokenizer: Tokenizer | None,
     prompt: Sequence[int],
 ) -> SamplingParams:
-    """The parameters with a limit of the reasoning; budget -1: none."""
+    """The parameters with a reasoning limit; budget -1: none."""
     from .parsers.choice import thinking_limit
 
     if budget < 0:
@@ -486,9 +480,8 @@ def for_engine(
 ) -> SamplingParams:
     """The parameters for the engine.
 
-    default_max_tokens: for absent max_tokens, within the context; None: the rest of the context.  Adds end
-    tokens of the tokenizer unknown to the engine, unless ignored. top_k beyond the vocabulary becomes 0:
-    the number may be huge.
+    default_max_tokens: within the context; None: the rest of the context.  Adds the tokenizer's end tokens,
+    unless ignored.  top_k beyond the vocabulary becomes 0.
     """
     if sampling.max_tokens is None and default_max_tokens is not None:
         default = max(default_max_tokens, sampling.min_tokens)
@@ -505,7 +498,7 @@ def for_engine(
 
 
 def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelInfo) -> SamplingParams:
-    """The parameters with bad words as token ids.  Raises ApiError for ids outside the vocabulary."""
+    """The parameters with bad words as token ids.  Raises ApiError for unknown ids."""
     if tokenizer is not None and sampling.bad_words:
         ids = tokenizer.bad_word_ids(sampling.bad_words)
         sampling = replace(sampling, bad_words=(), bad_word_ids=ids)
@@ -519,9 +512,9 @@ def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelIn
 def check_prompt(
     token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo, name: str = "prompt"
 ) -> None:
-    """Raises ApiError for an empty or too long prompt, and for unknown token ids.  name: of its field."""
+    """Raises ApiError for an empty or too long prompt, and unknown token ids."""
     limit, num_tokens = info.max_model_len, len(token_ids)
-    num_read = num_tokens - sampling.hidden_state  # a hidden state needs no room for an answer
+    num_read = num_tokens - sampling.hidden_state
     if not token_ids:
         raise bad_request(f"the {name} has no tokens; give at least one", name)
     length = f"This model's maximum context length is {limit} tokens."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies with prompts to tokenise or to embed, not to answer."""
+"""Bodies with prompts to tokenise or embed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 _CHAT = ("chat_template", "chat_template_kwargs", "tools")
 EMBEDDING_ONLY = ("dimensions", "encoding_format", "embed_dtype", "endianness", "use_activation", "normalize")
-"""Fields of embeddings without a meaning in a chat."""
+"""Fields of embeddings, meaningless in a chat."""
 MAX_INPUTS = 2048
 """Inputs of one request, as in OpenAI's interface."""
 
 
 class PromptBody(ApiRequest):
-    """A prompt, or messages for the chat template.  prompt_field: name of the prompt's field."""
+    """A prompt, or messages.  prompt_field: the prompt's field."""
 
     prompt_field: ClassVar[str]
     generation_prompt: ClassVar[bool]
@@ -96,7 +96,7 @@ class PromptBody(ApiRequest):
 
 
 class TokenizeRequest(PromptBody):
-    """POST /tokenize.  tool_choice: "none" leaves tools out."""
+    """POST /tokenize.  tool_choice: "none" drops tools."""
 
     prompt_field, generation_prompt, may_be_empty = "prompt", True, True
 
@@ -121,8 +121,8 @@ class TokenizeRequest(PromptBody):
 class EmbeddingRequest(PromptBody):
     """POST /v1/embeddings and /pooling.
 
-    messages: one conversation, or a list of them; input takes both forms too.  use_activation, normalize:
-    scale to length 1.
+    messages: one or several conversations; input takes both forms too.  use_activation, normalize: scale to
+    length 1.
     """
 
     prompt_field, generation_prompt = "input", False
@@ -166,7 +166,7 @@ class EmbeddingRequest(PromptBody):
 
 
 def _chats(given: Any) -> list[Any] | None:
-    """Conversations of a list of messages, or of a list of such lists.  None: another value."""
+    """Conversations of a list of messages, or of lists.  None: another value."""
     first = given[0] if isinstance(given, list) and given else None
     if isinstance(first, dict):
         return [given]
@@ -174,7 +174,7 @@ def _chats(given: Any) -> list[Any] | None:
 
 
 class DetokenizeRequest(ApiRequest):
-    """POST /detokenize.  skip_special_tokens: of SGLang's form, as lists of prompts."""
+    """POST /detokenize.  skip_special_tokens: in SGLang's form."""
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     tokens: Listed[TokenId] | Annotated[Listed[Listed[TokenId]], Field(max_length=MAX_INPUTS)]
@@ -183,10 +183,7 @@ class DetokenizeRequest(ApiRequest):
 
 @dataclass(frozen=True)
 class ReadBody:
-    """body: checked.  prompts: token ids; empty for a body without prompts.
-
-    ignored, granted: as `Prepared`'s.
-    """
+    """A checked body.  prompts: token ids, or empty."""
 
     body: Any
     prompts: Sequence[Sequence[int]] = ()
@@ -195,7 +192,7 @@ class ReadBody:
 
 
 def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None, bounds: Bounds) -> ReadBody:
-    """The body in this content.  Raises ApiError for the first problem."""
+    """The content's body.  Raises ApiError for the first problem."""
     try:
         body: Any = parse(cast("Any", kind), content, bounds)
         ignored = tuple(map(shown_name, body.unknown_fields()))
@@ -208,14 +205,14 @@ def read_now(kind: type[ApiRequest], content: bytes, tokenizer: Tokenizer | None
         body = body.model_copy(update={"messages": None, body.prompt_field: None})
         return ReadBody(body, prompts, ignored, bounds.granted)
     finally:
-        if len(content) >= INLINE_BYTES:  # in the other process
+        if len(content) >= INLINE_BYTES:
             return_memory()
 
 
 async def read_body(
     request: Request, kind: type[ApiRequest], frontend: Frontend, preparer: Preparer
 ) -> ReadBody:
-    """The request's body, read within the limits, for a known model.  Raises ApiError."""
+    """The body for a known model.  Raises ApiError."""
     info, limits = await frontend.client.model_info(), frontend.limits
     caller = caller_of(request.scope)
     texts = None if preparer.adapter_texts is None else preparer.adapter_texts(caller.key)
@@ -239,7 +236,7 @@ async def read_body(
 
 
 def check_total(num_tokens: int, limits: Limits, field: str) -> None:
-    """Raises ApiError for more tokens than a request may have."""
+    """Raises ApiError above max_request_tokens."""
     most = limits.config.max_request_tokens
     if num_tokens > most:
         what = f"{field} has {num_tokens} tokens, more than the {most} of one request; send several"
@@ -247,7 +244,7 @@ def check_total(num_tokens: int, limits: Limits, field: str) -> None:
 
 
 async def check_model(model: str | None, frontend: Frontend, caller: Caller) -> None:
-    """Raises ApiError for a model that does not exist for the caller."""
+    """Raises ApiError for an unknown model."""
     if model is not None and model not in frontend.model_names:
         names = {one.name for one in await frontend.client.list_adapters()}
         model = adapter_in(model, frontend.model_names, names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's prompt in the answer: echo, log probabilities of prompt tokens, and shortened prompts."""
+"""A prompt in the answer: echo, log probabilities; shortened prompts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from .preparing import Prepared
 
 SLICE_S = 1e-3
-"""Longest time that other requests wait for the encoding of an answer."""
+"""Longest delay of requests by an answer's encoding."""
 SLICE_TOKENS = 16
 MAX_STREAMED_SCORES = 1 << 14
 """Log probabilities of prompt tokens in one event."""
 
 
 class PromptSide(NamedTuple):
-    """sampling, prompts: for the engine.  echo: text before each prompt's answer, or None."""
+    """A body's prompt side.  echo: text before each answer."""
 
     sampling: SamplingParams
     prompts: Sequence[Sequence[int]]
@@ -92,7 +92,7 @@ def shortened(token_ids: Sequence[int], body: Any, info: ModelInfo, answer_token
 def with_offsets(
     request: Prepared, prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None, *, add_special: bool
 ) -> Prepared:
-    """The request with the places of its tokens in the texts, if the body asks for these."""
+    """The request with its tokens' places in texts, on request."""
     if not cast("Any", request.body).return_token_offsets:
         return request
     found: list[Sequence[tuple[int, int]] | None] = []
@@ -107,7 +107,7 @@ def with_offsets(
 
 
 def _last_message(body: ChatRequest) -> str:
-    """The text of an assistant's last message, continued by the answer."""
+    """The text of a final assistant message."""
     last = body.messages[-1]
     if last.role != "assistant" or last.content is None:
         return ""
@@ -119,7 +119,7 @@ def _decoded(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 class PromptOnly(Generation):
-    """Answers without tokens: the engine draws one, and the answer leaves it out."""
+    """Answers without tokens: drops the engine's single token."""
 
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
         if output.finish_reason in ("stop", "length"):
@@ -129,7 +129,7 @@ class PromptOnly(Generation):
 
 
 class PromptCompletion(CompletionFormat):
-    """Completions with an echo, or with log probabilities of prompt tokens."""
+    """Completions with an echo, or prompt log probabilities."""
 
     in_choice = {"prompt_token_ids": None, "token_ids": None}  # noqa: RUF012
 
@@ -143,7 +143,7 @@ class PromptCompletion(CompletionFormat):
         self._shown_scores: dict[int, msgspec.Raw | None] = {}
 
     async def collect(self, generation: Generation) -> list[Delta]:
-        """The choices, with long log probabilities encoded in slices."""
+        """The choices; encodes long log probabilities in slices."""
         whole = await generation.whole()
         for delta in whole:
             prompt, asked = generation.prompt_of(delta.index), self._prepared.body.prompt_logprobs
@@ -193,13 +193,13 @@ class PromptCompletion(CompletionFormat):
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> Iterator[dict[str, list[Any]]]:
-        """Log probabilities of prompt and answer, some tokens at a time."""
+        """Log probabilities of prompt and answer, in parts."""
         text = self.token_text(prompt[0])
         self._offsets[index] = len(text)
         yield {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         num = self._prepared.sampling.logprobs or 0
         all_ids, all_scores = [*prompt[1:], *token_ids], [*scores, *logprobs]
-        num_cut = len(scores)  # the report may have more likely tokens than the answer
+        num_cut = len(scores)  # the report may have more likely tokens
         for start in range(0, len(all_ids), SLICE_TOKENS):
             part = range(start, min(start + SLICE_TOKENS, len(all_ids)))
             cut = [structs_top(all_scores[one], num) if one < num_cut else all_scores[one] for one in part]
@@ -207,18 +207,18 @@ class PromptCompletion(CompletionFormat):
 
 
 def check_report(delta: Delta) -> None:
-    """Raises ApiError for a choice that ended by "abort" before its prompt's report."""
+    """Raises ApiError for an abort before the prompt's report."""
     if delta.prompt is None and delta.finish_reason == "abort":
         raise ApiError(503, ABORTED)
 
 
 def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
-    """The scores with the `num` likeliest tokens; -1: with all."""
+    """The scores with the `num` likeliest tokens; -1: all."""
     return scores if num == -1 else replace(scores, top=scores.top[:num])
 
 
 async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:
-    """JSON in joined parts; between slices of SLICE_S the event loop serves other requests."""
+    """JSON in joined parts; other requests run between slices of SLICE_S."""
     found, until_s = bytearray(), time.monotonic() + SLICE_S
     for part in parts:
         found += part
@@ -231,7 +231,7 @@ async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:
 async def shown_scores(
     form: ChoiceFormat, prompt: Sequence[int], delta: Delta, num_top: int | None
 ) -> msgspec.Raw | None:
-    """prompt_logprobs of a choice; None unless asked for and reported.  Raises ApiError as `check_report`."""
+    """A choice's prompt_logprobs, or None.  Raises ApiError as `check_report`."""
     if num_top is None:
         return None
     check_report(delta)
@@ -244,7 +244,7 @@ async def shown_scores(
 def _score_parts(
     form: ChoiceFormat, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
 ) -> Iterator[bytes]:
-    """vLLM's prompt_logprobs: of each token, its entry and those of the likeliest; null for the first."""
+    """vLLM's prompt_logprobs: entries of each token and the likeliest; null for the first."""
     yield b"[null"
     for token_id, one in zip(prompt[1:], scores, strict=True):
         top = structs_top(one, num_top).top
@@ -264,7 +264,7 @@ def _score_parts(
 
 
 def _object_of_lists(entries: Iterable[dict[str, list[Any]]]) -> Iterator[bytes]:
-    """An object whose lists come in pieces."""
+    """An object of lists in pieces."""
     encoded: dict[str, list[bytes]] = {}
     for entry in entries:
         for name, values in entry.items():
@@ -275,7 +275,7 @@ def _object_of_lists(entries: Iterable[dict[str, list[Any]]]) -> Iterator[bytes]
 
 
 class PromptChat(ChatFormat):
-    """Chats with an echo, or with log probabilities of prompt tokens, in another format."""
+    """Another format's chats with an echo, or prompt log probabilities."""
 
     def __init__(self, form: ChatFormat, prepared: Prepared) -> None:
         self.text, self.reasoning_tokens, self.watch = form.text, form.reasoning_tokens, form.watch
@@ -298,7 +298,7 @@ class PromptChat(ChatFormat):
         return self._with_echo(self._form.chunk(delta), delta.index, "delta")
 
     async def collect(self, generation: Generation) -> list[Delta]:
-        """The choices, with long log probabilities encoded in slices."""
+        """The choices; encodes long log probabilities in slices."""
         whole, asked = await generation.whole(), self._prepared.body.prompt_logprobs
         found = await shown_scores(self._form, generation.prompt_of(0), whole[0], asked)
         self.beside_choices["prompt_logprobs"] = found

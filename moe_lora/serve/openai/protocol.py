@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 MAX_ID_CHARS = 256
 MAX_NAMED_KEYS = 5
 MAX_ID_DIGITS = 12
-"""Of a token id: more than any vocabulary has."""
+"""Digits of a token id, for any vocabulary."""
 
 
 def whole_characters(text: str) -> str:
-    """The text itself.  Raises ValueError for lone surrogates, possible in JSON."""
+    """The text itself.  Raises ValueError for lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -47,18 +47,18 @@ def whole_characters(text: str) -> str:
 Text = Annotated[str, AfterValidator(whole_characters)]
 T = TypeVar("T")
 Listed = Annotated[list[T], Field(fail_fast=True)]
-"""A list checked up to its first wrong item, to bound the number of errors."""
+"""A list checked up to its first wrong item."""
 
 
 class ApiModel(BaseModel):
-    """Settings of every request model: exact types, no unknown fields, no NaN or infinity."""
+    """Exact types, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        """Refuses the first unknown field; pydantic itself would name them all."""
+        """Refuses the first unknown field alone."""
         if isinstance(data, dict):
             for name in data:
                 if name not in cls.model_fields:
@@ -67,12 +67,12 @@ class ApiModel(BaseModel):
 
 
 def unknown_field(name: str) -> FieldError:
-    """Returns the error for a field without a meaning here."""
+    """The error for an unknown field."""
     return FieldError(name, f"{name[:MAX_ID_CHARS]} is not a field of this request; leave it out")
 
 
 class PeerModel(ApiModel):
-    """A body of other servers' clients too.  Keeps unknown fields apart, and refuses misspelled fields."""
+    """Keeps unknown fields apart, refuses misspelled fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -101,7 +101,7 @@ def refuse_unknown(body: PeerModel) -> None:
 
 
 def _show_foreign(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Fields of peers in the OpenAPI document: refused fields with neutral values, ignored fields."""
+    """Peers' fields in OpenAPI: refused fields with neutral values, ignored fields."""
     own = kind.model_fields.keys()
     schema["x-refused"] = {name: list(allowed) for name, allowed in NEUTRAL.items() if name not in own}
     schema["x-ignored"] = sorted(IGNORED - own)
@@ -122,7 +122,7 @@ class ApiRequest(PeerModel):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        """Names in the client's body, by the names here, for errors."""
+        """Own field -> client's field."""
         return {}
 
     def renamed(self, error: ApiError) -> ApiError:
@@ -151,9 +151,9 @@ MAX_TIMEOUT_S = 86400.0
 MAX_SALT_CHARS = 1024
 MAX_LENGTH_PENALTY = 10.0
 MAX_TERMS, MAX_WEIGHT = 8, 1e4
-"""Of a weighted sum of adapters."""
+"""Limits of a weighted sum of adapters."""
 NO_SEED = -1
-"""Value for "no seed" in clients of several servers."""
+""""No seed" in clients of several servers."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort", "tools")
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
@@ -166,7 +166,7 @@ class StreamOptions(PeerModel):
 
 
 class StructuredFields(ApiRequest):
-    """Grammars of answers (`structured.checked_grammar`): OpenAI's, vLLM's new and old, SGLang's."""
+    """Grammars of answers, in the forms of OpenAI, vLLM and SGLang."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -191,7 +191,7 @@ class WeightedAdapter(ApiModel):
 
 
 def _terms(value: Any) -> Any:
-    """None for an unused field.  Raises FieldError for a form without weights."""
+    """None for an unused field.  Raises FieldError without weights."""
     if value in (None, "", [], {}):
         return None
     if not isinstance(value, list):
@@ -201,16 +201,16 @@ def _terms(value: Any) -> Any:
 
 
 class SamplingFields(StructuredFields):
-    """Fields of both generating endpoints.  null means the default."""
+    """Fields of both generating endpoints.  null: the default."""
 
     default_max_tokens: ClassVar[int | None] = None
-    """For absent max_tokens, within the context; None: the rest of the context."""
+    """For absent max_tokens; None: the rest of the context."""
     adapts_parsers: ClassVar[bool] = False
-    """True if the body states where the reasoning is: `adapted`."""
+    """True if the body places the reasoning: `adapted`."""
     renders: ClassVar[bool] = False
-    """True if the body may ask for the places of tokens: `return_token_offsets`."""
+    """True for `return_token_offsets`."""
     shows_experts: ClassVar[bool] = True
-    """False without a place for experts in the answer."""
+    """False if the answer shows no experts."""
 
     model: Annotated[Text, Field(max_length=MAX_MODEL_CHARS)] | None = None
     request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
@@ -266,7 +266,7 @@ class SamplingFields(StructuredFields):
 
     @property
     def as_chat(self) -> ChatRequest | None:
-        """The chat that decides how the answer is parsed; None: the answer is plain."""
+        """The chat for the parsers; None: a plain answer."""
         return None
 
     def without_prompt(self) -> Self:
@@ -289,7 +289,7 @@ class SamplingFields(StructuredFields):
     def sampling(
         self, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, int | float]
     ) -> SamplingParams:
-        """The engine's parameters; defaults: of absent fields.  Raises ApiError naming the wrong field."""
+        """The engine's parameters; defaults: of absent fields.  Raises ApiError."""
         given: dict[str, Any] = {**defaults, **self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)}
         if given.get("top_k") == -1:
             given["top_k"] = 0
@@ -339,7 +339,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt.  Raises ApiError for no prompt or an empty prompt."""
+        """One entry per prompt.  Raises ApiError for an empty prompt."""
         if isinstance(self.prompt, str):
             prompts: list[Any] = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):
@@ -355,7 +355,7 @@ class CompletionRequest(SamplingFields):
 
 
 class InOrder(ApiModel):
-    """Fields for a template, in the order of the body: a template may print a whole message."""
+    """Template fields in the body's order: templates may print messages."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -376,7 +376,7 @@ class InOrder(ApiModel):
 
 
 class TextPart(InOrder):
-    """A part of a message's content.  Further fields go to the template."""
+    """A part of a content; further fields go to the template."""
 
     type: Literal["text"]
     text: Text
@@ -388,7 +388,7 @@ class TextPart(InOrder):
 
 
 class ChatMessage(InOrder):
-    """A message of any role.  Further fields go to the template."""
+    """A message; further fields go to the template."""
 
     role: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)]
     content: Text | Listed[TextPart] | None = None
@@ -397,7 +397,7 @@ class ChatMessage(InOrder):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        """Refuses a misspelled `content`: the message would be empty."""
+        """Refuses a misspelled `content`."""
         if isinstance(data, dict):
             if "content" not in data:
                 check_unknown(data, ("role", "content", "name"))
@@ -405,12 +405,12 @@ class ChatMessage(InOrder):
         return data
 
     def for_template(self) -> dict[str, Any]:
-        """The message without null fields: transformers drops null fields too."""
+        """The message without null fields, as in transformers."""
         return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions.  chat_template: a name of the model's templates.
+    """POST /v1/chat/completions.  chat_template: a name.
 
     add_generation_prompt None: true, unless the answer continues the last message.
     """
@@ -451,9 +451,9 @@ class ChatRequest(SamplingFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """chat_template_kwargs, with the fields of the request for the template.
+        """chat_template_kwargs, with the request's fields.
 
-        No effort is no thinking too, the switch of other templates.
+        reasoning_effort "none" also sets enable_thinking=false for other templates.
         """
         fields = ("documents", "reasoning_effort") if not self.tools else _TEMPLATE_FIELDS
         given = {name: value for name in fields if (value := getattr(self, name)) is not None}

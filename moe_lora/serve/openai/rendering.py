@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST …/render: the body of /inference/v1/generate for a completion, chat, response or message."""
+"""POST …/render: the body of /inference/v1/generate."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class InvalidRequestError(ApiError):
 
 
 class Endpoints:
-    """The endpoints of one front end."""
+    """Endpoints of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -99,7 +99,7 @@ class Endpoints:
         return await prepared_answer(self._frontend, self._preparer.prepare, kind, self._rendered, request)
 
     async def _rendered(self, body: Rendered, request: Request) -> Response:
-        """Raises ApiError for a model without this name."""
+        """Raises ApiError for an unknown model."""
         await check_model(body.model, self._frontend, caller_of(request.scope))
         if body.echo:
             raise bad_request(_ECHOED, "echo")
@@ -135,7 +135,7 @@ def _common(body: Rendered, prepared: Prepared) -> dict[str, Any]:
         for name, value in asdict(prepared.sampling).items()
         if value is not None and name not in _INTERNAL
     }
-    if body.max_tokens == 0:  # the answer is the prompt's log probabilities
+    if body.max_tokens == 0:
         sampling["max_tokens"] = 0
     outputs = outputs_of(body)
     if outputs is not None:

@@ -12,7 +12,7 @@ from .generation import Delta, Generation
 
 
 class MeasuredGeneration(Generation):
-    """A generation with the times of the first and last token of all choices."""
+    """A generation with first and last token times."""
 
     _first_s: float | None = None
     _last_s = 0.0
@@ -30,7 +30,7 @@ class MeasuredGeneration(Generation):
             yield delta
 
     def beside_usage(self) -> dict[str, Any]:
-        """Milliseconds as vLLM defines them: the first token counts from the end of the queue."""
+        """Milliseconds as in vLLM: TTFT starts after the queue."""
         num = self._completion_tokens.total()
         if self._first_s is None or not self._timings:
             return {"metrics": {}}

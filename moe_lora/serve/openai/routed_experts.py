@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen experts of tokens in answers (`return_routed_experts`), for router replay."""
+"""Tokens' chosen experts in answers (`return_routed_experts`)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
     from .generation import Delta, Generation
 
 PART_BYTES = 3 << 14
-"""Experts encoded at once, in a fraction of a millisecond."""
+"""Experts encoded in a fraction of a millisecond."""
 MAX_BYTES = 4 * MAX_EXPERT_BYTES
-"""Experts of a request's choices, held by the front end until the answer ends."""
+"""Experts held until the answer ends."""
 
 
 class ExpertSource:
-    """Outputs and deltas of a generation, with the experts of its choices.
+    """Outputs and deltas of a generation, with experts.
 
-    is_bare: numbers alone, as in SGLang; else a file of numpy, as in vLLM.  encoded: a JSON text of each
-    finished choice, in base64.
+    is_bare: numbers alone, as in SGLang; else a numpy file, as in vLLM.
     """
 
     def __init__(self, generation: Generation, *, is_bare: bool) -> None:
@@ -58,9 +57,9 @@ class ExpertSource:
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """The generation's deltas.  The last of a choice comes after the encoding, in slices.
+        """The generation's deltas; a choice's last follows the encoding.
 
-        Raises ApiError if several choices may have more experts than MAX_BYTES.
+        Raises ApiError if several choices may exceed MAX_BYTES.
         """
         if self._generation.num_choices * len(self._generation.prompts) > 1:
             await self._check_choices()
@@ -68,7 +67,7 @@ class ExpertSource:
             yield found
 
     async def _check_choices(self) -> None:
-        """An answer without max_tokens counts the rest of the context."""
+        """Without max_tokens, the rest of the context counts."""
         made, info = self._generation, await self._generation.frontend.client.model_info()
         limit = made.sampling.max_tokens
         lengths = [info.max_model_len if limit is None else len(one) + limit for one in made.prompts]
@@ -86,7 +85,7 @@ class ExpertSource:
             yield delta
 
     def _parts(self, index: int) -> Iterator[bytes]:
-        """The experts of a choice's tokens but the last; outputs after a stop string do not count.
+        """The experts of a choice's tokens but the last, up to a stop string.
 
         [tokens - 1, layers with experts, experts of a token] int16, or int32 if bare.
         """
@@ -112,7 +111,7 @@ class ExpertSource:
 
 
 def with_experts(make: Callable[..., Generation], form: ChoiceFormat, **given: Any) -> Generation:
-    """The generation of these fields; the format shows the experts at each choice's end."""
+    """A generation with experts at each choice's end."""
     generation = make(**given)
     source = generation.source = ExpertSource(generation, is_bare=form.has_bare_experts)
     generation.deltas = source.deltas  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/score, as in SGLang: how likely each label comes next after a query and each item."""
+"""POST /v1/score, as in SGLang: each label's probability after query and item."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 128
 MAX_LENGTH = 1 << 22
-"""Characters or token ids of the query in all prompts."""
+"""Length of the query in all prompts."""
 _ITEMS = ("query", "items", "item_first")
 _SHARED = ("model", "request_id", "priority", "timeout", "cache_salt")
 
@@ -37,7 +37,7 @@ _SHARED = ("model", "request_id", "priority", "timeout", "cache_salt")
 class ScoreRequest(CompletionRequest):
     """A body of /v1/score as a completion of one token.
 
-    label_token_ids: the labels.  apply_softmax: an item's scores sum to 1.  item_first: before the query.
+    apply_softmax: an item's scores sum to 1.  item_first: before the query.
     """
 
     default_max_tokens: ClassVar[int | None] = 1
@@ -69,7 +69,7 @@ class ScoreRequest(CompletionRequest):
 
 
 def _prompts(query: Any, items: Any, *, item_first: bool) -> list[Any]:
-    """Texts or token ids of query and item.  Raises FieldError."""
+    """Query and item together.  Raises FieldError."""
     items = [items] if isinstance(items, str) else items
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_ITEMS:
         raise FieldError("items", f"items must be a text, or a list of 1 to {MAX_ITEMS} texts or token ids")
@@ -105,7 +105,7 @@ class ScoreFormat(CompletionFormat):
 
 
 class Endpoints:
-    """The endpoint of one front end."""
+    """Endpoint of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer

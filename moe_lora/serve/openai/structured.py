@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of request bodies: response_format, structured_outputs, names of other servers, forced calls."""
+"""Grammars of request bodies."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _TOO_LARGE = (
 
 
 class BodyGrammar(NamedTuple):
-    """A grammar that a body asks for.  rules: Lark's, of the reasoning before it.
+    """A body's grammar.  rules: Lark's, of the reasoning.
 
-    marks: special tokens of answers with tags, and the hidden ones (`TagRules`); None: without tags.
+    marks: special tokens of answers with tags, and hidden tokens, or None.
     """
 
     field: str
@@ -61,7 +61,7 @@ class BodyGrammar(NamedTuple):
 def body_grammar(
     body: SamplingFields, tokenizer: Tokenizer | None, parsers: AnswerParsers | None
 ) -> BodyGrammar | None:
-    """Raises ApiError for two grammars, or for a grammar without a tokenizer."""
+    """The body's grammar, or None.  Raises ApiError for two, or without a tokenizer."""
     asked = _asked(body)
     if not asked and parsers is not None and parsers.has_strict:
         asked = [BodyGrammar("tools", STRICT, None)]
@@ -82,7 +82,7 @@ def body_grammar(
 def _with_marks(
     asked: BodyGrammar, body: SamplingFields, tokenizer: Tokenizer, parsers: AnswerParsers | None
 ) -> BodyGrammar:
-    """The marks of this vocabulary for tags; another grammar as given."""
+    """Add the vocabulary's marks to tags."""
     is_listed = asked.kind == "calls" and (parsers is None or parsers.tool_format == FORCED)
     if is_listed or asked.kind not in (STRICT, "structural_tag", "calls"):
         return asked
@@ -104,7 +104,7 @@ def _with_marks(
 
 
 def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]]:
-    """Makes the Lark rules of tags, or "", and the inner grammars: kind and value.
+    """Makes the tags' Lark rules, or "", and the inner grammars.
 
     Imports here, before the fork.
     """
@@ -128,12 +128,12 @@ def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]
 
 
 def outputs_of(body: SamplingFields) -> dict[str, Any] | None:
-    """The body's grammar as structured_outputs; None: without, or of forced calls."""
+    """The body's grammar as structured_outputs, unless of forced calls."""
     return next(({one.kind: one.value} for one in _asked(body) if one.kind in KINDS), None)
 
 
 def checked_grammar(asked: BodyGrammar) -> str:
-    """The grammar's text, compiled once as a check.  Raises ApiError for the field.
+    """The grammar's text, compiled as a check.  Raises ApiError.
 
     For a process of one thread only (`in_child`).
     """
@@ -160,9 +160,9 @@ def checked_grammar(asked: BodyGrammar) -> str:
 
 
 def in_child(make: Callable[[], str]) -> str:
-    """The grammar that `make` returns.
+    """The grammar from `make`, in a fork: for a process of one thread only.
 
-    Forks: for a process of one thread only.  Raises ValueError: of `make`, and beyond the limits.
+    Raises ValueError of `make`, and beyond the limits.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -200,10 +200,10 @@ def _make_and_exit(make: Callable[[], str], writer: int) -> NoReturn:
 
 
 def _limit() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the allocator's last words
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # then its signal ends the process
-    with suppress(OSError):  # no /proc
+    with suppress(OSError):
         with open("/proc/self/statm") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
@@ -285,7 +285,7 @@ def _grammar(kind: str, value: Any) -> str:
 def reasoning_rules(parsers: AnswerParsers, tokenizer: Tokenizer, *, is_call: bool = False) -> str:
     """Lark rules: `start` is the reasoning, then @answer.  "": the answer begins at once.
 
-    is_call: of harmony, with its own channel.
+    is_call: of harmony, with a separate channel.
     """
     from .parsers.choice import HARMONY
     from .parsers.harmony import CHANNEL, MESSAGE, START
@@ -307,7 +307,7 @@ def reasoning_rules(parsers: AnswerParsers, tokenizer: Tokenizer, *, is_call: bo
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """The mark as a special token, or as text."""
+    """The mark as special token or text."""
     from moe_lora.engine.text.grammars import mark_ids
 
     token = mark_ids(tokenizer).get(text)
@@ -315,7 +315,7 @@ def _mark(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _until(closing: str, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Any text up to a mark: how to use it, and its rule."""
+    """Text up to a mark: the rule's use, and the rule."""
     mark, text = _mark(closing, tokenizer), "/(.|\\n)*/"
     if mark.startswith("<["):
         return f"thought {mark}", f"thought: {text}"
@@ -325,7 +325,7 @@ def _until(closing: str, tokenizer: Tokenizer) -> tuple[str, str]:
 def forced_functions(
     tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, *, parallel: bool
 ) -> tuple[list[dict[str, Any]], bool] | None:
-    """Functions for the answer, and True if several calls may follow.  None: no forced call."""
+    """Functions for the answer, and True for several calls; or None."""
     if choice in (None, "none", "auto"):
         return None
     wanted = choice["function"]["name"] if isinstance(choice, dict) else None
@@ -334,5 +334,5 @@ def forced_functions(
 
 
 def functions_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of each function that a grammar reads."""
+    """The parts of each function for a grammar."""
     return [{name: tool["function"].get(name) for name in ("name", "parameters", "strict")} for tool in tools]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /inference/v1/generate and /inference/v1/abort_requests, as in vLLM: token ids in and out."""
+"""POST /inference/v1/generate and /inference/v1/abort_requests, as in vLLM."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ CONTEXT = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs"),
     "thinking_token_budget",
 )
-"""Fields of a chat that decide how the answer is parsed."""
+"""Fields of a chat for the answer's parsers."""
 _UNUSED = ("token_offsets", "reasoning_parser_kwargs", "skip_clone")
-"""Fields of vLLM without an effect: a prompt has no texts, and shows how its template opens the reasoning."""
+"""vLLM's fields without an effect."""
 _FOREIGN = ("prompt", "echo", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "best_of")
 """Fields of completions with a text."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -64,21 +64,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True, False)),
     "output_kind": (None, 0, 1, 2),
 }
-"""Fields without an effect on token ids, and their values: vLLM's clients send all of its sampling_params."""
+"""Fields without an effect on token ids: vLLM's clients send all sampling_params."""
 _OF_TEXT = dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True))
 _DELTA = 1
-"""vLLM's output_kind of streams; without a stream all kinds are the whole answer."""
+"""vLLM's output_kind of streams."""
 MAX_ABORTED = 1024
 ScoredId: TypeAlias = Annotated[int, Field(ge=NO_TOKEN, le=MAX_COUNT)]
 ScoredIds: TypeAlias = Listed[Annotated[Listed[ScoredId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]]
 
 
 class TokensRequest(CompletionRequest):
-    """A body of /inference/v1/generate: the fields of sampling_params beside the others.
+    """A body of /inference/v1/generate, with the fields of sampling_params.
 
-    detokenize: False: no stop strings, and no text.  parse_context: of a rendered chat.
-    reasoning_ended: True if the prompt ends after the reasoning; None: as the prompt's end shows.
-    prompt_logprob_token_ids, prompt_logprob_start: see `SamplingParams`.
+    detokenize: False: no stop strings, and no text.  reasoning_ended: at the prompt's end; None: as the
+    prompt shows.
     """
 
     default_max_tokens = None
@@ -128,7 +127,7 @@ class TokensRequest(CompletionRequest):
         return self
 
     def adapted(self, parsers: AnswerParsers | None) -> AnswerParsers | None:
-        """The parsers for the stated state of the reasoning.  Raises ApiError."""
+        """The parsers for the reasoning's state.  Raises ApiError."""
         has_ended = self.reasoning_ended
         if parsers is not None and parsers.reasoning and has_ended is not None:
             return replace(parsers, is_closed=has_ended, is_open=parsers.is_open and not has_ended)
@@ -157,7 +156,7 @@ class TokensRequest(CompletionRequest):
 
 
 def _flattened(data: dict[str, Any]) -> dict[str, Any]:
-    """The body in the form of a completion.  Raises FieldError."""
+    """The body as a completion.  Raises FieldError."""
     sampling = data.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise FieldError("sampling_params", "sampling_params must be an object")
@@ -175,7 +174,7 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_of(context: dict[str, Any]) -> ChatRequest:
-    """The chat without messages for the parsers.  Raises ApiError and FieldError."""
+    """The parsers' chat.  Raises ApiError and FieldError."""
     wrong = next((name for name in context if name not in (*CONTEXT, "history_tool_call_cnt")), None)
     if wrong is not None:
         what = f"parse_context.{wrong[:64]} is unknown; allowed are {', '.join(CONTEXT)}"
@@ -202,7 +201,7 @@ Running: TypeAlias = "WeakValueDictionary[RunningId, Generation]"
 
 
 def add_running(running: Running, generation: Generation, request_id: str) -> None:
-    """Have calls at any front end abort the generation by this id: ids of choices begin with `_mark`."""
+    """Let any front end abort the generation: ids of choices begin with `_mark`."""
     found = running_id(generation.caller, request_id)
     generation.engine_id = _mark(found) + generation.engine_id
     running[found] = generation
@@ -219,10 +218,7 @@ def _mark(found: RunningId) -> str:
 async def abort_running(
     frontend: Frontend, running: Running, caller: Caller, request_ids: Iterable[str]
 ) -> None:
-    """End the caller's generations of these ids, those of other front ends at the instances.
-
-    Unknown ids may have ended before.
-    """
+    """End the caller's generations of these ids, elsewhere through the instances."""
     found = [running_id(caller, request_id) for request_id in request_ids]
     for one in found:
         if (generation := running.get(one)) is not None:
@@ -232,10 +228,7 @@ async def abort_running(
 
 
 class TokensFormat(ChatFormat):
-    """Choices of token ids, with their text or message by output_mode.
-
-    running: gets the generation by its key and the answer's id.
-    """
+    """Choices of token ids, by output_mode with text or message."""
 
     id_prefix = "generate-tokens-"
 
@@ -318,7 +311,7 @@ class TokensFormat(ChatFormat):
 
 
 def _as_npy(delta: Delta, num_rows: int) -> str:
-    """A choice's log probabilities of prompt_logprob_token_ids: a file of numpy in base64.
+    """Base64 numpy file of log probabilities of prompt_logprob_token_ids.
 
     Raises ApiError as `check_report`.
     """
@@ -330,7 +323,7 @@ def _as_npy(delta: Delta, num_rows: int) -> str:
 
 
 class Endpoints:
-    """The endpoints of one front end."""
+    """Endpoints of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -355,7 +348,7 @@ class Endpoints:
         return await answer(self._frontend, request, form)
 
     async def abort(self, request: Request) -> Response:
-        """End the key's running requests.  Unknown ids may have ended before."""
+        """End the key's requests; unknown ids may have ended."""
         found = await read_body(request, AbortRequest, self._frontend, self._preparer)
         caller = caller_of(request.scope)
         await abort_running(self._frontend, self._running, caller, found.body.request_ids)

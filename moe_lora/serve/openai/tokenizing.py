@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in vLLM's form and in SGLang's."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Endpoints:
         return self._frontend.tokenizer
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt, of each of a list, or of messages in the chat template."""
+        """Token ids of a prompt, of several, or of messages."""
         tokenizer = self._tokenizer
         found = await read_body(request, TokenizeRequest, self._frontend, self._preparer)
         strings = None
@@ -48,12 +48,12 @@ class Endpoints:
         return JsonResponse({**shown, "max_model_len": info.max_model_len}, headers=headers)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids: special tokens included, as `prompt`; in SGLang's form as `text`."""
+        """The text of token ids, with special tokens, as `prompt`; SGLang's form has `text`."""
         found = await read_body(request, DetokenizeRequest, self._frontend, self._preparer)
         return await self._detokenized(found, is_plain=found.body.skip_special_tokens is None)
 
     async def detokenize_text(self, request: Request) -> Response:
-        """As `detokenize`, in SGLang's form: without special tokens unless asked for."""
+        """As `detokenize`, in SGLang's form, without special tokens."""
         found = await read_body(request, DetokenizeRequest, self._frontend, self._preparer)
         return await self._detokenized(found, is_plain=False)
 
@@ -76,7 +76,7 @@ class Endpoints:
         return self._frontend.ignored_fields.note(found.ignored)
 
     async def info(self, request: Request) -> Response:
-        """The content of tokenizer_config.json, with the served chat templates."""
+        """tokenizer_config.json with the served chat templates."""
         tokenizer = self._tokenizer
         found: dict[str, Any] = {} if tokenizer.folder is None else dict(read_json(tokenizer.folder / CONFIG))
         found.setdefault("tokenizer_class", "PreTrainedTokenizerFast")

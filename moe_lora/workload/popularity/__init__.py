@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Popularity of adapters: shapes by name, or from a trace."""
+"""Popularity of adapters."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Azure Functions traces with functions as adapters: invocations by time, or counts.
+"""Azure Functions traces with functions as adapters.
 
 Identities, most frequent first, go to the adapters round robin in blocks of `skewness`.
 Source: dLoRA section 7.1.
@@ -24,9 +24,9 @@ from .popularity import Popularity, from_weights
 
 
 def map_identities(counts: Mapping[str, int], adapters: Sequence[str], skewness: int = 1) -> dict[str, int]:
-    """Index of each identity's adapter: (place // skewness) mod number of adapters, by falling count.
+    """(place // skewness) mod number of adapters, by falling count: the index of each identity's adapter.
 
-    skewness: identities per block of the round robin; larger is more uneven.
+    A larger skewness is more uneven.
     """
     need(skewness >= 1, "skewness", skewness, "a whole number >= 1")
     if not adapters:
@@ -44,7 +44,7 @@ def mapped_popularity(counts: Mapping[str, int], adapters: Sequence[str], skewne
 
 
 def map_adapters(trace: Trace, adapters: Sequence[str], skewness: int = 1) -> Trace:
-    """The trace with its adapter names mapped to `adapters`; unnamed requests stay.
+    """The trace with its adapter names mapped to `adapters`.
 
     Raises ValueError if the trace names no adapter.
     """
@@ -73,7 +73,7 @@ class Invocations:
 
 
 def functions_popularity(path: str | Path, adapters: Sequence[str], skewness: int = 1) -> Popularity:
-    """Each adapter's share of the invocations, under dLoRA's mapping (`map_identities`)."""
+    """Each adapter's share of the invocations."""
     return mapped_popularity(function_counts(path), adapters, skewness)
 
 
@@ -89,7 +89,7 @@ def read_invocations(
     """The invocations as arrivals of adapters.  Deterministic.
 
     2019 counts by minute: arrivals are uniform within the minute.  2021: end_timestamp - duration.
-    request_rate_per_s: thin invocations at random to this mean rate over the file.  None: all.
+    request_rate_per_s: thins invocations at random to this mean rate; None: all.
     duration_s: only the file's first seconds.
     Raises ValueError as `function_counts`, for a rate above the file's own, and above MAX_INVOCATIONS.
     """
@@ -110,7 +110,7 @@ def read_invocations(
 
 
 def with_invocations(lengths: Trace, invocations: Invocations) -> Trace:
-    """The invocations' times and adapters with the lengths (and texts) of `lengths`, repeated as needed."""
+    """The invocations' times and adapters with the lengths and texts of `lengths`, repeated."""
     rows, names = lengths.requests, invocations.adapters
     requests = tuple(
         replace(rows[i % len(rows)], arrival_s=float(arrival_s), adapter=names[index])

@@ -22,7 +22,7 @@ _STEEPEST = 60.0
 
 
 def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popularity:
-    """The first num_hot adapters share hot_share of the requests evenly; the rest share the remainder."""
+    """The first num_hot adapters share hot_share evenly, the rest the remainder."""
     need(1 <= num_hot < len(adapters), "num_hot", num_hot, f"1 to {len(adapters) - 1}, below all adapters")
     need(0 <= hot_share <= 1, "hot_share", hot_share, "a number from 0 to 1")
     num_cold = len(adapters) - num_hot
@@ -31,7 +31,7 @@ def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popula
 
 
 def dirichlet(adapters: Sequence[str], concentration: float, seed: int = 0) -> Popularity:
-    """One draw from the symmetric Dirichlet distribution; smaller concentration is more uneven."""
+    """A draw from the symmetric Dirichlet distribution; smaller concentration is more uneven."""
     need(0 < concentration < math.inf, "concentration", concentration, "a finite number > 0")
     need(seed >= 0, "seed", seed, "a whole number >= 0")
     drawn = np.random.default_rng(seed).gamma(concentration, size=len(adapters))
@@ -43,7 +43,7 @@ def dirichlet(adapters: Sequence[str], concentration: float, seed: int = 0) -> P
 def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.7) -> Popularity:
     """P(i-th adapter) ~ 1 / i**s, with s for head_share of the requests on the first num_head adapters.
 
-    Source: LoRAServe section IV and figure 8 (the top five of an adapter fleet have more than 70 %).
+    Source: LoRAServe section IV and figure 8.
     """
     from scipy.optimize import brentq
 
@@ -77,10 +77,7 @@ def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
 
 @dataclass(frozen=True, slots=True)
 class Distinct(Popularity):
-    """Adapters in turn, equally often ("distinct").
-
-    Source: FastLibra section 6.9.
-    """
+    """Adapters in turn ("distinct").  Source: FastLibra section 6.9."""
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
         return [self.adapters[index % len(self.adapters)] for index in range(len(time_shares))]
@@ -93,12 +90,12 @@ def distinct(adapters: Sequence[str]) -> Distinct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shifting(Popularity):
-    """P(t) = (1 - t) · probabilities + t · end, with t the passed share of the time."""
+    """P(t) = (1 - t) · probabilities + t · end, with t the passed time share."""
 
     end: tuple[float, ...]
 
     def at(self, time_share: float) -> Popularity:
-        """Raises ValueError for a time outside 0 to 1."""
+        """Raises ValueError outside 0 to 1."""
         need(0 <= time_share <= 1, "time_share", time_share, "a number from 0 (start) to 1 (end)")
         mixed = (1 - time_share) * np.asarray(self.probabilities) + time_share * np.asarray(self.end)
         return from_weights(self.adapters, mixed.tolist(), self.lora_ranks)
@@ -116,7 +113,7 @@ _HALF = 0.5
 
 
 def _ranks(adapters: Sequence[str]) -> tuple[int, ...]:
-    """Rank of each adapter, non-decreasing, over ranks 8, 16, 32, 64, 128; remainders go to the lowest ranks.
+    """Rank of each adapter, non-decreasing, over 8, 16, 32, 64, 128; remainders go to the lowest ranks.
 
     Source: LoRAServe sections V-E and V-H.
     """
@@ -143,7 +140,7 @@ def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float =
 def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity:
     """Share of the k-th rank ~ exp(-decay · k), the smallest rank first.
 
-    Not in the paper: the decay; 1.0 gives 64, 23, 9, 3 and 1 %.
+    The decay is not in the paper; 1.0 gives 64, 23, 9, 3 and 1 %.
     """
     need(0 <= decay < math.inf, "decay", decay, "a finite number >= 0 (0 is uniform)")
     return _over_ranks(adapters, [math.exp(-decay * place) for place in range(len(LORA_RANKS))])
@@ -152,8 +149,7 @@ def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity
 def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
     """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank; alpha 0: a fifth each.
 
-    alpha was 1/3 … 3 over 100 adapters.  Places are ranks: the largest rank's share is then 16 % at alpha =
-    1/3, as in the paper.
+    The paper has alpha 1/3 … 3 over 100 adapters; at 1/3 the largest rank's share is 16 %, as in the paper.
     """
     need(0 <= alpha < math.inf, "alpha", alpha, "a finite number >= 0 (1/3 to 3 are usual)")
     return _over_ranks(adapters, [place**-alpha for place in range(1, len(LORA_RANKS) + 1)])
@@ -168,16 +164,16 @@ def shifting_ranks(adapters: Sequence[str]) -> Shifting:
 
 
 def production_ranks(adapters: Sequence[str], *rank_shares: float) -> Popularity:
-    """Each rank's share split over its adapters by a power law of alpha = 1 (50, 100 or 200 adapters in all).
+    """Each rank's share split over its adapters by a power law of alpha = 1.
 
-    rank_shares: one per rank; only a figure (15) in the paper, so even by default.
+    rank_shares: one per rank; only in a figure (15) of the paper, so even by default.
     """
     return _over_ranks(adapters, rank_shares or (1.0,) * len(LORA_RANKS), alpha=1.0)
 
 
 USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
 
-# name: (argument text, type of each argument, least number of arguments, shape)
+# name: (argument text, argument types, least number of arguments, shape)
 _Shape = tuple[str, tuple[type, ...], int, Callable[..., Popularity]]
 _SHAPES: dict[str, _Shape] = {
     "uniform": ("", (), 0, uniform),
@@ -204,10 +200,9 @@ POPULARITY_NAMES = (
 def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
     """The named popularity (`POPULARITY_NAMES`), over `adapters`.
 
-    FILE holds counts and names the adapters itself (`read_counts`): no `adapters`.  trace:FILE names adapters
-    too; with `adapters`, its names are mapped to them, as functions of an Azure
-    Functions trace always are (`map_identities`).
-    Raises ValueError with the known names for an unknown name or bad arguments.
+    FILE holds counts and names the adapters (`read_counts`).  trace:FILE names adapters too; with `adapters`,
+    names are mapped, as functions always are (`map_identities`).
+    Raises ValueError for an unknown name or bad arguments.
     """
     name, arguments = _split(text)
     if name in _SHAPES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Popularity of adapters: Zipf, uniform, or counts from a file."""
+"""Zipf and uniform popularity, or counts from a file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moe_lora.workload.traces.records import RowReader, need, open_text
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Probability of each adapter; `probabilities` sums to 1.  Constant over time, except in subclasses.
+    """Probability of each adapter; `probabilities` sums to 1.  Subclasses change over time.
 
-    lora_ranks: rank of each adapter, in the order of `adapters`; empty if unknown.
+    lora_ranks: in the order of `adapters`; empty if unknown.
     """
 
     adapters: tuple[str, ...]
@@ -51,7 +51,7 @@ class Popularity:
         return [self.adapters[index] for index in drawn]
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """The adapter of each request, by arrival as a share of the whole time."""
+        """The adapter of each request, by time share."""
         return self.sample(len(time_shares), rng)
 
 
@@ -60,7 +60,7 @@ def from_weights(
 ) -> Popularity:
     """P(adapter) = weight / sum of weights.
 
-    Raises ValueError for no adapter, a negative or infinite weight, or no weight > 0.
+    Raises ValueError without adapters or a weight > 0, and for a negative or infinite weight.
     """
     if not adapters:
         raise ValueError("no adapter to choose from; name at least one")
@@ -80,14 +80,14 @@ def zipf(adapters: Sequence[str], s: float) -> Popularity:
 
 
 def uniform(adapters: Sequence[str]) -> Popularity:
-    """Every adapter equally likely."""
+    """Equal probabilities."""
     return zipf(adapters, 0.0)
 
 
 def read_counts(path: str | Path) -> Popularity:
-    """Popularity in proportion to counts in a file: JSON {"adapter": count} or CSV with header adapter,count.
+    """Popularity in proportion to counts: JSON {"adapter": count} or CSV with header adapter,count.
 
-    Raises ValueError with file, line and column for a bad count, and if all counts are 0.
+    Raises ValueError for a bad count, and if all are 0.
     """
     reader = RowReader(str(path))
     counts: dict[str, int] = {}

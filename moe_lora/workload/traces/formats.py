@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readers of trace formats, as CSV and as JSON.
 
-CSV: Azure LLM inference traces, BurstGPT, and Azure Functions traces (no lengths).  JSON: Mooncake, vLLM's
-custom data set, this project's own, ShareGPT and LMSYS-Chat.
-Source: Microsoft's AzurePublicDataset, AzureFunctionsDataset2019.md,
-AzureFunctionsInvocationTrace2021.md.
+Source: Microsoft's AzurePublicDataset, AzureFunctionsDataset2019.md, AzureFunctionsInvocationTrace2021.md.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ _TIMESTAMP_ALLOWED = "YYYY-MM-DD HH:MM:SS[.fraction][+HH:MM]"
 
 
 def normalise(column: str) -> str:
-    """A column name without case, surrounding blanks and byte order mark."""
+    """A column name in lower case, without outer blanks and byte order mark."""
     return column.strip().lstrip("\ufeff").strip('"').lower()
 
 
 def table(lines: TextIO, reader: RowReader) -> tuple[list[str], Iterator[list[str]]]:
-    """The normalised header, and the non-blank rows; `reader` follows their lines."""
+    """The normalised header, and the non-blank rows; sets `reader.line`."""
     rows = csv.reader(lines)
 
     def checked() -> Iterator[list[str]]:
@@ -106,7 +103,7 @@ def iter_azure(lines: TextIO, reader: RowReader) -> Requests:
 
 
 def iter_burstgpt(lines: TextIO, reader: RowReader) -> Requests:
-    """Timestamp (seconds), Request tokens, Response tokens; other columns vary between releases."""
+    """Timestamp (seconds), Request tokens, Response tokens; further columns vary."""
     for timestamp, prompt, response in csv_rows(lines, reader, BURSTGPT_COLUMNS):
         yield reader.request(
             reader.time("Timestamp", timestamp, "seconds"),
@@ -115,13 +112,13 @@ def iter_burstgpt(lines: TextIO, reader: RowReader) -> Requests:
         )
 
 
-COLUMNS_2019 = ("HashApp", "HashFunction")  # HashOwner and Trigger add nothing; minutes are columns 1 … 1440
+COLUMNS_2019 = ("HashApp", "HashFunction")  # minutes are columns 1 … 1440
 COLUMNS_2021 = ("app", "func", "end_timestamp", "duration")
 _NEEDED = f"{','.join(COLUMNS_2019)},1,2,… (2019) or {','.join(COLUMNS_2021)} (2021)"
 
 
 def is_2019(path: str | Path) -> bool:
-    """True for counts by minute (2019), False for a list of invocations (2021); ValueError otherwise."""
+    """True for counts by minute (2019), False for invocations (2021); else ValueError."""
     with open_text(path, "functions trace") as lines:
         header, _ = table(lines, RowReader(str(path)))
     if {column.lower() for column in COLUMNS_2019} <= set(header):
@@ -162,7 +159,7 @@ def rows_2021(path: str | Path) -> Iterator[tuple[str, float]]:
 def function_counts(path: str | Path) -> dict[str, int]:
     """Invocations by function ("app/function"), most invoked first.
 
-    Raises ValueError with file, line and column for a bad value, and without invocations.
+    Raises ValueError for a bad value, and without invocations.
     """
     counts: Counter[str] = Counter()
     if is_2019(path):
@@ -182,12 +179,12 @@ _OWN_KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "prompt",
 
 
 def estimate_tokens(text: str) -> int:
-    """max(words, characters / 4): a length estimate without a tokenizer."""
+    """max(words, characters / 4): an estimate without a tokenizer."""
     return max(len(text.split()), math.ceil(len(text) / CHARS_PER_TOKEN))
 
 
 def json_lines(lines: Iterable[str], reader: RowReader) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; `reader` follows their lines."""
+    """The objects of a JSON-lines file; sets `reader.line`."""
     for reader.line, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -257,7 +254,7 @@ def iter_own(lines: TextIO, reader: RowReader) -> Requests:
 def iter_vllm(lines: TextIO, reader: RowReader) -> Requests:
     """{"prompt": text[, "output_tokens": n]} a line, as in `vllm bench serve --dataset-name custom`.
 
-    Prompt lengths are estimates (`estimate_tokens`); no arrival times; ignores other keys.
+    Estimates prompt lengths; no arrival times; ignores other keys.
     """
     reader.has_arrival_times = False
     for row in json_lines(lines, reader):
@@ -318,7 +315,7 @@ def _first_turns(item: Any, reader: RowReader, text_key: str, example: str) -> t
 def iter_sharegpt(lines: TextIO, reader: RowReader) -> Requests:
     """[{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, ...]}, ...].
 
-    The first two turns are prompt and answer; lengths are estimates (`estimate_tokens`); no arrival times.
+    The first two turns are prompt and answer; lengths are estimates; no arrival times.
     """
     reader.has_arrival_times = False
     for item in _objects(lines, reader):
@@ -332,8 +329,7 @@ def iter_sharegpt(lines: TextIO, reader: RowReader) -> Requests:
 def iter_lmsys(lines: TextIO, reader: RowReader) -> Requests:
     """{"model": name, "conversation": [{"role", "content"}, ...][, "tstamp": s]}: the model is the adapter.
 
-    The first two turns are prompt and answer; lengths are estimates.  "tstamp" is optional: in all
-    conversations, or in none (LMSYS-Chat-1M).
+    As `iter_sharegpt`, but "tstamp" may be in all conversations (LMSYS-Chat-1M).
     """
     timed: bool | None = None
     for item in _objects(lines, reader):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of every trace format, and checks shared by all formats."""
+"""The record of every trace format."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COUNT_ALLOWED = f"a whole number >= 0 and <= {MAX_COUNT}"
 
 
 def need(allowed: bool, name: str, value: object, range_text: str) -> None:
-    """Raises ValueError with the allowed range, unless the value is allowed."""
+    """Raises ValueError with the allowed range, unless allowed."""
     if not allowed:
         raise ValueError(f"{name}={value} is not allowed; choose {range_text}")
 
 
 @contextmanager
 def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
-    """The file, open for reading.  Raises ValueError, naming `what`, if unreadable or not UTF-8."""
+    """The open file.  Raises ValueError, naming `what`, if unreadable."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as lines:
             yield lines
@@ -39,9 +39,8 @@ class TraceRequest:
     """One request of a trace.
 
     arrival_s: seconds after the first request of the trace (0.0 without times).
-    prompt_tokens, output_tokens: lengths, both >= 1.
-    adapter: from the trace, or None.  prompt: text, if the trace has text.
-    hash_ids: ids of the prompt's 512-token blocks (Mooncake); equal ids mean equal tokens.
+    prompt_tokens, output_tokens: >= 1.
+    hash_ids: of the prompt's 512-token blocks (Mooncake); equal ids mean equal tokens.
     """
 
     arrival_s: float
@@ -58,10 +57,7 @@ Requests: TypeAlias = Iterator["TraceRequest | None"]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A whole trace in memory.
-
-    dropped: skipped rows, by reason.  has_arrival_times: False for formats without timestamps (sharegpt).
-    """
+    """A whole trace in memory.  has_arrival_times: False without timestamps."""
 
     path: str
     format: str
@@ -72,10 +68,7 @@ class Trace:
 
 @dataclass(slots=True)
 class RowReader:
-    """A reader's position in a file; raises errors with the place.
-
-    dropped: skipped rows, by reason.  has_arrival_times: set to False for a file without timestamps.
-    """
+    """A reader's position in a file; raises errors with the place."""
 
     path: str
     line: int = 1
@@ -86,7 +79,7 @@ class RowReader:
         return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")
 
     def count(self, column: str, value: Any) -> int:
-        """A count: integer from 0 to MAX_COUNT, as text or JSON number."""
+        """An integer from 0 to MAX_COUNT, perhaps as text."""
         if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdecimal():
             return int(value)
         number = self.number(column, value, _COUNT_ALLOWED)
@@ -108,7 +101,7 @@ class RowReader:
         return number
 
     def time(self, column: str, value: Any, unit: str) -> float:
-        """A point in time: finite and >= 0, in the file's unit."""
+        """A time: finite and >= 0, in the file's unit."""
         allowed = f"{unit}, a finite number >= 0"
         number = self.number(column, value, allowed)
         if number < 0:
@@ -118,7 +111,7 @@ class RowReader:
     def request(
         self, arrival_s: float, prompt_tokens: int, output_tokens: int, **extra: Any
     ) -> TraceRequest | None:
-        """The record; None, with a count in `dropped`, for a request recorded as failed."""
+        """The record; None, counted in `dropped`, for a failed request or an empty prompt."""
         if output_tokens == 0:
             self.dropped["no output tokens (failed request)"] += 1
             return None

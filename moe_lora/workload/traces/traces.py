@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads traces of any known format: `read_trace(path)`, or `iter_trace(path)` for large traces."""
+"""Reads traces of any known format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _json_format(line: str, head: str) -> str | None:
 
 
 def detect_format(path: str | Path) -> str:
-    """The format's name, from the first line.  Raises ValueError for an unknown format."""
+    """The format's name, from the file's head.  Raises ValueError."""
     with open_text(path, "trace") as lines:
         head = lines.read(_HEAD_CHARS)
     text = head.lstrip()
@@ -109,17 +109,14 @@ def iter_trace(
 ) -> Iterator[TraceRequest]:
     """Requests of the trace in file order, as a stream; arrival_s counts from the first request.
 
-    format: a key of FORMATS; None detects it.  dropped: counts skipped rows by reason.
-    Raises ValueError with file, line and column for a bad value, for decreasing times, and for no request.
+    format: None detects it.  Raises ValueError for a bad value, with its place, for decreasing times, and for
+    no request.
     """
     return iter_requests(RowReader(str(path), dropped=Counter() if dropped is None else dropped), format)
 
 
 def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
-    """The whole trace (or its first `limit` requests).
-
-    Raises ValueError as `iter_trace`.
-    """
+    """The trace, or its first `limit` requests.  Raises ValueError."""
     name = format or detect_format(path)
     reader = RowReader(str(path))
     requests = tuple(islice(iter_requests(reader, name), limit))

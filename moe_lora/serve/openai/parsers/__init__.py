@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of a model's answer: tool calls and reasoning, one file a format."""
+"""Parsers of tool calls and reasoning, one file a format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL_FORMATS = {
     "gemma4": ("gemma4", "Gemma4Calls"),
     "minimax_m2": ("minimax_m2", "MiniMaxCalls"),
 }
-"""Name in `front_end.tool_call_parser` -> module and class."""
+"""`front_end.tool_call_parser` -> module and class."""
 
 
 FORCED = "forced"

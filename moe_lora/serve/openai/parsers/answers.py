@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of a chat with tool calls and reasoning, whole and as chunks."""
+"""Choices with tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .machine import Event
 
 
 class MarkedText:
-    """A tokenizer for `TextStream` with some special tokens as text."""
+    """A tokenizer with some special tokens as text."""
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
         self._decode = tokenizer.decode
@@ -38,7 +38,7 @@ def hidden_ids(tokenizer: Tokenizer, marks: frozenset[str]) -> frozenset[int]:
 
 @dataclass
 class ToolCall:
-    """A call of one choice.  source: its text, after its end.  from_char: place in the content."""
+    """A call of one choice.  source: its text, after its end."""
 
     index: int
     call_id: str
@@ -57,7 +57,7 @@ class ToolCall:
         return {"id": self.call_id, "type": "function", "function": function}
 
     def is_valid(self) -> bool:
-        """True for a call with its end, and with a JSON object as arguments."""
+        """True for an ended call with an object as arguments."""
         try:
             return not self.is_cut and isinstance(json.loads(self.arguments), dict)
         except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ class ToolCall:
 
 @dataclass
 class Pieces:
-    """New pieces of an answer.  calls: index in the answer -> the new part of a call."""
+    """New pieces of an answer; calls: by index."""
 
     content: str = ""
     reasoning: str = ""
@@ -82,7 +82,7 @@ class AnswerPart(NamedTuple):
 
 
 class ParsedChoice:
-    """The parser of one choice, and the calls so far."""
+    """The parser of one choice, and its calls."""
 
     def __init__(self, parsers: AnswerParsers) -> None:
         self._parsers = parsers
@@ -130,11 +130,11 @@ class ParsedChoice:
         return None
 
     def _part_of_call(self, text: str) -> AnswerPart | None:
-        """A text of the newest call; None after the single call of a choice."""
+        """A text of the newest call; None after a choice's single call."""
         return None if self._is_full else AnswerPart("call", text, self.calls[-1])
 
     def whole(self, text: str) -> tuple[Pieces, list[ToolCall]]:
-        """The answer in one piece.  A call without a JSON object as arguments becomes content."""
+        """The answer in one piece.  A call without an object as arguments becomes content."""
         pieces = self.read(text, ended=True)
         kept: list[ToolCall] = []
         content: list[str] = []
@@ -174,7 +174,7 @@ class ParsedChat(ChatFormat):
         return _finished(self.entry(delta, "delta", shown), choice.calls)
 
     def _read(self, delta: Delta) -> Pieces:
-        """The choice's new pieces.  Counts tokens before the answer as reasoning, as /v1/responses does."""
+        """New pieces; counts reasoning tokens before the answer."""
         index = delta.index
         choice = self._choices.get(index)
         if choice is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parsers of one chat: by setting, else by the chat template, else by the family."""
+"""A chat's parsers by setting, chat template, or family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HARMONY = "harmony"
 TAIL_TOKENS = 8
-"""Tokens of a prompt's end with an opening mark of reasoning."""
+"""Tokens of a prompt's end, for a mark of reasoning."""
 _TOOL_SIGNS = {
     "<|channel|>": HARMONY,
     "<minimax:tool_call>": "minimax_m2",
@@ -51,10 +51,9 @@ _REASONING_SIGNS = {
 class AnswerParsers:
     """The parsers of each choice of a chat.
 
-    tool_format: "" without calls.  reasoning: "" without reasoning.  is_open, is_closed: the prompt ends in
-    the reasoning, or after its end.  tools: name -> JSON schema.
-    shows_reasoning: False: reasoning is left out.  parallel: False: only the first call is in the answer.
-    has_strict: a grammar holds the calls that the model chooses.
+    tool_format, reasoning: "" without.  is_open, is_closed: the prompt ends in the reasoning, or after.
+    tools: name -> JSON schema.  parallel: False: only the first call counts.  has_strict: a grammar holds
+    chosen calls.
     """
 
     tool_format: str = ""
@@ -76,7 +75,7 @@ class AnswerParsers:
         return parser_class(self.tool_format).new_id(name, index)
 
     def marks(self) -> frozenset[str]:
-        """Special tokens that the parsers read."""
+        """Special tokens for the parsers."""
         found: list[str] = []
         if self.tool_format:
             kind = parser_class(self.tool_format)
@@ -89,7 +88,7 @@ class AnswerParsers:
 def parsers_for(
     body: ChatRequest, prompt: tuple[int, ...], tokenizer: Tokenizer, config: LimitsConfig, of_family: str
 ) -> AnswerParsers | None:
-    """The parsers of a chat's answer; None: the answer is plain.  Raises ApiError.
+    """The parsers of a chat's answer; None: plain.  Raises ApiError.
 
     of_family: the family's format of calls, or "".
     """
@@ -133,7 +132,7 @@ def _template_of(body: ChatRequest, tokenizer: Tokenizer) -> str:
 
 
 def _tool_format(setting: str, template: str, of_family: str, *, is_forced: bool) -> str:
-    """is_forced: only harmony has forced calls of its own."""
+    """is_forced: only harmony forces calls itself."""
     found = setting if setting in TOOL_FORMATS else ""
     if setting == AUTO and "tools" in template:
         found = next((name for sign, name in _TOOL_SIGNS.items() if sign in template), of_family)
@@ -158,7 +157,7 @@ def _reasoning_format(setting: str, template: str) -> str:
 
 
 def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, *, whole: bool) -> dict[str, Any]:
-    """Is the reasoning open, or closed, at the prompt's end?  whole: reads all of the prompt."""
+    """State of the reasoning at the prompt's end.  whole: reads the whole prompt."""
     if reasoning in ("", HARMONY):
         return {}
     marks = REASONING_FORMATS[reasoning]
@@ -171,7 +170,7 @@ def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, *, whol
 def thinking_limit(
     parsers: AnswerParsers | None, num_tokens: int, tokenizer: Tokenizer | None, prompt: Sequence[int]
 ) -> ThinkingLimit | None:
-    """The limit of a chat's reasoning, the prompt's part of it counted; None: the prompt ends after it.
+    """The limit of the reasoning, less the prompt's part; None: the reasoning has ended.
 
     Raises ApiError.
     """
@@ -188,13 +187,13 @@ def thinking_limit(
 
 
 def _tokens_after(prompt: tuple[int, ...], mark: tuple[int, ...]) -> int:
-    """Tokens of the prompt behind the last mark; 0 without one."""
+    """Tokens behind the prompt's last mark; 0 without a mark."""
     ends = range(len(prompt), len(mark) - 1, -1)
     return next((len(prompt) - end for end in ends if prompt[end - len(mark) : end] == mark), 0)
 
 
 def reasoning_parsers(parsers: AnswerParsers | None, field: str) -> AnswerParsers:
-    """The parsers, with marks of the reasoning.  Raises ApiError by the field that needs the marks."""
+    """The parsers, with marks.  Raises ApiError for this field."""
     if parsers is None or parsers.reasoning in ("", HARMONY):
         raise bad_request(
             f"{field} needs a reasoning parser of marks; leave it out, or start the server with "

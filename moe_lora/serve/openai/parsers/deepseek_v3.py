@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V3, R1 and V3.1: a section of calls; V3 has the type "function" and a fence around the JSON."""
+"""DeepSeek V3, R1 and V3.1; V3 has a fence around the JSON."""
 
 from __future__ import annotations
 

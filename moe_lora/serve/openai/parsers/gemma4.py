@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4: call:NAME{key:value,…} between marks; texts lie between two quotes <|"|>, keys have none."""
+"""Gemma 4: call:NAME{key:value,…}; texts lie between two quotes <|"|>."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Gemma4Calls(Parser):
         return bool(self._rest)
 
     def _wait(self, *, may_follow: bool) -> bool:
-        """Wait for further text, or end a call that is not of this format."""
+        """Wait for text, or end a malformed call."""
         if may_follow and not self._ended and len(self._rest) < MAX_HEADER_CHARS:
             return False
         self._end_call("cut")
@@ -104,7 +104,7 @@ class Gemma4Calls(Parser):
         return True
 
     def _text(self) -> bool:
-        """A text, passed on as it comes."""
+        """A text, passed on in pieces."""
         end = self._rest.find(QUOTE)
         num = end if end >= 0 else len(self._rest) - held_chars(self._rest, (QUOTE,))
         self._emit("arguments", json.dumps(self._consume(num), ensure_ascii=False)[1:-1])
@@ -118,7 +118,7 @@ class Gemma4Calls(Parser):
         return True
 
     def _after(self) -> bool:
-        """After a value: a comma, or the end of an object or a list."""
+        """After a value: a comma, or a bracket."""
         if not self._skip_gap():
             return self._wait(may_follow=True)
         first = self._rest[0]

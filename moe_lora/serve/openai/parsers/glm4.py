@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.5 and later: <tool_call>NAME with <arg_key> and <arg_value> for each argument."""
+"""GLM-4.5 and later: <tool_call>NAME with <arg_key> and <arg_value>."""
 
 from __future__ import annotations
 

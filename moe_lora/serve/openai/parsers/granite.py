@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite 3: <|tool_call|>, or the text <tool_call>, before a list of objects."""
+"""Granite 3: <|tool_call|> or <tool_call> before a list of objects."""
 
 from __future__ import annotations
 

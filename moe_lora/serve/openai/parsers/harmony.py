@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-OSS's harmony: messages with channels.
-
-analysis is reasoning, final is content; commentary is a call if it has a recipient `functions.NAME`, else
+"""GPT-OSS's harmony: analysis is reasoning, final is content, commentary to `functions.NAME` is a call, else
 content.
 """
 

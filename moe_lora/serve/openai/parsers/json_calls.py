@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with arguments as a JSON object, between marks."""
+"""Calls with JSON arguments between marks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OBJECT = (
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The start of an object with the name first."""
+"""The start of an object, name first."""
 _OBJECTS = re.compile(r"(?:\s*\[)?\s*\{")
 
 
 class JsonCalls(Parser):
     """HEADER: from the opening mark to the arguments, with group `name` or `quoted`, and perhaps `id`.
 
-    The header ends before a brace.  OUTER: an object holds the arguments.
+    OUTER: an object holds the arguments.
     """
 
     HEADER: ClassVar[re.Pattern[str]]
@@ -32,7 +32,7 @@ class JsonCalls(Parser):
         self._scan = JsonScan()
         self._is_outer = self.OUTER
         self._num_before = self._num_held = 0
-        """Characters of the source before objects without a header, and of these."""
+        """Characters before, and of, objects without a header."""
 
     def _header(self) -> bool:
         close = self._rest.find(self.CLOSE, 0, MAX_HEADER_CHARS) if self.CLOSE else -1
@@ -59,7 +59,7 @@ class JsonCalls(Parser):
         return True
 
     def _objects(self) -> bool:
-        """Objects without a header, up to their end."""
+        """Objects without a header."""
         room = MAX_HELD_CHARS - self._num_held
         self._num_held += len(self._consume(self._scan.feed(self._rest[:room])))
         is_open = not (self._scan.done or self._scan.broken or self._ended)
@@ -74,7 +74,7 @@ class JsonCalls(Parser):
         return True
 
     def _name(self, found: re.Match[str]) -> str | None:
-        """The call's name; None for a name outside of JSON."""
+        """The call's name; None for invalid JSON."""
         groups = found.groupdict()
         if not groups.get("quoted"):
             return groups["name"].strip() or None
@@ -84,7 +84,7 @@ class JsonCalls(Parser):
             return None
 
     def _complete(self, text: str) -> bool:
-        """Read whole objects at the start, with keys in any order.  False: no calls."""
+        """Read whole objects, with keys in any order.  False: no calls."""
         if not self._add_calls(text):
             return False
         self._consume(len(text))
@@ -118,7 +118,7 @@ class JsonCalls(Parser):
         return True
 
     def _after(self) -> bool:
-        """The rest of the object around the arguments."""
+        """The rest of the outer object."""
         self._consume(self._scan.feed(self._rest))
         if self._scan.done or self._scan.broken:
             self._state = self._close
@@ -130,7 +130,7 @@ class JsonCalls(Parser):
 
 
 class ListedCalls(JsonCalls):
-    """Objects of a list between brackets: one mark opens all of them."""
+    """Objects of a list: one mark opens all."""
 
     def _close(self) -> bool:
         self._end_call()
@@ -139,7 +139,7 @@ class ListedCalls(JsonCalls):
         return True
 
     def _between(self) -> bool:
-        """After an object of a list: a comma, or the list's end."""
+        """After a listed object: a comma, or the end."""
         gap = self._gap_chars()
         if gap == len(self._rest) and not self._ended and gap <= MAX_GAP_CHARS:
             return False
@@ -154,7 +154,7 @@ class ListedCalls(JsonCalls):
 
 
 def _calls_in(text: str) -> list[tuple[str, str]]:
-    """Names and arguments of an object or a list of objects; empty for other text."""
+    """Names and arguments in JSON; empty for other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -174,7 +174,7 @@ def _calls_in(text: str) -> list[tuple[str, str]]:
 
 
 class ForcedCalls(ListedCalls):
-    """Calls that the request forces: a grammar makes the answer a list of {"name": …, "arguments": {…}}."""
+    """Forced calls: by grammar a list of {"name": …, "arguments": {…}}."""
 
     HEADER = re.compile(rf"(?:\s*\[)?{OBJECT}", re.DOTALL)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi-K2: functions.NAME:INDEX is the id of a call, between marks of sections and calls."""
+"""Kimi-K2: a call's id is functions.NAME:INDEX."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 3: the answer is {"name": …, "parameters": {…}}, perhaps after <|python_tag|>.
+"""Llama 3: {"name": …, "parameters": {…}}, perhaps after <|python_tag|>, separated by semicolons.
 
-Several calls are separated by semicolons.  An object with another name than a tool's is content.
+An object without a tool's name is content.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine below all formats: text in, events out.
+"""The state machine of all formats: text in, events out, in linear time.
 
-The events of a text do not depend on the cuts between its pieces: a state reads its buffer only as far as
-later text cannot change the result.  The work of all states is linear in the text.
+Events do not depend on the cuts between pieces: a state reads its buffer only as far as later text cannot
+change the result.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 MAX_HEADER_CHARS = 1024
-"""Longest text between a mark and a call's arguments."""
+"""Longest text between mark and arguments."""
 MAX_GAP_CHARS = 256
 """Longest white space that a state looks over."""
 MAX_HELD_CHARS = 1 << 16
-"""Longest text that waits for its end: a value of a type, an object with other keys before the name."""
+"""Longest held text: a typed value, or an object with late name."""
 CHUNK_CHARS = 1024
-"""Characters that join the buffer at once."""
+"""Characters added to the buffer at once."""
 _OUTSIDE_STRINGS = frozenset(" \t\r\n:,0123456789+-.eEtrufalsn")
 
 Kind = Literal["content", "reasoning", "call", "arguments", "end", "cut"]
@@ -28,9 +28,8 @@ Kind = Literal["content", "reasoning", "call", "arguments", "end", "cut"]
 class Event(NamedTuple):
     """A piece of an answer.
 
-    kind: "content" and "reasoning" have text; "call" starts a call and has its name; "arguments" has a piece
-    of JSON; "end" ends the call and has the source text; "cut" too, for a call without an end.  call_id: of
-    the model, or "".
+    kind: "content" and "reasoning" have text; "call" has its name; "arguments" has a piece of JSON; "end" and
+    "cut" (without an end) have the call's source.  call_id: of the model, or "".
     """
 
     kind: Kind
@@ -39,7 +38,7 @@ class Event(NamedTuple):
 
 
 def held_chars(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may start a mark."""
+    """Length of the longest end that may start a mark."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]
@@ -55,9 +54,9 @@ def without_gap(text: str, gap: str | None) -> str:
 
 
 class JsonScan:
-    """Finds the end of a JSON value.  depth: brackets already open.
+    """Finds the end of a JSON value.  depth: open brackets.
 
-    done: the value is complete.  broken: the next character is not JSON.
+    broken: the next character is not JSON.
     """
 
     def __init__(self, depth: int = 0) -> None:
@@ -66,7 +65,7 @@ class JsonScan:
         self.done = self.broken = False
 
     def feed(self, text: str) -> int:
-        """The number of characters that belong to the value."""
+        """The number of characters in the value."""
         for at, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -93,11 +92,10 @@ class JsonScan:
 class Parser:
     """Splits one answer into content and calls.  tools: name -> JSON schema of the parameters.
 
-    OPEN: marks before a call.  NOISE: marks around calls, dropped.  MARKS: further special tokens of the
-    format.  GAP: characters dropped between content and a mark.  CLOSE: mark after a call; "": none.  FILLER:
-    characters without meaning before CLOSE.  SHAPES: the text from a trigger to the arguments, and
-    the text after the arguments, as templates write a call.  TRIGGERS: else OPEN.  LEADS: calls lie at the
-    answer's start.
+    OPEN: marks before a call.  NOISE: dropped marks.  MARKS: further special tokens.  GAP: characters dropped
+    before a mark.  CLOSE: mark after a call; "": none.  FILLER: meaningless characters before CLOSE.  SHAPES:
+    templates' text from a trigger to the arguments, and after the arguments.  TRIGGERS: else OPEN.  LEADS:
+    calls start the answer.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -114,14 +112,14 @@ class Parser:
         self._tools = tools
         self._rest = ""
         self._source: list[str] | None = None
-        """Text of the current call; None outside of calls."""
+        """Text of the current call, or None."""
         self._ended = self._had_call = False
         self._events: list[Event] = []
         self._state = self._content
 
     @staticmethod
     def new_id(name: str, index: int) -> str:
-        """The id of a call without an id of the model."""
+        """The id of a call without the model's id."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def push(self, text: str) -> list[Event]:
@@ -144,7 +142,7 @@ class Parser:
                 pass
 
     def _read_again(self, text: str) -> None:
-        """Put the text before the buffer, for the current state."""
+        """Put the text before the buffer, for this state."""
         ended, text, self._rest = self._ended, text + self._rest, ""
         self._ended = False
         self._feed(text)
@@ -164,10 +162,7 @@ class Parser:
         return "".join(self._source or ())
 
     def _gap_chars(self, chars: str | None = None) -> int:
-        """The number of these characters at the start; one more than MAX_GAP_CHARS for any longer run.
-
-        chars: None: white space.
-        """
+        """The number of these characters at the start, up to MAX_GAP_CHARS + 1.  chars: None: white space."""
         head = self._rest[: MAX_GAP_CHARS + 1]
         return len(head) - len(head.lstrip(chars))
 
@@ -217,6 +212,6 @@ class Parser:
         return True
 
     def _reject(self) -> None:
-        """No call: the mark is content."""
+        """The mark is content, not a call."""
         self._emit("content", self._source_text())
         self._source, self._state = None, self._content

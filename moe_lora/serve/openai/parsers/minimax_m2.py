@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiniMax-M2: <invoke name="NAME"> with a <parameter name="KEY"> for each argument."""
+"""MiniMax-M2: <invoke name="NAME"> with <parameter name="KEY">."""
 
 from __future__ import annotations
 

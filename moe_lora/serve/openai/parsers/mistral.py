@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistral: [TOOL_CALLS] before a list of objects, or before each NAME[ARGS]{…}."""
+"""Mistral: [TOOL_CALLS] before a list, or before NAME[ARGS]{…}."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class MistralCalls(ListedCalls):
 
     @staticmethod
     def new_id(name: str, index: int) -> str:
-        """Mistral's templates take ids of nine letters and digits."""
+        """Mistral's templates need nine letters and digits."""
         return uuid.uuid4().hex[:9]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Coder: <function=NAME> with a <parameter=KEY> for each argument."""
+"""Qwen3-Coder: <function=NAME> with <parameter=KEY>."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat's tools: checked, and as the chat template reads them."""
+"""A chat's tools, in the template's form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _name_of(tool: Mapping[str, Any], place: int) -> str:
 
 
 def _check_forced(choice: Any, names: Sequence[str]) -> None:
-    """Raises FieldError for a forced call of no tool."""
+    """Raises FieldError for an unknown forced call."""
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
@@ -65,10 +65,7 @@ def _check_forced(choice: Any, names: Sequence[str]) -> None:
 def with_fit_arguments(
     messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, name: str | None
 ) -> list[dict[str, Any]]:
-    """The messages, with the arguments of past calls in the template's form: objects or JSON text.
-
-    Arguments outside of JSON stay text.
-    """
+    """The messages with past calls' arguments in the template's form: objects or JSON text."""
     templates = tokenizer.chat_templates
     if templates is None:
         return list(messages)
@@ -90,7 +87,7 @@ _MARK = "zxkq"
 
 
 def _takes_text(tokenizer: Tokenizer, name: str | None) -> bool:
-    """True if the template fails for an object or prints the object as Python code, but prints a text."""
+    """True if the template fails for an object or prints Python code, but prints a text."""
 
     def rendered(arguments: Any) -> str:
         function = {"name": "f", "arguments": arguments}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON schemas of functions at their place within the schema of all calls.
+"""JSON schemas of functions within the schema of all calls.
 
-References become pointers from the root: two functions may have equal `$id`s and anchors.  Data stays as
-given, "$ref" in an enum too.
+References become pointers from the root: two functions may have equal `$id`s and anchors.  Data stays, "$ref"
+in an enum too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DATA = {"const", "default"}
 
 
 def grammar_of_calls(functions: list[dict[str, Any]], several: bool) -> str:
-    """Grammar of a list of calls.  Raises ValueError for a wrong schema, named by its function."""
+    """Grammar of a list of calls.  Raises ValueError with a wrong schema's function."""
     calls = [_schema_of_call(function, place) for place, function in enumerate(functions)]
     most = {} if several else {"maxItems": 1}
     schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
@@ -32,7 +32,7 @@ def grammar_of_calls(functions: list[dict[str, Any]], several: bool) -> str:
 
 
 def grammar_of_arguments(function: Mapping[str, Any]) -> str:
-    """Grammar of a function's arguments.  Raises ValueError as `grammar_of_calls`."""
+    """Grammar of a function's arguments.  Raises ValueError."""
     return grammars.json_grammar(_arguments(function, ""), lenient=True)
 
 
@@ -48,7 +48,7 @@ def _schema_of_call(function: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The schema of a function's arguments at this place of a schema."""
+    """The schema of a function's arguments here."""
     name, given = function["name"], function.get("parameters") or {}
     kinds = given.get("type") or "object"
     try:
@@ -65,8 +65,7 @@ def _arguments(function: Mapping[str, Any], path: str) -> dict[str, Any]:
 class PlacedSchema:
     """A copy of the schema, for this pointer of the root.
 
-    Raises ValueError for a reference without a target.  lenient: keywords without an effect in a grammar are
-    left out.
+    lenient: drops keywords without an effect.  Raises ValueError for a reference without a target.
     """
 
     def __init__(self, given: Mapping[str, Any], place: str, *, lenient: bool) -> None:
@@ -76,16 +75,16 @@ class PlacedSchema:
         self._is_old = any(f"/draft-0{number}/" in dialect for number in (3, 4, 6, 7))
         self._id_key = "id" if "/draft-03/" in dialect or "/draft-04/" in dialect else "$id"
         self._pointers: dict[str, str] = {"": ""}
-        """URI, perhaps with an anchor -> pointer in the schema."""
+        """URI, perhaps with an anchor -> pointer."""
         self._places: dict[str, str] = {}
         """Pointer of a read schema -> its base URI."""
         self._references: list[tuple[dict[str, Any], str]] = []
         self._add("", self.schema, "")
-        for schema, base in self._references:  # grows
+        for schema, base in self._references:
             self._set_reference(schema, base)
 
     def _add(self, pointer: str, schema: dict[str, Any], base: str) -> None:
-        """Read a schema and the schemas within."""
+        """Read a schema and its subschemas."""
         waiting = [(pointer, schema, base)]
         while waiting:
             pointer, schema, base = waiting.pop()
@@ -99,7 +98,7 @@ class PlacedSchema:
             waiting += ((pointer + path, inner, base) for path, inner in _schemas_in(schema))
 
     def _base(self, pointer: str, schema: dict[str, Any], base: str) -> str:
-        """The base URI within the schema.  Moves the schema's names into this object."""
+        """The base URI within the schema; moves its names here."""
         given, _ = schema.pop(self._id_key, None), schema.pop("$schema", None)
         if isinstance(given, str) and not (self._is_old and "$ref" in schema):
             uri, fragment = _split(base, given)
@@ -118,7 +117,7 @@ class PlacedSchema:
         uri, fragment = _split(base, given)
         start = self._pointers.get(uri)
         if start is None and self._lenient:
-            del schema["$ref"]  # the schema lies elsewhere
+            del schema["$ref"]
             return
         fragment = unquote(fragment)
         is_pointer = not fragment or fragment.startswith("/")
@@ -155,7 +154,7 @@ def _schemas_in(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _leave_out(schema: dict[str, Any]) -> None:
-    """Remove null for absent keywords, and patterns without a grammar."""
+    """Remove null keywords, and patterns without a grammar."""
     for key in [key for key, value in schema.items() if value is None and key not in _DATA]:
         del schema[key]
     if isinstance(pattern := schema.get("pattern"), str) and not _compiles(pattern):
@@ -173,7 +172,7 @@ def _compiles(pattern: str) -> bool:
 
 
 def _split(base: str, given: str) -> tuple[str, str]:
-    """URI and fragment of a reference under the base.  A wrong URI stays whole."""
+    """URI and fragment of a reference.  A wrong URI stays whole."""
     if given.startswith("#"):
         return base, given[1:]
     try:

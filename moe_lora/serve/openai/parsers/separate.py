@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats with SGLang's `separate_reasoning` or `stream_reasoning`: `reasoning_content` is in every entry."""
+"""Chats with SGLang's `separate_reasoning` or `stream_reasoning`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("reasoning_content", "reasoning")
 
 
 class SeparateChat(ChatFormat):
-    """Another format's choices.  streams: False: a stream has the whole reasoning in one event."""
+    """A format with `reasoning_content`.  streams: False: one event has the reasoning."""
 
     def __init__(self, form: ChatFormat, *, streams: bool) -> None:
         self.text, self.reasoning_tokens, self.watch = form.text, form.reasoning_tokens, form.watch
@@ -44,7 +44,7 @@ class SeparateChat(ChatFormat):
         return _with_name(self._form.whole(delta), "message")
 
     def _hold(self, shown: dict[str, Any], delta: Delta) -> None:
-        """Keep the reasoning until the answer's first piece after it, or the end."""
+        """Keep the reasoning until the next piece or end."""
         held = self._held.pop(delta.index, "") + shown.pop("reasoning_content", "")
         shown.pop("reasoning", None)
         if held and not any(shown.values()) and delta.finish_reason is None:

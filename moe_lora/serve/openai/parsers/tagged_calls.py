@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with a tag around each argument; the tool's schema gives the arguments' types."""
+"""Calls with a tag around each argument; the schema gives types."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class TaggedCalls(Parser):
     """HEADER: from the opening mark to the first argument; its group is the name.
 
     KEY: opening mark of an argument.  ARGUMENT: from KEY to the value; its group is the argument's name.
-    VALUE_END: mark after a value.  FINISH: marks after the last argument.  TRIM: a
-    line end lies on both sides of a value.  NEXT: the text after VALUE_END; elsewhere the mark is part of the
-    value.  EARLY: marks that end a value without VALUE_END.  ARGUMENT_SHAPE, VALUE_SHAPE: as in SHAPES,
-    around an argument's name and after its value.
+    VALUE_END: mark after a value.  FINISH: marks after the last argument.  TRIM: a line end lies on both
+    sides of a value.  NEXT: the text after VALUE_END; otherwise the mark is part of the value.  EARLY: marks
+    that end a value without VALUE_END.  ARGUMENT_SHAPE, VALUE_SHAPE: as SHAPES.
     """
 
     HEADER: ClassVar[re.Pattern[str]]
@@ -43,7 +42,7 @@ class TaggedCalls(Parser):
         self._separator = ""
         self._types = STRING
         self._held: list[str] = []
-        """Pieces of a value, and the number of their characters."""
+        """Pieces of a value, and their length."""
         self._num_held = 0
 
     def _header(self) -> bool:
@@ -102,7 +101,7 @@ class TaggedCalls(Parser):
         return True
 
     def _string(self) -> bool:
-        """A string, passed on as it comes."""
+        """A string, passed on in pieces."""
         end, is_whole = self._value_end()
         if is_whole:
             self._emit("arguments", _escaped(self._read_value(end)) + '"')
@@ -113,7 +112,7 @@ class TaggedCalls(Parser):
         return self._ended
 
     def _other(self) -> bool:
-        """A value of a type, passed on after its end.  A too long value is a string."""
+        """A typed value, passed on whole, overlong as a string."""
         end, is_whole = self._value_end()
         if is_whole:
             text = "".join((*self._held, self._read_value(end)))
@@ -131,13 +130,13 @@ class TaggedCalls(Parser):
         return self._ended
 
     def _read_start(self, end: int) -> str:
-        """The certain part of a value, without a line end before the value's end."""
+        """The certain part of a value, without a final line end."""
         if self._ended:
             return self._consume(len(self._rest))
         return self._consume(end - (self.TRIM and self._rest[:end].endswith("\n")))
 
     def _value_end(self) -> tuple[int, bool]:
-        """The value's end and True, or the end of its certain part and False."""
+        """The value's end and True, or its certain part's and False."""
         rest = self._rest
         marks = (self.VALUE_END, *self.EARLY)
         most = max(map(len, self.NEXT))
@@ -165,7 +164,7 @@ def _escaped(text: str) -> str:
 
 
 def types_of(schema: Any, name: str) -> frozenset[str]:
-    """JSON types of an argument; `ANY` without a statement.  An argument outside the schema is a string."""
+    """JSON types of an argument: `ANY` without a statement, string outside the schema."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict) or name not in properties:
         return STRING
@@ -201,7 +200,7 @@ def _no_constant(word: str) -> None:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The value as JSON: its own JSON if a type allows that, else a string."""
+    """The value as JSON if a type allows, else a string."""
     value = text.strip()
     value = _WORDS.get(value, value)
     try:

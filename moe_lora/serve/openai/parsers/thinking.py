@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasoning between two marks at the start of an answer."""
+"""Reasoning between two marks at an answer's start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .machine import MAX_GAP_CHARS, Event, Parser, held_chars, without_gap
 class Marks(NamedTuple):
     """opening, closing: around the reasoning.  is_open: an answer without the opening mark is reasoning.
 
-    label: text after the opening mark, dropped.
+    label: dropped after the opening mark.
     """
 
     opening: str
@@ -42,9 +42,9 @@ class Plain(Parser):
 
 
 class Thinking(Parser):
-    """Reasoning first, then the answer for another parser.  is_open: the prompt ends in the reasoning.
+    """Reasoning, then the answer for another parser; drops white space around the reasoning.
 
-    White space around the reasoning is dropped.
+    is_open: the prompt ends in the reasoning.
     """
 
     def __init__(self, marks: Marks, answer: Parser, *, is_open: bool) -> None:
@@ -86,7 +86,7 @@ class Thinking(Parser):
         return True
 
     def _emit_stripped(self, text: str) -> None:
-        """The text without white space at the start of all, and at its end, which stays in the buffer."""
+        """Emit the text without outer white space; trailing white space stays in the buffer."""
         if not self._has_begun:
             self._consume(len(text) - len(text.lstrip()))
             text = text.lstrip()

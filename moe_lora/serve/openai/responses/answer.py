@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of /v1/responses: items, whole and as events."""
+"""Answers of /v1/responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUSES = {"length": "incomplete", "abort": "cancelled"}
 
 
 class ResponseFormat(BlockFormat):
-    """One response.  store: gets the response of `owner` at its end; None: nothing is stored."""
+    """One response.  store: gets the finished response, unless None."""
 
     id_prefix = ID_PREFIX
 
@@ -139,7 +139,7 @@ class ResponseFormat(BlockFormat):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
-            **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")},  # SGLang's names
+            **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")},
         }
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class ResponseFormat(BlockFormat):
 
 
 def _subject(block: AnswerBlock) -> str:
-    """The part of events' names for the text of a block."""
+    """The block's text in names of events."""
     names = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
     return names[block.kind]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses in the background: computed without a client's connection, and stored at the end."""
+"""Responses without a client's connection, stored at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_RUNNING, MAX_RUNNING_PER_CLIENT = 256, 64
 
 
 class BackgroundFormat(ResponseFormat):
-    """A response.  The status is queued before the first token, then in_progress."""
+    """A response: queued until the first token."""
 
     _status = "queued"
 
@@ -47,7 +47,7 @@ class BackgroundFormat(ResponseFormat):
         return self._response(self._status)
 
     async def run(self) -> None:
-        """Computes and stores the response, also after an error or an abort."""
+        """Computes and stores the response, even after errors."""
         try:
             await self._collect()
             found = self.whole_answer()
@@ -66,7 +66,7 @@ class BackgroundFormat(ResponseFormat):
         return super()._read(delta)
 
     def _add(self, found: dict[str, Any]) -> None:
-        """Stores a response without a conversation: no response continues it."""
+        """Stores a response without a conversation."""
         self._runs.store.add(Stored(self.owner, self.response_id, to_json({**found, "store": True}), b""))
 
 
@@ -95,12 +95,12 @@ class Runs:
         task.add_done_callback(partial(self._end, form))
 
     def get(self, owner: str, response_id: str) -> dict[str, Any] | None:
-        """A running response."""
+        """A running response, or None."""
         found = self._running.get((owner, response_id))
         return None if found is None else found[0].snapshot()
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Cancels a running response, and waits for the end."""
+        """Cancels a running response; returns after its end."""
         found = self._running.get((owner, response_id))
         if found is not None:
             found[1].cancel()

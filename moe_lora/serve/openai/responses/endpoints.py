@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/responses; stored responses: GET, DELETE, cancel."""
+"""POST /v1/responses; stored responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Continuing:
-    """Prepares responses, also continued ones.  messages_of: by id.  most_bytes: of a conversation."""
+    """Prepares new and continued responses."""
 
     preparer: Preparer
     messages_of: Callable[[str], bytes]
@@ -51,7 +51,7 @@ class Continuing:
 
 
 class Endpoints:
-    """The endpoints of one front end, and its responses.  _runs: from the first in the background on."""
+    """Endpoints and responses of one front end."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend, self._preparer = frontend, preparer
@@ -74,7 +74,7 @@ class Endpoints:
         return await answer(self._frontend, request, form)
 
     def _format(self, body: ResponsesChat) -> Callable[..., ResponseFormat]:
-        """The kind of answer.  Imports the code of a rare kind."""
+        """The kind of answer; imports a rare kind."""
         if body.shown["background"]:
             from .background import BackgroundFormat, Runs
 
@@ -87,7 +87,7 @@ class Endpoints:
         return ResponseFormat
 
     def _messages_of(self, owner: str, response_id: str) -> bytes:
-        """Messages of a stored response.  Raises ApiError for a response without a conversation."""
+        """Messages of a stored response.  Raises ApiError without a conversation."""
         running = self._running(owner, response_id)
         stored = None if running else self._store.get(owner, response_id)
         if stored is not None and stored.messages:
@@ -119,7 +119,7 @@ class Endpoints:
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """The cancelled response; an ended response in the background is unchanged."""
+        """The cancelled response; an ended response is unchanged."""
         owner, response_id = _owner(request), request.path_params["response_id"]
         if self._runs is not None:
             await self._runs.cancel(owner, response_id)
@@ -131,6 +131,6 @@ class Endpoints:
 
 
 def _owner(request: Request) -> str:
-    """A key reads its own responses; without keys all responses have one owner."""
+    """The key's id; without keys all responses have one owner."""
     caller = caller_of(request.scope)
     return "" if caller.key is None else caller.key.id

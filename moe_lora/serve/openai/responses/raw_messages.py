@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses with prompt and answer as text and token ids (vLLM's enable_response_messages)."""
+"""Responses with raw prompt and answer (vLLM's enable_response_messages)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of /v1/responses as chats: items become messages."""
+"""Bodies of /v1/responses as chats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Role of an item -> role of a message.  Few templates know developers."""
+"""Role of an item -> of a message.  Few templates know developers."""
 PARTS = ("input_text", "output_text", "text")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 CHAT_NAMES = {
@@ -79,7 +79,7 @@ class ResponsesBody(ConvertedBody):
 
 
 class PreviousNeeded(ApiError):
-    """The body continues a stored response: `message` is its id."""
+    """The body continues the response `message`."""
 
 
 class ResponsesChat(ConvertedChat):
@@ -128,7 +128,7 @@ class ResponsesChat(ConvertedChat):
 
 
 class ContinuedChat(ResponsesChat):
-    """The chat of a body with the messages of the continued response: {"previous": […], "body": {…}}."""
+    """The chat of a continued response: {"previous": […], "body": {…}}."""
 
     @classmethod
     def converted(cls, data: Any) -> Self:
@@ -136,7 +136,7 @@ class ContinuedChat(ResponsesChat):
 
 
 def messages_of(items: Any, unknown: dict[str, None]) -> list[dict[str, Any]]:
-    """Messages of a chat from a text or from items.  Items of one turn are one message."""
+    """Messages from a text or items; items of one turn are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": expect(items, str, "input")}]
     messages: list[dict[str, Any]] = []
@@ -177,7 +177,7 @@ def _add_message(messages: list[dict[str, Any]], item: Fields, unknown: dict[str
 
 
 def _turn(messages: list[dict[str, Any]], new: str | None = None) -> dict[str, Any]:
-    """The assistant's message at the end.  new: a field that the message must not have yet."""
+    """The final assistant message.  new: a field that the message must lack."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or new in last or (new == "reasoning_content" and len(last) > 1):
         last = {"role": "assistant"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished responses in memory, bounded by number and bytes."""
+"""Finished responses in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Stored:
-    """A response.  answer: its JSON.  messages: of its chat, as JSON; empty: no response continues it."""
+    """A response.  answer: JSON.  messages: JSON; empty: no response continues it."""
 
     owner: str
     response_id: str
@@ -46,7 +46,7 @@ class Stored:
 
 
 class ResponseStore:
-    """Responses by owner.  The owner of most bytes loses the oldest response first."""
+    """Responses by owner.  The largest owner loses the oldest response first."""
 
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_STORED_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -55,7 +55,7 @@ class ResponseStore:
         self._num = 0
 
     def add(self, stored: Stored) -> None:
-        """Replaces a response of the same id.  A response larger than the store is dropped."""
+        """Replaces a response of the same id; drops too large responses."""
         if stored.response_id in self._owners.get(stored.owner, ()):
             self.remove(stored.owner, stored.response_id)
         if stored.nbytes > self._most_bytes:
@@ -67,7 +67,7 @@ class ResponseStore:
             self.remove(largest, next(iter(self._owners[largest])))
 
     def get(self, owner: str, response_id: str) -> Stored:
-        """Raises ApiError without such a response of this owner."""
+        """The owner's response.  Raises ApiError."""
         found = self._owners[owner].get(response_id) if owner in self._owners else None
         if found is None:
             what = f"Response with id {response_id[:128]!r} not found. Responses of a key are in {PLACE}"
@@ -75,7 +75,7 @@ class ResponseStore:
         return found
 
     def remove(self, owner: str, response_id: str) -> None:
-        """Raises ApiError without such a response of this owner."""
+        """Remove the owner's response.  Raises ApiError."""
         found = self.get(owner, response_id)
         del self._owners[owner][response_id]
         self._count(found, -1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of answers with tags: any text outside of tags, a grammar inside."""
+"""Grammars of answers with tags."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in a model's own format: of strict functions under tool_choice=auto, and forced ones of GPT-OSS."""
+"""Calls in a model's format: of strict functions, and GPT-OSS's forced calls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ROOT = {
 
 
 def add_strict_calls(given: Any, rules: TagRules) -> str:
-    """The start of rules for any answer whose calls hold the schemas of strict functions.
+    """The start of rules for an answer with strict functions.
 
-    given: fields of `AnswerParsers`, and the functions.
-    Calls of other functions have any JSON object.  Raises ValueError for a wrong schema.
+    given: fields of `AnswerParsers`, and the functions.  Other calls have any JSON object.  Raises ValueError
+    for a wrong schema.
     """
     fields, functions = given
     parsers = AnswerParsers(**fields)
@@ -46,7 +46,7 @@ def add_strict_calls(given: Any, rules: TagRules) -> str:
 
 
 def add_forced_call(given: Any, rules: TagRules) -> str:
-    """The start of rules for a call in harmony's channel of commentary.  given: of `forced_functions`."""
+    """The start of rules for a call in harmony's commentary."""
     kind = parser_class(HARMONY)
     tags = [next(iter(_tags(kind, function, rules))) for function in given[0]]
     channel = rules.literal("<|channel|>commentary ")
@@ -55,7 +55,7 @@ def add_forced_call(given: Any, rules: TagRules) -> str:
 
 
 def _leading(kind: Any, tags: Iterable[Tag], rules: TagRules) -> str:
-    """Calls at the answer's start, after a brace and perhaps a mark."""
+    """Calls at the answer's start, perhaps after a mark."""
     [brace] = kind.TRIGGERS
     rests = (f"{rules.literal(tag.begin[1:])} {tag.content} {rules.literal(tag.end)}" for tag in tags)
     call = rules.rule(" | ".join(rests))
@@ -66,7 +66,7 @@ def _leading(kind: Any, tags: Iterable[Tag], rules: TagRules) -> str:
 
 
 def _tags(kind: Any, function: Mapping[str, Any], rules: TagRules) -> Iterable[Tag]:
-    """The ways in which the format writes a call."""
+    """The format's forms of a call."""
     name = function["name"]
     quoted = json.dumps(name, ensure_ascii=False)
     if hasattr(kind, "ARGUMENT_SHAPE"):
@@ -81,9 +81,9 @@ def _tags(kind: Any, function: Mapping[str, Any], rules: TagRules) -> Iterable[T
 
 
 def _tagged_arguments(kind: Any, function: Mapping[str, Any], rules: TagRules) -> str:
-    """A rule of the tags of a function's arguments.
+    """A rule of tagged arguments, in the schema's order.
 
-    The arguments have the schema's order.  Raises ValueError for a text with a further keyword, by name.
+    Raises ValueError for a text with a further keyword.
     """
     schema = function["parameters"]
     if not schema:
@@ -136,5 +136,5 @@ def _value(kind: Any, schema: Mapping[str, Any], name: str, given: Any, rules: T
 
 
 def _any_text(kind: Any, rules: TagRules) -> str:
-    """Any text and its end, without the marks that end a value early."""
+    """Any text and its end, without early marks."""
     return rules.until(kind.VALUE_SHAPE, without=[mark for mark in kind.NEXT if mark])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lark rules of an answer with tags.
 
-Outside of tags the answer is any UTF-8 text with any special tokens, except hidden ones.  A trigger starts
-a tag, as text or as a special token.
+Outside of tags the answer is any text with any but hidden special tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ _TEXT = "TEXT: /(.|\\n)*/"
 
 
 class Tag(NamedTuple):
-    """begin, content, end: of one tag.  content: a rule; None: any text up to the end.
-
-    is_open: the answer may end before the tag's end.
-    """
+    """content: a rule; None: any text up to the end.  is_open: the answer may end before."""
 
     begin: str
     content: str | None
@@ -28,11 +24,10 @@ class Tag(NamedTuple):
 
 
 class TagRules:
-    """Rules and their inner grammars.  marks: text -> id of the special tokens (`grammars.mark_ids`).
+    """Rules and their inner grammars.  marks: text -> id of special tokens.
 
-    hidden: marks outside of free text.  Parsers drop these marks, even inside a trigger.
-    inner: kind and value of each inner grammar, named inner_0, inner_1, …
-    num_entries: elements, tags and their ends so far.
+    hidden: marks outside of free text; parsers drop these marks, even inside a trigger.  inner: kind and
+    value of inner_0, inner_1, …
     """
 
     def __init__(self, marks: Mapping[str, int], hidden: Collection[str] = ()) -> None:
@@ -48,7 +43,7 @@ class TagRules:
         return "\n".join((f"start: {start}", *self._rules, _TEXT))
 
     def rule(self, expression: str, options: str = "", *, kind: str = "rule") -> str:
-        """The name of a new rule.  kind: of upper case: a terminal."""
+        """A new rule's name.  kind: upper case for a terminal."""
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}{options}: {expression}")
         return name
@@ -62,7 +57,7 @@ class TagRules:
         return self._names[key]
 
     def literal(self, text: str) -> str:
-        """This text, whose special tokens may be spelled."""
+        """This text; special tokens may be spelled."""
         parts = [text] if self._split is None else self._split.split(text)
         return " ".join(
             f"(<[{self._marks[part]}]> | {_quoted(part)})" if part in self._marks else _quoted(part)
@@ -77,7 +72,7 @@ class TagRules:
     def until(self, end: str, without: Sequence[str] = ()) -> str:
         """Any text up to and with its first `end`, without these texts.
 
-        Raises ValueError for an end with a mark inside other text.
+        Raises ValueError for an end with a mark inside.
         """
         self._check(end, "end")
         text = "TEXT"
@@ -92,7 +87,7 @@ class TagRules:
         return f"{others} ({' | '.join(ends)})"
 
     def opened(self, mark: str) -> str:
-        """The mark at the start of the answer, perhaps after white space."""
+        """The mark, perhaps after white space."""
         gap = self.rule("/\\s*/") if mark in self._marks else ""
         spelled = self.rule(f"/\\s*/ {_quoted(mark)}", "[lazy]")
         return f"({gap} <[{self._marks[mark]}]> | {spelled})" if gap else spelled
@@ -100,7 +95,7 @@ class TagRules:
     def triggered(
         self, tags: Sequence[Tag], triggers: Sequence[str], *, starts: bool = False, once: bool = False
     ) -> str:
-        """Text with tags.  starts: the answer begins with a tag.  once: the answer ends after the tag.
+        """Text with tags.  starts: begins with a tag.  once: ends after the tag.
 
         Raises ValueError for a tag without a trigger, and for overlapping triggers.
         """
@@ -137,7 +132,7 @@ class TagRules:
         return f"{self.literal(tag.begin)} {self._body(tag)[0]}"
 
     def _body(self, tag: Tag) -> tuple[str, str]:
-        """The rules of a tag after its begin: whole, and without its end or ""."""
+        """The rules after a tag's begin: whole, and without end or ""."""
         if tag.content is None:
             return self.rule(self.until(tag.end)), ""
         return self.rule(f"{tag.content} {self.literal(tag.end)}"), tag.content if tag.is_open else ""
@@ -164,7 +159,7 @@ class TagRules:
                 )
 
     def _others(self, without: Collection[str], text: str = "TEXT") -> str:
-        """Any number of texts that end with a special token, without these marks."""
+        """Texts ending with a special token, without these marks."""
         excluded = self._hidden.union(without)
         ids = sorted(token for mark, token in self._marks.items() if mark not in excluded)
         return f"({text} <[{','.join(map(str, ids))}]>)*" if ids else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural tags of requests: `structures` with `triggers`, and the newer `format`."""
+"""Structural tags: `structures` with `triggers`, and the newer `format`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rules import Tag, TagRules
 
 MAX_ENTRIES = 256
 MAX_ALL_ENTRIES = 1024
-"""Elements, tags and their ends, nested or not."""
+"""Limit of elements, tags and ends."""
 TYPES = (
     *("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag"),
     *("triggered_tags", "tags_with_separator"),
@@ -31,7 +31,7 @@ _FIELDS = {
 
 
 def add_structural_tag(given: Any, rules: TagRules) -> str:
-    """The start of rules for a structural tag: an object, or its JSON text.  Raises ValueError."""
+    """The start of rules for an object, or its JSON text.  Raises ValueError."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -59,7 +59,7 @@ def _structure(given: Any, rules: TagRules) -> Tag:
 
 
 def _expression(given: Any, rules: TagRules, *, is_last: bool) -> str:
-    """Rules of a format.  is_last: nothing follows, so free text may end the answer."""
+    """Rules of a format.  is_last: free text may end the answer."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in TYPES:
         raise ValueError(
@@ -103,7 +103,7 @@ def _elements(given: Mapping[str, Any], rules: TagRules, *, is_last: bool) -> st
 
 
 def _tag(given: Any, rules: TagRules) -> list[Tag]:
-    """The tag, once for each of its ends."""
+    """The tag, once for each end."""
     if not isinstance(given, dict) or given.get("type", "tag") != "tag":
         raise ValueError('a tag must be {"type": "tag", "begin": TEXT, "content": {...}, "end": TEXT}')
     if unknown := given.keys() - _FIELDS["tag"] - {"type"}:
