@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of each role (see `settings`)."""
+"""Settings of each role, stated once: type, default, range, option and meaning (see `settings`)."""
 
 from .engine import CACHE_POLICIES, DEVICES, DTYPES, LORA_KERNELS, QUEUES, EngineConfig
 from .front_end import (

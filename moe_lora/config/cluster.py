@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cluster.yaml: one file for every role of a cluster."""
+"""cluster.yaml: one file that every role of a cluster reads."""
 
 from __future__ import annotations
 
@@ -42,21 +42,25 @@ SECTIONS: dict[str, Any] = {
     "sources": SourcesConfig,
 }
 OF_ENGINE = {"pool", "dlora"}
-"""Sections with settings of `EngineConfig`."""
+"""Sections whose settings are fields of `EngineConfig`."""
 _FIXED = "fixed"
-"""Fixed settings (`settings.Rule`) by section, between processes."""
+"""Top of a file that one process writes for another: section → fixed settings (`settings.Rule`)."""
 NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", *SECTIONS)
-"""Top names of the file; front_ends are `FrontEndPlace`s by name."""
+"""What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """A cluster as its file describes it.
 
-    other_model_names: of the base model; answers show served_model_name.  lora_server: None: instances
-    compute deltas.  certificates: a folder; None: one host. provision: None: defaults with a LoRA Server,
-    else off.  front_ends: by name, with shared settings in front_end.  controller: None: the one front end
-    decides.  devices: by role.
+    engine: of every instance; it names no LoRA Server.  other_model_names: of the base model, beside
+    served_model_name, which answers and metrics show.  lora_server: without the certificates; None = the
+    instances compute deltas.  certificates: folder of those of this cluster's authority (`dist.net.keys`);
+    None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
+    there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
+    front end opens it.  sources: of fetched adapters; None = none.  front_ends: by name, where there are
+    several; what else they need stands in front_end.  controller: the process that decides for them; None =
+    the one front end does.  devices: of the ranks on one host, by role.
     """
 
     engine: EngineConfig
@@ -75,7 +79,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
             raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
-        replace(self.engine, lora_server=self.lora_server)  # checks them together
+        replace(self.engine, lora_server=self.lora_server)  # which checks them together
         for name in {self.served_model_name, *self.other_model_names} & set(dict(self.engine.adapters)):
             raise ConfigError(
                 f"{name!r} names the base model and an adapter; give another "
@@ -153,7 +157,7 @@ class ClusterConfig:
             )
 
     def _check_places(self) -> None:
-        """Raises ConfigError for contradictory places."""
+        """Raises ConfigError for places that can't be right together."""
         if self.front_ends and self.controller is None:
             raise ConfigError(
                 "front_ends needs a controller: where each decided by itself, their adapters and placements "
@@ -183,7 +187,7 @@ class ClusterConfig:
         for place, address in addresses.items():
             if address is not None:
                 _check_free(place, address, first.setdefault(parse_address(place, address), place))
-        # Administration may have equal addresses on different hosts.
+        # Administrators' may be alike, on hosts of their own.
         addresses = {
             f"front_ends.{name}.admin_address": one.admin_address for name, one in self.front_ends.items()
         }
@@ -193,28 +197,31 @@ class ClusterConfig:
 
     @property
     def has_addresses(self) -> bool:
-        """True if an adapter is still to fetch."""
+        """True if adapters are still to fetch (`adapters.sources.with_local_adapters`)."""
         return any("://" in path for _, path in self.engine.adapters)
 
     @property
     def has_resolver(self) -> bool:
-        """True if a resolver finds unknown adapters."""
+        """True if unknown adapters are found at their first request."""
         return self.sources is not None and self.sources.resolver is not None
 
     @property
     def serves_whole_registry(self) -> bool:
-        """True if the whole registry is served from the start."""
+        """True if the registry's adapters are served from the start without a list of names."""
         if self.registry is None or self.registry.adapters is not None:
             return False
         return self.sources is None or self.sources.resolver != "registry"
 
     @property
     def provisioning(self) -> ProvisionConfig | None:
-        """Watch of the load on adapters; None: off."""
+        """How the load on adapters is watched; None: it is not."""
         return self.provision or (None if self.lora_server is None else ProvisionConfig())
 
     def instance(self, name: str = "instance-0") -> EngineConfig:
-        """Settings of the instance, LoRA Server included.  Raises ConfigError."""
+        """Settings of the instance of that name, its LoRA Server where the file says.
+
+        Raises ConfigError for what a role on another host could not find out by itself.
+        """
         model = self.engine.performance_model or self.front_end.performance_model
         shares = shares_of(name, self.devices)
         device = "cuda" if shares else self.engine.device
@@ -232,9 +239,9 @@ class ClusterConfig:
         return replace(engine, lora_server=server)
 
     def lora_server_rank(self, local_rank: int) -> EngineConfig:
-        """Settings of an instance for a rank of the LoRA Server.
+        """Settings of an instance as a rank of the LoRA Server reads them, with its own device of `devices`.
 
-        local_rank: on this host.  Raises ConfigError for too few `devices`.
+        local_rank: among the ranks of this host.  Raises ConfigError if `devices` lists too few.
         """
         shares = shares_of(LORA_SERVER, self.devices)
         if shares and local_rank >= len(shares):
@@ -247,13 +254,16 @@ class ClusterConfig:
         return replace(self.instance(), device=device, device_shares=own)
 
     def engines_address(self) -> str:
-        """Address for instances to dial the front end.  Raises ConfigError."""
+        """Where instances dial the one front end in.  Raises ConfigError without one."""
         if self.front_end.engines_address is None:
             raise ConfigError("front_end.engines_address is needed between hosts, such as 10.0.0.1:7600")
         return self.front_end.engines_address
 
     def front_end_named(self, name: str) -> FrontEndConfig:
-        """A front end's settings; `ONE_FRONT_END` names a single one.  Raises ConfigError."""
+        """All settings of one of the front ends; `ONE_FRONT_END` is the name of an only one.
+
+        Raises ConfigError for a name that is not in the file.
+        """
         if name in self.front_ends:
             given = {
                 setting: value for setting, value in vars(self.front_ends[name]).items() if value is not None
@@ -266,7 +276,7 @@ class ClusterConfig:
 
     @property
     def folder_of_sockets(self) -> str | None:
-        """Folder of the sockets of a host's roles, None without sockets."""
+        """Folder of the sockets of a host's roles (`dist.launch.host_roles`), None without sockets."""
         if self.controller is not None:
             address = self.controller.address
         elif self.front_end.engines_address is not None:
@@ -277,11 +287,14 @@ class ClusterConfig:
 
     @property
     def on_one_host(self) -> bool:
-        """True if instances dial sockets only, without certificates."""
+        """True if instances dial sockets of their host only, and no certificates are given."""
         return self.certificates is None and all(one.path for one in self.dialled_addresses().values())
 
     def dialled_addresses(self) -> dict[str, Address]:
-        """Addresses that an instance dials: the controller and each front end.  Raises ConfigError."""
+        """Where everything is that an instance dials, by name: the controller and each front end.
+
+        Raises ConfigError if the file does not say where.
+        """
         dialled = {name: one.engines_address for name, one in self.front_ends.items()}
         if not self.front_ends:
             dialled[ONE_FRONT_END] = self.engines_address()
@@ -296,9 +309,9 @@ def _check_free(place: str, address: str, taken_by: str) -> None:
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
-    """The settings in a file; relative paths start at the file's folder.
+    """The settings in a file; relative paths in it start at the file's own folder.
 
-    Raises ConfigError, naming file and field.
+    Raises ConfigError, naming file and field, for anything that can't be right.
     """
     content, path = read_content(path), Path(path)
     try:
@@ -308,7 +321,7 @@ def read_cluster(path: str | Path) -> ClusterConfig:
 
 
 def read_content(path: str | Path) -> Any:
-    """Content of a YAML file.  Raises ConfigError."""
+    """What a YAML file holds.  Raises ConfigError if it can't be read or is no YAML."""
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -318,7 +331,7 @@ def read_content(path: str | Path) -> Any:
 
 
 def cluster_of(content: Any, folder: Path) -> ClusterConfig:
-    """The cluster of a file's content.  Raises ConfigError."""
+    """The cluster that a file's content describes; relative paths start at `folder`.  Raises ConfigError."""
     given = dict(mapping_of("the file", content))
     fixed = _read_fixed(given.pop(_FIXED, {}))
     check_names("", given, NAMES)
@@ -362,7 +375,7 @@ def _adapter_place(text: str, folder: Path) -> str:
 
 
 def _read_fixed(given: Any) -> dict[str, dict[str, Any]]:
-    """Sections of fixed settings only.  Raises ConfigError."""
+    """Sections of fixed settings; a section may hold no other settings.  Raises ConfigError."""
     sections = mapping_of(_FIXED, given)
     check_names(_FIXED, sections, SECTIONS)
     found = {name: mapping_of(f"{_FIXED}.{name}", values) for name, values in sections.items()}
@@ -378,13 +391,13 @@ def _fixed(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _served_names(given: Any) -> list[str]:
-    """The base model's names.  Raises ConfigError."""
+    """Names of the base model: a text, or a list of texts without doubles.  Raises ConfigError."""
     names = given if isinstance(given, list) and given else [given]
     return list(dict.fromkeys(text_of("served_model_name", name) for name in names))
 
 
 def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of a settings class.  Raises ConfigError."""
+    """Keyword arguments of a settings class.  Raises ConfigError, also for what is missing."""
     values = read_section(kind, section, given)
     for name, one in settings_of(kind).items():
         if one.default is MISSING and one.rule.in_file and not values.get(name):
@@ -402,7 +415,7 @@ def _name(section: str, name: Any) -> str:
 
 
 def cluster_text(cluster: ClusterConfig) -> str:
-    """Text for `read_cluster`, from any folder on this host."""
+    """What `read_cluster` reads as the same settings from anywhere on this host."""
     sections = {name: getattr(cluster.engine if name in OF_ENGINE else cluster, name) for name in SECTIONS}
     content = {
         "model_dir": os.path.abspath(cluster.engine.model_dir),
@@ -427,7 +440,7 @@ def cluster_text(cluster: ClusterConfig) -> str:
 
 
 def _plain(settings: Any, *, fixed: bool = False) -> dict[str, Any]:
-    """Settings as YAML has them; fixed: changed fixed settings only."""
+    """The settings that a file may hold, as YAML has them; fixed: those others that are not the default."""
     found, kind = {}, settings.__class__
     for name, one in settings_of(kind).items():
         value = getattr(settings, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Map of a host's ranks to its devices.
+"""Map of the ranks of a host to its devices: the ranks of the instances in order, then of the LoRA Server.
 
 A device number counts the entries of CUDA_VISIBLE_DEVICES, as torch does.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from moe_lora.core.errors import ConfigError
 
 LORA_SERVER = "lora_server"
-"""Key of the LoRA Server's ranks."""
+"""Key of the LoRA Server's ranks, beside the names of instances."""
 _ENTRY = re.compile(r"\+?\d|GPU-|MIG-")
 """Start of a valid entry of CUDA_VISIBLE_DEVICES."""
 Devices = Mapping[str, tuple[int, ...]]
@@ -24,7 +24,7 @@ Devices = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """The device of a rank.  num_sharers: ranks on the device, this one included."""
+    """The device of a rank.  num_sharers: ranks of this host on the device, this rank included."""
 
     number: int
     num_sharers: int = 1
@@ -42,10 +42,11 @@ def assign_devices(
     given: Devices | None = None,
     visible: str | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Role -> device numbers of its ranks: instances in order, then the LoRA Server.
+    """Role -> device numbers of its ranks: instance i, rank r, in order; then the ranks of the LoRA Server.
 
     num_ranks: per instance.  given: roles with chosen devices; further roles get the lowest free numbers.
-    Only `given` shares a device.  visible: CUDA_VISIBLE_DEVICES, for the message.  Raises ConfigError.
+    Only `given` shares a device.  visible: CUDA_VISIBLE_DEVICES, for the message.
+    Raises ConfigError for too few devices, with the sum, and for an impossible `given`.
     """
     given = given or {}
     sizes = dict.fromkeys(instance_names(num_instances), num_ranks)
@@ -106,7 +107,7 @@ def check_devices(devices: Devices, num_ranks: int, *, has_server: bool) -> None
 
 
 def check_size(role: str, numbers: Sequence[int], num_ranks: int) -> None:
-    """Raise ConfigError unless each rank has a device."""
+    """Raise ConfigError unless the number of devices is the number of ranks."""
     if len(numbers) != num_ranks:
         what = "the LoRA Server" if role == LORA_SERVER else "the instance"
         raise ConfigError(
@@ -134,7 +135,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def read_devices(given: Any) -> dict[str, tuple[int, ...]]:
-    """The devices of a cluster file.  Raises ConfigError."""
+    """The devices of a cluster file.  Raises ConfigError for anything but role: [numbers]."""
     if given is None:
         return {}
     example = "devices: {instance-0: [0, 1], lora_server: [2]}"
@@ -152,7 +153,7 @@ def read_devices(given: Any) -> dict[str, tuple[int, ...]]:
 
 
 def shares_of(role: str, devices: Devices) -> tuple[DeviceShare, ...]:
-    """Devices of the ranks of a role, with the number of ranks per device."""
+    """Devices of the ranks of a role, with the number of ranks per device; () for a role without devices."""
     ranks = Counter(number for numbers in devices.values() for number in numbers)
     return tuple(DeviceShare(number, ranks[number]) for number in devices.get(role, ()))
 
@@ -160,8 +161,8 @@ def shares_of(role: str, devices: Devices) -> tuple[DeviceShare, ...]:
 def narrowed(visible: str | None, numbers: Sequence[int]) -> str:
     """The value of CUDA_VISIBLE_DEVICES for a process with these devices.
 
-    visible: the value now; an invalid entry ends the list.  A value without an entry hides all devices and
-    stays.  Raises ConfigError.
+    visible: the value now, indices or GPU UUIDs; an invalid entry ends the list.  None: unset.
+    A value without an entry hides all devices and stays.  Raises ConfigError for a number beyond the entries.
     """
     if visible is None:
         return ",".join(map(str, numbers))

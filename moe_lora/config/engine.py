@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of an engine."""
+"""Settings of an engine.  Frozen; "auto" and None are resolved by functions that read model and machine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ QUANTIZE = ("checkpoint", "none", "int8", "int4", "fp8", "int8-dynamic", "int4-d
 GROUP_SIZES = (32, 64, 128)
 UNQUANTISED = QUANTIZE[:2]
 QUANTISATION = ("quantize", "quantize_group_size", "quantize_head")
-"""Settings of the weights' format."""
+"""Settings that say how weights are held."""
 WEIGHTS = ("load_format", "num_layers", *QUANTISATION)
-"""And of their source and number."""
+"""And from where, and how many."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 GENERATION_CONFIGS = ("auto", "none")
 QUEUES = ("fcfs", "sjf-oracle")
@@ -61,31 +61,30 @@ class EngineConfig(Settings):
     }
 
     model_dir: str = setting(in_file=False)
-    """Folder of the base model."""
+    """Folder of the base model's checkpoint."""
     adapters: tuple[tuple[str, str], ...] = setting((), in_file=False)
-    """(name, directory) pairs served from the start."""
+    """(name, directory) pairs served from the start.  With a pool, adapters are only measured at the
+    start."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype", metavar="DTYPE")
     """Type of weights, KV and activations: float32, bfloat16, or auto, the checkpoint's (bfloat16 for
     float16)."""
     load_format: str = setting(LOAD_FORMATS[0], choices=LOAD_FORMATS)
     """Source of the weights.  safetensors: the folder's files.  dummy: random weights of the sizes in
-    config.json, the same at each start.
-    """
+    config.json, the same at each start; no weight files are needed."""
     num_layers: int | None = setting(None, least=1, metavar="N", unset="all")
     """With dummy weights, the number of first layers to serve."""
     generation_config: str = setting(GENERATION_CONFIGS[0], choices=GENERATION_CONFIGS)
-    """Sampling defaults.  auto: temperature, top_p, top_k, min_p, repetition_penalty and end tokens of
-    generation_config.json.  none: 1, 1, 0, 0 and 1.
-    """
+    """Sampling defaults.  auto: temperature, top_p, top_k, min_p, repetition_penalty and end tokens of the
+    checkpoint's generation_config.json.  none: 1, 1, 0, 0 and 1."""
     chat_template: str | None = setting(None, path="place", no_path=r"(?s).*\{[{%].*", unset="the model's")
     """Chat template of the base model: a file, or Jinja text."""
     chat_template_kwargs: str | None = setting(None, metavar="JSON", unset="none")
     """Variables of the template in chats that don't send them, as in {"enable_thinking": false}."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize", metavar="FORMAT")
-    """Hold weights of attention, MLP and experts as none (the dtype), int8, int4, fp8, or in the checkpoint's
-    format.  int8 and fp8 have a scale per output, int4 per group of inputs.  int8-dynamic and int4-dynamic
-    quantise inputs to int8 too (docs/guides/quantised.md).
-    """
+    """Hold weights as none, int8, int4 or fp8.  checkpoint keeps the checkpoint's format, and none is the
+    dtype.  The formats cover weights of attention, MLP and experts, quantised at the load: int8 and fp8 with
+    a scale per output, int4 with a scale per group of inputs.  int8-dynamic and int4-dynamic quantise inputs
+    to int8 too.  Router, norms, embeddings and adapters keep the dtype (docs/guides/quantised.md)."""
     quantize_group_size: int | None = setting(
         None, metavar="32|64|128", unset="64 with int4, a whole row with fp8"
     )
@@ -93,13 +92,13 @@ class EngineConfig(Settings):
     quantize_head: bool = setting(False)
     """Quantise the vocabulary head too."""
     device: str = setting("auto", choices=DEVICES, option="--device", metavar="DEVICE")
-    """Device of the model: cpu, cuda, or auto (CUDA if present)."""
+    """Device of the model: auto, cpu or cuda.  auto is CUDA if a device is there, else the CPU."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
     """Adapters on the device.  A LoRA Server has its own capacity."""
     max_lora_rank: int | None = setting(
         None, least=1, option="--max-lora-rank", group="Adapters", metavar="R", unset="what the device takes"
     )
-    """Highest LoRA rank served.  Larger adapters are refused."""
+    """Highest LoRA rank served.  A larger adapter is refused when its file is read."""
     adapter_root: str | None = setting(
         None, path="folder", option="--adapter-root", metavar="FOLDER", group="Adapters", unset="any folder"
     )
@@ -115,10 +114,9 @@ class EngineConfig(Settings):
     memory_utilization: float | None = setting(
         None, above=0, most=1, unset="half of the memory that is free once the weights are there"
     )
-    """Share of a device's memory for weights, KV and adapters of one process, without a step's working
-    memory.  Chosen sizes: a quarter of the rest for adapters, three quarters for KV.  Ranks on one device
-    count equal parts of its memory.
-    """
+    """Share of a device's memory for one process: weights, KV and adapters.  Chosen sizes stay within the
+    share: a quarter of the rest for adapters, three quarters for KV.  Working memory of a step comes on top.
+    Ranks that share a device count equal parts of its memory."""
     host_arena_mb: float | None = setting(
         None,
         least=0,
@@ -141,9 +139,8 @@ class EngineConfig(Settings):
     lora_memory_gb: float | None = setting(
         None, above=0, option="--lora-memory-gb", metavar="GB", group="Adapters", unset="chosen"
     )
-    """Room for adapters, in 10^9 bytes; not with arena_mb.  Chosen: max_loras times the largest adapter at
-    the start (or rank 16), at most a quarter of the free memory.
-    """
+    """Room for adapters, in 10^9 bytes; not with arena_mb.  Chosen: max_loras times the largest adapter known
+    at the start (or one of rank 16), at most a quarter of the free memory."""
     block_size: int = setting(16, least=1)
     """Tokens per KV page."""
     eager: bool = setting(False, option="--eager")
@@ -153,38 +150,38 @@ class EngineConfig(Settings):
         unset="on CPU one graph for any size, and one for 1; on CUDA powers of two",
         fixed="the device decides",
     )
-    """Batch sizes of compiled decode steps."""
+    """Batch sizes of compiled decode steps; a step is padded to the next size."""
     async_scheduling: str = setting("auto", choices=("auto", "on", "off"))
-    """Launch a step before the last step's tokens are known.  Equal tokens reach clients a step later; a
-    request that ends by a token computes one row in vain.  auto: on CUDA; off with several ranks, a LoRA
-    Server, host workers, merging or an emulated step, which refuse on.
-    """
+    """Schedule and launch a step before the tokens of the last step are known.  The tokens are the same and
+    reach clients a step later; a request that ends by a token computes one row in vain.  auto: on CUDA; off
+    with several ranks, a LoRA Server, host workers, merging or an emulated step, which refuse on."""
     prefix_caching: bool = setting(True)
-    """Reuse KV of equal prompt starts."""
+    """Reuse KV of equal prompt starts; false: compute every prompt from its first token."""
     expert_parallel: int = setting(1, least=1, option="--expert-parallel", group="Scaling")
-    """Processes of an instance that share its experts; a divisor of their number."""
+    """Processes of an instance that share its experts.  The number divides the number of experts."""
     tensor_parallel: int = setting(1, least=1, option="--tensor-parallel", group="Scaling")
-    """Processes of an instance that share its heads, inner widths and vocabulary head; a divisor of heads and
-    widths.  With the same expert_parallel, experts stay whole (docs/guides/parallel.md).
-    """
+    """Processes of an instance that share its heads, inner widths and vocabulary head.  The number divides
+    heads and widths.  With the same expert_parallel, experts stay whole (docs/guides/parallel.md)."""
     rank_timeout_s: float = setting(300.0, above=0, fixed="a server ends an instance after heartbeat_dead_s")
-    """Longest wait for another rank; then the engine ends."""
+    """Longest wait of a rank for another rank's part of a step or load; then the engine ends.  Ranks may
+    compile for different times."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
     """CPU threads of an instance, all its processes together."""
     num_instances: int = setting(1, least=1, option="--instances", group="Scaling")
-    """Engine processes that replace each other, and divide a host's cores and memory."""
+    """Engine processes that replace each other.  Instances of a host divide its cores and its host memory."""
     spare_process: bool = setting(True)
-    """Keep a spare process without a device, to replace the next of several instances that dies."""
+    """Keep a spare process beside several instances of moe-lora serve.  The spare has imported torch, holds
+    no device, and replaces the next instance that dies."""
     kv_events: str | None = setting(None, metavar="JSON", unset="none")
-    """Publish events of cached prefixes over ZeroMQ: vLLM's kv_events_config in JSON.  Instance n adds n to
-    the ports.  Prompts with a salt have no events.
-    """
+    """Publish events of cached prefixes over ZeroMQ, for routers: vLLM's kv_events_config in JSON.  Instance
+    n has the ports above the given ones by n.  Prompts with a salt have no events."""
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
-    """Wait for an adapter before younger requests stop passing."""
+    """Wait for an adapter after which younger requests no longer pass."""
     seed: int = 0
-    """Seed of sampling without a request's seed; each front end and start derives its own."""
+    """Seed of sampling without a request's seed.  Each front end and each start of an instance derives its
+    own."""
     lora_kernel: str = setting("sgmv", choices=LORA_KERNELS)
-    """Kernel of deltas: sgmv (true rank); baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
+    """Kernel of deltas: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
     lora_server: LoraServerConfig | None = setting(None, in_file=False)
     """The LoRA Server; None: the engine computes deltas."""
     instance: str = setting("instance-0", in_file=False)
@@ -194,55 +191,58 @@ class EngineConfig(Settings):
         choices=QUEUES,
         fixed="requests start by priority and arrival; sjf-oracle is for comparisons",
     )
-    """Order of waiting requests: first come first served, or least max_tokens first."""
+    """Order of waiting requests: first come first served; or, for comparisons with full answers, least
+    max_tokens first."""
     host_workers: int | str = setting(
         0, least=0, words=(AUTO,), option="--host-workers", metavar="N", group="Adapters"
     )
-    """CPU processes of each rank that prefill during a load.  auto: by the performance model and the cores, 0
-    on a CPU device.  With a LoRA Server they serve the instances' own sites.
-    """
+    """CPU processes that prefill during a load, for each rank of each instance.  auto: by the performance
+    model and the cores, 0 on a CPU device.  With a LoRA Server they serve the instances' own sites."""
     host_cores: tuple[int, ...] = ()
-    """Cores of host workers, in the order of instances and ranks; default: any."""
+    """Cores of host workers, one each, in the order of instances and ranks; default: any."""
     host_tokens_per_worker: int | None = setting(
         None,
         least=1,
         unset="the performance model's, without one 32",
         fixed="the performance model states the number; without a model, 32",
     )
-    """Prompt tokens of one layer for one worker."""
+    """Prompt tokens of one layer for one worker; longer prompts are divided."""
     host_tokens_per_step: int = setting(
         0,
         least=0,
         unset="host_tokens_per_worker x host_workers",
         fixed="host_tpot_budget_ms bounds the tokens, and the workers' rate does without it",
     )
-    """Most prompt tokens of loading adapters in a step with other requests."""
+    """Largest number of prompt tokens of loading adapters in a step with other requests; 0: the default."""
     host_tpot_budget_ms: float | None = setting(None, above=0, metavar="MS", unset="none")
-    """Time for host rows of all layers in a step, by the performance model."""
+    """Time for host rows of all layers in a step.  host_tokens_per_step is then the largest fitting number,
+    by the performance model."""
     performance_model: str | None = setting(
         None,
         path="place",
         unset="the front end's",
         fixed="give front_end.performance_model, which instances read too",
     )
-    """Times of this machine, to choose between host workers and waiting."""
+    """Times of this machine (moe-lora profile-steps --host-worker), for the choice between host workers and
+    waiting for the adapter."""
     batching: str = setting(
         BATCHINGS[0], choices=BATCHINGS, option="--batching", metavar="MODE", group="Adapters"
     )
-    """Merge adapters: unmerged (never), merged, dlora, auto.  merged serves one adapter's requests at a time,
-    dlora follows dLoRA's rule, auto takes the cheapest of unmerged, merged and mixed steps (on quantised
-    weights unmerged; docs/guides/merging.md).
-    """
+    """Merge adapters: unmerged (never), merged, dlora, auto.  merged serves the requests of one adapter at a
+    time, dlora follows dLoRA's rule, and auto takes the cheapest of unmerged, merged and mixed steps.  On
+    quantised weights auto is unmerged (docs/guides/merging.md)."""
     dlora: DLoraConfig | None = setting(None, in_file=False)
     """Parameters of batching=dlora; None: the defaults."""
     merge_mb_per_step: float = setting(64.0, above=0, fixed="64 MB change between two steps")
-    """Weights changed between two steps, in 10^6 bytes; merged and dlora change all at once."""
+    """Weights changed between two steps, in 10^6 bytes of each process, at least one site of one layer;
+    merged and dlora change all at once."""
     merge_error_limit: float = setting(0.05, above=0, fixed="auto merges up to 5 %")
-    """Largest relative change of deltas by rounding, for auto."""
+    """Largest relative change of an adapter's deltas by rounding merged weights, for auto.  merged and dlora
+    log a larger change."""
     verify_merge: bool = setting(
         False, fixed="tests compare the weights; a server has no use for the checksum"
     )
-    """Check all weights after each unmerge."""
+    """Compare all weights with their first checksum after each unmerge."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(
@@ -251,16 +251,17 @@ class EngineConfig(Settings):
         metavar="FOLDER",
         unset="host-NAME in $XDG_STATE_HOME/moe_lora, else in ~/.local/state/moe_lora",
     )
-    """Folder of adapters' contents, kept beyond processes: no place cleaned by age, such as /tmp."""
+    """Folder of adapters' contents, which must outlive processes.  Avoid places cleaned by age, such as
+    /tmp."""
     contents_dir: str | None = setting(
         None,
         path="place",
         unset="contents-… in state_dir, the same at each start of an instance of the cluster",
         fixed="contents lie in engine.state_dir",
     )
-    """Folder of an instance's adapter contents, read at a restart."""
+    """Folder of an instance's adapter contents by hash, read at a restart."""
     device_shares: tuple[DeviceShare, ...] = setting((), in_file=False)
-    """The device of each rank; (): rank r takes device r."""
+    """The device of each rank, chosen by devices of the cluster; (): rank r takes device r."""
     leave_out_bad: bool = setting(False, in_file=False)
     """Start without unreadable adapters."""
     emulation: EmulationConfig = setting(
@@ -275,7 +276,7 @@ class EngineConfig(Settings):
 
     @property
     def quantisation(self) -> dict[str, Any]:
-        """Keywords of `weight_format`."""
+        """How weights are held, as `weight_format` takes it."""
         return {name: getattr(self, name) for name in QUANTISATION}
 
     def kv_event_settings(self) -> KvEventSettings | None:
@@ -287,12 +288,18 @@ class EngineConfig(Settings):
         return read_settings(self.kv_events)
 
     def hf_config(self) -> dict[str, Any]:
-        """The model's config.json, with the served layers.  Raises ConfigError."""
+        """The model's config.json, with as many layers as are served.
+
+        Raises ConfigError if there is none, or num_layers is more than it has.
+        """
         found = read_config(Path(self.model_dir))
         return found if self.num_layers is None else cut_to(found, self.num_layers)
 
     def weights_name(self) -> str:
-        """Name of the weights' format.  Raises ConfigError."""
+        """Name of the format (`weight_format`) that instances hold the model's weights in.
+
+        Reads its config.json; raises ConfigError if there is none.
+        """
         from .weight_format import weight_format
 
         return weight_format(self.hf_config(), **self.quantisation).name
@@ -433,7 +440,7 @@ class EngineConfig(Settings):
 
     @property
     def threads_per_process(self) -> int | None:
-        """CPU threads per process; None: torch's choice."""
+        """CPU threads of each of the engine's processes; None = torch's own choice."""
         if self.num_ranks == 1:
             return self.num_threads
         return max(1, (self.num_threads or os.cpu_count() or 1) // self.num_ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' JSON files, checked by a type."""
+"""JSON files that users give: what may stand in them is a type, and errors name file, field and value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class FileContent(BaseModel):
-    """An object in a file; an unknown field is an error."""
+    """An object in a file; a field that it does not know is an error."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,7 +31,7 @@ class FileContent(BaseModel):
 
 
 def read_object(path: str | Path, writer: str) -> dict[str, Any]:
-    """The JSON object in a file.  writer: the command that writes such a file.
+    """The JSON object in a file.  writer: the command that writes such a file, for who has none.
 
     Raises ConfigError naming the file.
     """
@@ -47,7 +47,7 @@ def read_object(path: str | Path, writer: str) -> dict[str, Any]:
 
 
 def checked(path: str | Path, kind: Any, given: Any) -> Any:
-    """The content as that type.  Raises ConfigError naming file and field."""
+    """What was read from the file as that type.  Raises ConfigError naming file, field, value and limit."""
     try:
         return TypeAdapter(kind).validate_python(given)
     except ValidationError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the events of cached prefixes (`engine.kv_events`)."""
+"""Settings of the events of cached prefixes (`engine.kv_events`), imported when there are any."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moe_lora.core.errors import ConfigError
 
 DEFAULT_ADDRESS = "tcp://*:5557"
 NUM_KEPT = 10_000
-"""Batches kept for repeats by default."""
+"""Batches that can be repeated, unless the settings say otherwise."""
 QUEUE_LENGTH = 100_000
-"""Messages for a slow reader; the reader asks for later ones by number."""
+"""Messages for a slow reader; later ones are dropped, and the reader asks for them by number."""
 
 
 class KvEventSettings(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of parts that are off by default."""
+"""Settings of parts that are off by default: LoRA Server, pool, sources, emulated device, dLoRA's merging."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from .settings import Settings, setting
 TRANSPORTS = ("shm", "gloo", "nixl")
 DEVICE_PUTS = ("none", "ibgda")
 MAX_PUT_INSTANCES = 24
-"""Each has a stream on every server GPU, and CUDA runs 32 side by side."""
+"""Each has a stream on every server GPU, of which CUDA runs 32 side by side, and torch hands out as many."""
 POOL_TRANSPORTS = ("shm", "gloo")
-"""Not nixl: it keeps freed windows until the process ends."""
+"""Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraServerConfig(Settings):
-    """The LoRA Server of a cluster."""
+    """The LoRA Server of a cluster, as its ranks and its clients know it. On one host address
+    and store_dir are chosen when it is started."""
 
     SECTION: ClassVar[str] = "lora_server"
     GROUP: ClassVar[str] = "LoRA Server"
@@ -30,10 +31,9 @@ class LoraServerConfig(Settings):
     layout: str = setting("EP1-PP1", option="--lora-server", metavar="LAYOUT", unset="none")
     """Compute deltas in a LoRA Server, such as EP1-PP1.  In EPx-PPy, x ranks share the experts of each of y
     stages of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide
-    the number of experts; start x·y processes.
-    """
+    the number of experts; x·y processes must be started."""
     capacity: int = setting(64, least=1, option="--lora-capacity")
-    """Adapters on the LoRA Server at once, if its memory suffices."""
+    """Adapters on the LoRA Server at once, if its memory suffices.  More adapters may be known."""
     memory_gb: float | None = setting(
         None,
         above=0,
@@ -41,26 +41,24 @@ class LoraServerConfig(Settings):
         metavar="GB",
         unset="chosen",
     )
-    """Room for adapters on each rank, in 10^9 bytes.  Chosen: capacity times the largest adapter at the
+    """Room for adapters on each rank, in 10^9 bytes.  Chosen: capacity times the largest adapter known at the
     start, or times an adapter of rank 16 on all targets if that is larger and at most an eighth of the
-    memory.  Larger adapters are refused.
-    """
+    memory.  A larger adapter is refused when it is loaded."""
     address: str = ""
-    """host:port of the first rank; on one host the path of a socket."""
+    """host:port of the first rank for other hosts; on one host the path of a socket."""
     certificates: str | None = setting(None, in_file=False)
-    """Folder of the cluster's certificates; None: one host."""
+    """Folder of the cluster's certificates; None: all is on one host."""
     store_dir: str = setting("", path="folder")
-    """Folder of packed adapters, shared on one host; other hosts receive missing files."""
+    """Folder of packed adapters.  Roles on one host share the folder; other hosts receive missing files."""
     transport: str = setting("shm", choices=TRANSPORTS)
-    """Exchange of rows with the LoRA Server: shm (one host), gloo (two-sided, any hosts), nixl (one-sided,
-    any hosts; pip install "moe-lora[nixl]").  Avoid nixl on networks that break: after a cut, a server rank
-    once ended with a segmentation fault.
-    """
+    """Exchange of rows between instances and LoRA Server: shm (one host), gloo (two-sided, any hosts), nixl
+    (one-sided, any hosts; pip install "moe-lora[nixl]").  Avoid nixl on networks that break: after a cut, a
+    server rank once ended with a segmentation fault (no request was lost)."""
     device_puts: str = setting("none", choices=DEVICE_PUTS)
     """ibgda: GPUs of instances put rows of decode steps to the server's GPUs (NVSHMEM), and receive the
     deltas.  transport carries the rest, and everything after the end of a participant until all start
-    together.  Needs layout EPx-PPy and one GPU an instance.  Experimental (docs/reference/support.md).
-    """
+    together.  Needs layout EPx-PPy and one GPU an instance.  Experimental: docs/reference/support.md lists
+    what ran.  none: transport carries everything."""
     sites: str = setting("auto", choices=("auto", "all", "experts"))
     """LoRA sites of the server.  all; experts: instances compute attention and dense sites; auto: experts if
     the model has experts, else all."""
@@ -69,27 +67,28 @@ class LoraServerConfig(Settings):
     depth: int = setting(4, least=1, fixed="4 messages keep every transport busy")
     """Messages under way between an instance and a server rank."""
     answer_timeout_s: float = setting(30.0, above=0)
-    """Longest wait for an answer; then the instance computes the deltas."""
+    """Time for an answer; then the instance computes the deltas."""
     lease_timeout_s: float = setting(5.0, above=0, fixed="5 s serve all networks")
     """Time that leases of a vanished instance stay."""
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
     """Upper bound on the ranks' rate of loading adapters, in 10^9 bytes per second."""
     host_workers: int = setting(0, least=0, former="--lora-server-host-workers")
-    """CPU processes beside each rank for rows of loading layers; 0: such rows wait."""
+    """CPU processes beside each rank for rows of layers that are still loading; 0: such rows wait."""
     host_tokens_per_worker: int = setting(32, least=1, fixed="32 rows serve all models")
     """Rows of one layer for one worker; more are divided."""
     layer_wise: bool = setting(True, fixed="layers always serve as soon as each is there")
-    """Serve a layer once loaded; false: only with all layers."""
+    """A layer of an adapter serves as soon as it is loaded; false: only with all layers, for comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig(Settings):
-    """The adapter pool: some instances hold adapters in host memory, others read them there."""
+    """The adapter pool: adapters lie in the host memory of some instances, and others read them there."""
 
     SECTION: ClassVar[str] = "pool"
 
     replicas: int = setting(1, least=1, former="--pool-replicas", unset="every instance has all")
-    """Instances with each adapter in host memory (docs/guides/placement.md)."""
+    """Instances with each adapter in host memory; other instances read it there
+    (docs/guides/placement.md)."""
     transport: str = setting("shm", choices=POOL_TRANSPORTS)
     """Reading between instances: shm on one host, gloo between hosts."""
     host: str | None = setting(None, unset="the one from which it reaches the front end")
@@ -98,14 +97,14 @@ class PoolConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SourcesConfig(Settings):
-    """Hubs and object storage of adapters."""
+    """Hubs and object storage that adapters are fetched from; without this section none are."""
 
     SECTION: ClassVar[str] = "sources"
 
     allow: tuple[str, ...] = setting(())
     """Patterns of allowed addresses, such as hf://my-org/* or s3://bucket/adapters/*."""
     folder: str | None = setting(None, path="place", unset="~/.cache/moe_lora/sources")
-    """Fetched files; hosts may share the folder."""
+    """Fetched files.  Hosts that share a folder fetch once."""
     max_gb: float = setting(16.0, above=0)
     """Size limit of one adapter in 10^9 bytes, checked before the transfer."""
     resolver: str | None = setting(
@@ -120,13 +119,13 @@ class SourcesConfig(Settings):
     """Find an unknown adapter at its first request: a folder (paths below the folder are names), registry, or
     hf:ORG.  The server lists no names at the start."""
     max_resolved: int = setting(1000, least=1)
-    """Limit of resolved adapters; the resolver unloads idle adapters near it."""
+    """Limit of resolved adapters, near which the resolver unloads idle adapters."""
     missing_s: float = setting(30.0, least=0)
-    """Time that the resolver keeps a name's error."""
+    """Time that the resolver keeps the error of a name without a loadable adapter."""
 
     @property
     def place(self) -> Path:
-        """Folder of the fetched files."""
+        """Of the fetched files."""
         return Path.home() / ".cache" / "moe_lora" / "sources" if self.folder is None else Path(self.folder)
 
 
@@ -144,12 +143,14 @@ class StageTime(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Stage times of one layer on the emulated device.
+    """Stage times of one layer of the served model, as the emulated device would need them.
 
-    attention: all of a layer but its experts.  experts: the experts' base GEMMs.  lora: the deltas, after the
-    base GEMM or on the LoRA Server, once per instance.  transfer: inputs to the server and deltas back.
-    overlap: the remote call runs beside the base GEMM.  prefill: a whole layer for prompt rows, by default on
-    another device.
+    attention: all of a layer but its experts.  experts: the base GEMMs of its experts.  lora: the deltas,
+    where they are computed: after the base GEMM on an instance without LoRA Server, else by the server, once
+    per instance.  transfer: inputs to the server and deltas back; unused without one.  overlap: the remote
+    call runs beside the base GEMM; False: the base GEMM begins when the deltas are there.  prefill: a whole
+    layer for the prompt rows of a step, which by default take no time: they are another device's (prefill and
+    decode apart, InfiniLoRA section 2.1).
     """
 
     attention: StageTime = StageTime()
@@ -162,14 +163,15 @@ class StepProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationConfig(Settings):
-    """Another device's times, emulated by sleeping; for comparisons."""
+    """Another device's times, emulated on this machine by sleeping; for comparisons."""
 
     step_profile: StepProfile | None = setting(None, unset="none")
     """Times of a step's stages, the LoRA Server's included."""
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
-    """Upper bound on copies to and from the device, in 10^9 bytes per second."""
+    """Upper bound on the rate of an instance's copies to and from its device, adapters and KV, in 10^9 bytes
+    per second."""
     blocking_loads: bool = False
-    """Start no step during an adapter's copy to the device, as in S-LoRA."""
+    """Start no step during a copy of an adapter to the device, as in S-LoRA."""
     host_slowdown: float = setting(1.0, least=1)
     """Factor on a host worker's time, as for a part of a core."""
 
@@ -182,35 +184,34 @@ def _of_dlora(default: Any, **rule: Any) -> Any:
 class DLoraConfig(Settings):
     """Parameters of batching=dlora (docs/guides/merging.md).
 
-    Most defaults are the authors' artifact's (LLMServe/dLoRA-artifact).  Source: dLoRA, Algorithms 1 to 3.
+    Defaults are the values of the authors' artifact (LLMServe/dLoRA-artifact, vllm/core/scheduler.py), except
+    for period, least_threshold and most_threshold.  Source: dLoRA, Algorithms 1 to 3.
     """
 
     SECTION: ClassVar[str] = "dlora"
 
     alpha_switch: float = _of_dlora(1.0, above=0)
-    """Requests of the largest adapter by requests of the FCFS batch, from which on weights merge.  Break
-    points tune this start.
-    """
+    """Requests of the largest adapter by requests of the FCFS batch.  Weights merge from this ratio on.  The
+    ratio is a start: break points tune the threshold."""
     beta_switch: float = _of_dlora(15 / 27, above=0)
-    """Weights unmerge below this ratio; a start too, and at most alpha_switch."""
+    """Weights unmerge below this ratio.  The ratio is a start too, and at most alpha_switch."""
     gamma_dec: float = _of_dlora(0.05, least=0)
-    """Step of a threshold at a break point, towards the mode that served more."""
+    """Break points move a threshold by this step towards the mode that served more."""
     gamma_mul: float = _of_dlora(1.1, least=1)
-    """Factor of a threshold at a break point, away from the mode that served less."""
+    """Break points move a threshold by this factor away from the mode that served less."""
     period: int = _of_dlora(8, least=1)
-    """Steps after which a break point comes at the latest."""
+    """Steps after which a break point comes, if none came before.  The artifact tunes at changes of mode
+    only."""
     least_threshold: float = _of_dlora(0.1, above=0)
     """Lower bound of both thresholds."""
     most_threshold: float = _of_dlora(1.5, above=0)
     """Upper bound of both thresholds."""
     credit: float = _of_dlora(10_000.0, above=0)
-    """First credit of an adapter for each other adapter, in units of max_num_seqs.  A passed-over request
-    moves 1 / max_num_seqs of a unit to its adapter.
-    """
+    """First credit of an adapter for each other adapter, in units of max_num_seqs.  A request that a step
+    passes over moves 1 / max_num_seqs of a unit to its adapter."""
     t_starve: float = _of_dlora(10_000.0, above=0)
-    """Credit above the first credit from which on an adapter starves, and goes before others, in the same
-    units.
-    """
+    """Credit above the first credit from which on an adapter starves, in the same units.  Steps serve
+    adapters that starve before all others."""
     t_normal: float = _of_dlora(5_000.0, least=1)
     """Credit above the first credit below which an adapter starves no longer, in the same units."""
 

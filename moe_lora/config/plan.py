@@ -16,14 +16,14 @@ FORCE_LENGTH = ("ignore-eos", "min-tokens", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanGoals(Settings):
-    """A cluster's load, SLOs and budget."""
+    """What a cluster is sized for: a load, two SLOs, a budget."""
 
     global_batch: float | None = setting(
         None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT"
     )
     """Requests decoding at once, over all instances (Little's law)."""
     load_margin: float = setting(0.0, least=0, option="--load-margin")
-    """Further load to plan for (0.2: a fifth); not with --global-batch."""
+    """Further load to plan for, 0.2 being a fifth; not with --global-batch."""
     gpus: int | None = setting(None, least=1, option="--gpus", unset="as few as it takes")
     """Number of GPUs to divide."""
     instances: int | None = setting(None, least=1, option="--instances", unset="chosen")
@@ -54,7 +54,10 @@ class PlanGoals(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Settings):
-    """Where and how to send."""
+    """Where and how to send.
+
+    model: name of the base model, for requests without an adapter.
+    """
 
     url: str = setting(option="--url")
     """Server, such as http://127.0.0.1:8000."""
@@ -78,11 +81,11 @@ class ReplayOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(Settings):
-    """From trace to requests; lengths in tokens, None: as in the trace.
+    """How a trace is turned into requests; lengths in tokens, None: as in the trace.
 
-    arrivals: "trace" (scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests, duration_s:
-    recorded arrivals are cut; drawn ones repeat the trace's rows.  prompts: "text" (the trace's), or "random"
-    token ids of the trace's lengths.
+    arrivals: "trace" (its times, scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests,
+    duration_s: recorded arrivals are cut; drawn ones go round the trace's rows as often as needed.  prompts:
+    "text" sends the trace's texts, "random" random token ids of the trace's lengths.
     """
 
     arrivals: str = setting("trace", choices=ARRIVALS)

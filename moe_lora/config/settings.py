@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting is a field of a frozen dataclass, stated once.
+"""What a setting is: a field of a frozen dataclass that states type, default, range, option and meaning once.
 
     @dataclass(frozen=True, kw_only=True)
     class EngineConfig(Settings):
         max_loras: int = setting(64, least=1, option="--max-loras")
-        \"\"\"Adapters on the device.  Further sentences are for the docs.\"\"\"
+        \"\"\"Adapters resident on the device at once.  What follows the first sentence is for the docs.\"\"\"
 
-Options, sections of the cluster file, checks and tables of the docs derive from a setting.
+From that come the command's option (`cli.options`), what a section of the cluster file may hold
+(`read_section`), the checks when one is made in Python, and the row of a table in the docs (`tables`).
 """
 
 from __future__ import annotations
@@ -36,18 +37,21 @@ WORDS: dict[Any, str] = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[str, ...]: "a list of texts",
 }
-"""Types of values in users' words."""
+"""Types of values as users are told of them."""
 
 
 class Rule:
-    """Rule of a setting beside the type, and its names for users.
+    """What a setting may be beside its type, and where users find it.
 
-    option: of `moe-lora serve`; "": in the file only.  former: an earlier option.  words: allowed in place of
-    a number.  least, most: allowed bounds; above: excluded bound.  path: "folder" (an existing one, as an
-    option) or "place"; relative to the file's folder.  no_path: pattern of other values.  check: called with
-    name and value, raises ConfigError.  unset: meaning of None, in words.  group: heading in --help.  fixed:
-    reason for one value on all servers; only Python code sets another.  policy: the setting and value that
-    use this parameter.
+    option: of `moe-lora serve`, with its dashes; "" for a setting of the file alone.  former: another option
+    that named the setting once.  words: what a number may be instead.  least, most: bounds
+    that are allowed; above: one that is not.  path: "folder" (one that is there, as an option) or "place";
+    in a file of settings it starts at that file's folder.  no_path: pattern of values of a path's setting
+    that are no paths.  check: called with name and value, raises
+    ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
+    group: heading of the option in --help, if not that of the class.  in_file: whether it may stand in a
+    file.  fixed: reason for one value on all servers; code in Python sets another for comparisons and tests,
+    and no file does.  policy: the setting and value of the policy that the setting is a parameter of.
     """
 
     option: str = ""
@@ -74,13 +78,13 @@ class Rule:
             self.in_file = False
 
     def placed(self, value: Any, place: Callable[[str], str]) -> Any:
-        """The value; a path is changed by `place`."""
+        """The value, or what `place` makes of a path."""
         is_path = self.path and value and isinstance(value, str) and not re.fullmatch(self.no_path, value)
         return place(value) if is_path else value
 
 
 class Setting(typing.NamedTuple):
-    """A field of a settings class with its rule; kinds: types of values."""
+    """A field of a settings class with its rule; kinds: the types its values may have."""
 
     name: str
     kinds: tuple[Any, ...]
@@ -88,7 +92,7 @@ class Setting(typing.NamedTuple):
     rule: Rule
 
     def allowed(self) -> str:
-        """Allowed numbers in words; empty if any."""
+        """What a number may be, in words; empty if any."""
         rule = self.rule
         if rule.above is not None:
             return (
@@ -101,7 +105,7 @@ class Setting(typing.NamedTuple):
         return f"{rule.least:g} or more" if rule.most is None else f"between {rule.least:g} and {rule.most:g}"
 
     def check(self, place: str, value: Any) -> None:
-        """Raise ConfigError for a forbidden value of the right type."""
+        """Raise ConfigError, naming `place`, for a value of the right type that is not allowed."""
         rule, allowed = self.rule, self.allowed()
         if rule.words and isinstance(value, str):
             if value not in rule.words:
@@ -125,7 +129,7 @@ class Setting(typing.NamedTuple):
             rule.check(place, value)
 
     def read(self, place: str, value: Any) -> Any:
-        """The value in the field's type, checked.  Raises ConfigError."""
+        """The value as the field's type has it, checked.  Raises ConfigError."""
         for kind in self.kinds:
             found = _as_kind(kind, place, value)
             if found is not MISSING:
@@ -137,14 +141,14 @@ class Setting(typing.NamedTuple):
 
 
 class Settings:
-    """Base of dataclasses of settings; checks each given value by its rule."""
+    """What a dataclass of settings is made from: each value given is checked against its rule."""
 
     SECTION: ClassVar[str] = ""
-    """Prefix of a setting's name in errors."""
+    """What stands before a setting's name in errors."""
     GROUP: ClassVar[str] = ""
     """Heading of the options in --help."""
     OPENED_BY: ClassVar[str] = ""
-    """The setting whose option or section gives the others a meaning."""
+    """The setting without whose option, or a section in the file, the others' options have no meaning."""
     GONE: ClassVar[Mapping[str, str]] = {}
     """Name of a former setting → reason for its end."""
 
@@ -157,13 +161,13 @@ class Settings:
 
 
 def setting(default: Any = MISSING, **rule: Any) -> Any:
-    """A field of a `Settings` class.  Keywords are `Rule`'s."""
+    """A field of a `Settings` class; keywords are those of `Rule`.  Without a default it must be given."""
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 
 @functools.cache
 def settings_of(kind: Any) -> dict[str, Setting]:
-    """The settings of a class by name, in order of definition."""
+    """The settings of a class by name, in the order of their definition."""
     hints = typing.get_type_hints(kind)
     return {
         one.name: Setting(
@@ -179,7 +183,7 @@ def settings_of(kind: Any) -> dict[str, Setting]:
 
 @functools.cache
 def meanings(kind: type) -> dict[str, str]:
-    """The string below each field, bases included, on one line."""
+    """The string below each field, of a class and those it is made from, on one line."""
     found: dict[str, str] = {}
     for one in reversed([one for one in kind.__mro__ if is_dataclass(one)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
@@ -196,14 +200,14 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def read_section(kind: Any, section: str, given: Any) -> dict[str, Any]:
-    """Keyword arguments of a settings class.  Raises ConfigError."""
+    """Keyword arguments of a settings class, from a section of a file.  Raises ConfigError."""
     values, settings = mapping_of(section, given), settings_of(kind)
     check_section(kind, section, values)
     return {name: settings[name].read(f"{section}.{name}", value) for name, value in values.items()}
 
 
 def check_section(kind: Any, section: str, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for names foreign to a section."""
+    """Raises ConfigError for names that a section of a file can't have."""
     former = former_settings(kind)
     for name in given:
         if name in former:
@@ -212,13 +216,13 @@ def check_section(kind: Any, section: str, given: Mapping[str, Any]) -> None:
 
 
 def former_settings(kind: Any) -> dict[str, str]:
-    """Name → reason, of a section's former settings."""
+    """Name → reason, of settings that a section of a file had."""
     fixed = {name: one.rule.fixed for name, one in settings_of(kind).items() if one.rule.fixed}
     return {**getattr(kind, "GONE", {}), **fixed}
 
 
 def _as_kind(kind: Any, place: str, value: Any) -> Any:
-    """The value in that type, or MISSING."""
+    """The value as that type; MISSING if it is none."""
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         right = isinstance(value, (list, tuple)) and all(type(one) is item for one in value)
@@ -231,7 +235,7 @@ def _as_kind(kind: Any, place: str, value: Any) -> Any:
 
 
 def mapping_of(section: str, given: Any) -> dict[str, Any]:
-    """The section as a dict.  Raises ConfigError."""
+    """The section, empty if there is nothing in it.  Raises ConfigError."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -240,7 +244,7 @@ def mapping_of(section: str, given: Any) -> dict[str, Any]:
 
 
 def check_names(section: str, given: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    """Raises ConfigError for a name outside `allowed`, with the nearest."""
+    """Raises ConfigError for a name that is none of the allowed ones; it names the nearest."""
     allowed = tuple(allowed)
     for name in given:
         if name not in allowed:
@@ -251,7 +255,7 @@ def check_names(section: str, given: Mapping[str, Any], allowed: Iterable[str]) 
 
 
 def text_of(place: str, value: Any) -> str:
-    """A non-empty text.  Raises ConfigError."""
+    """A text that is not empty.  Raises ConfigError."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{place}={value!r} must be a text that is not empty")
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of an instance's weights, by the engine's settings and config.json."""
+"""The format of an instance's weights, by the engine's settings and the model's config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_lora.core.weight_format import DEFAULT_GROUP_SIZE, UNQUANTISED, WeightF
 from moe_lora.families import family_of
 
 _SCALE_BITS = {"int8": 32.0, "int4": 16.0}
-"""Of a group's scale; int4 scales have the model's dtype, here 16 bits."""
+"""Of a group's scale; int4's are in the model's dtype, 16 bits taken."""
 _ZERO_POINT_BITS = 8.0
 
 
@@ -21,7 +21,7 @@ def weight_format(
     quantize_group_size: int | None = None,
     quantize_head: bool = False,
 ) -> WeightFormat:
-    """Format of a model's weights with these settings.  config: config.json, {} if absent.
+    """What an engine with these settings holds of a model.  config: its config.json, {} if there is none.
 
     An unknown scheme counts as unquantised: an engine refuses the scheme.
     """
@@ -47,7 +47,7 @@ def _format(
 
 
 def _stored(section: Mapping[str, Any], config: Mapping[str, Any]) -> WeightFormat:
-    """By config.json's quantization_config.  A tied head is the embedding, never quantised."""
+    """By config.json's quantization_config.  A tied head is the embedding, which none of these quantise."""
     match section.get("quant_method"):
         case "mxfp4":
             return WeightFormat("mxfp4", None, 4.25)
@@ -74,5 +74,5 @@ def _stored(section: Mapping[str, Any], config: Mapping[str, Any]) -> WeightForm
 
 
 def _block_width(block: Any) -> int:
-    """Of [height, width]; 0 without a block."""
+    """Of [height, width]; 0 without one."""
     return int(block[1]) if isinstance(block, list) and len(block) == 2 else 0
