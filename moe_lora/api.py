@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library: `LLM` for scripts, `AsyncLLM` for asyncio programs."""
+"""The library: `LLM` for scripts, `AsyncLLM` for asyncio programs, and the exports of `moe_lora`."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class InProcessClient(LoopClient):
 class Completion:
     """One answer.  text is None without a tokenizer in the model directory.
 
-    prompt_logprobs: of each prompt token; None for the first.  hidden_state: [H] fp32, of the last prompt
+    prompt_logprobs: of each prompt token; None for the first.  hidden_state: [H] fp32, of the prompt's last
     token, after the final norm.  prompt_id_logprobs: [rows, ids] fp32, of `prompt_logprob_token_ids`.
     routed_experts: [tokens of prompt and answer - 1, layers with experts, experts of a token] int16.
-    adapter_versions: (version, number of tokens) in order; one pair without `on_publish="switch"`.
+    adapter_versions: (version, number of tokens) of the answer, in order; one without `on_publish="switch"`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -99,7 +99,7 @@ class Completion:
 
 
 class Answer:
-    """Collects one request's outputs, up to a stop string."""
+    """Collects one request's outputs; ended by stop strings."""
 
     def __init__(self, request: GenerateRequest, stream: TextStream | None) -> None:
         self.request = request
@@ -115,9 +115,9 @@ class Answer:
         self.problem: str | None = None
 
     def take(self, output: TokenOutput) -> str:
-        """Add an output; returns the new certain text.
+        """Add an output; returns the new certain text.  Sets finish_reason with the last output.
 
-        The last output sets finish_reason, and problem if the request failed.
+        Sets problem too if the engine could not complete the request.
         """
         if output.finish_reason == "error":
             self.problem = output.error or "the engine gave no reason"
@@ -187,7 +187,7 @@ _Outputs = queue.SimpleQueue[tuple[Answer, TokenOutput | Exception]]
 
 
 class _Engine:
-    """Shared part of `LLM` and `AsyncLLM`."""
+    """Shared part of `LLM` and `AsyncLLM`: the model, adapters, and requests from prompts."""
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
         check_names("", settings, settings_of(EngineConfig))
@@ -213,7 +213,7 @@ class _Engine:
         return self.client.core.info
 
     def default_sampling(self) -> SamplingParams:
-        """`SamplingParams()` with the values of generation_config.json, for prompts without `sampling`.
+        """For prompts without `sampling`: `SamplingParams()` with the values of generation_config.json.
 
         A caller's `SamplingParams` is used unchanged, as in vLLM's `LLM`.
         """
@@ -225,11 +225,12 @@ class _Engine:
         source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
         config: Any = None,
     ) -> AdapterInfo:
-        """Serve a new version of `name` (or a new name) while requests run; returns once new requests use it.
+        """Serve a new version of `name` (or a new name) from now on, while requests run.
 
-        source: a PEFT directory, or a state dict with `config`: the fields of adapter_config.json, or PEFT's
-        LoraConfig.  LoRA tensors of a state dict are copied, so training may continue.  Running requests
-        finish on the old version.  Raises AdapterError.
+        source: a PEFT directory, or a state dict with `config`: the fields of adapter_config.json, or
+        PEFT's LoraConfig.  Only LoRA tensors of a state dict are used, and copied, so training may
+        continue.  Running requests finish on their version.  Returns once new requests use the new version.
+        Raises AdapterError.
         """
         if isinstance(source, Mapping):
             if config is None:
@@ -252,7 +253,7 @@ class _Engine:
         log_adapter_text(name, path, self.info.model_dir, used=False)
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for `name`, wait for running requests, free its memory."""
+        """Refuse new requests for `name`, wait for its running ones, free its memory."""
         self.client.start_call("unload_adapter", name).result()
 
     def pin_adapter(self, name: str, *, pinned: bool = True) -> AdapterInfo:
@@ -307,7 +308,8 @@ class _Engine:
 class LLM(_Engine):
     """A model and adapters; `generate` answers a batch.
 
-    adapters: {name: directory}.  settings: fields of `EngineConfig`.  A context manager; else call `close`.
+    adapters: {name: directory}.  settings: fields of `EngineConfig`.  Use as a context manager, or call
+    `close`.
     """
 
     def __enter__(self) -> LLM:
@@ -324,10 +326,10 @@ class LLM(_Engine):
     ) -> list[Completion]:
         """Answer each prompt (text or token ids), in order.
 
-        adapter and sampling: one for all, or one per prompt; adapter None is the base model; sampling None is
-        `default_sampling()`.  Raises ValueError for an invalid prompt and AdapterNotFoundError, and then
-        drops all prompts.  Raises GenerationError with the other answers, after the end of all prompts, if a
-        prompt failed.
+        adapter and sampling: one for all, or one per prompt; adapter None is the base model; sampling None
+        is `default_sampling()`.  Raises ValueError for an invalid prompt and AdapterNotFoundError, and then
+        drops all prompts of the call.  Raises GenerationError, after the end of all prompts, if the engine
+        could not complete a prompt, for example after a failed load; the error carries the other answers.
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
@@ -364,9 +366,9 @@ class LLM(_Engine):
     def embed(
         self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None = None
     ) -> torch.Tensor:
-        """[prompts, H]: last tokens' hidden states after the final norm, scaled to length 1.
+        """Hidden states of the prompts' last tokens, after the final norm, scaled to length 1: [prompts, H].
 
-        Arguments and errors as in `generate`.
+        prompts, adapter and errors: as in `generate`.
         """
         sampling = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
         found = [one.hidden_state for one in self.generate(prompts, adapter, sampling)]
@@ -374,12 +376,12 @@ class LLM(_Engine):
 
 
 class AsyncLLM(_Engine):
-    """`LLM` for an asyncio program with many concurrent streams."""
+    """`LLM` for an asyncio program with many concurrent streams; other methods are the same."""
 
     async def generate(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Completion:
-        """The whole answer.  Raises GenerationError if the request failed."""
+        """The whole answer.  Raises GenerationError if the engine could not complete the request."""
         answer = self._answer(prompt, adapter, sampling or self.default_sampling())
         async for _ in self._pieces(answer):
             pass
@@ -388,9 +390,9 @@ class AsyncLLM(_Engine):
     async def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> AsyncIterator[str]:
-        """The answer's text in pieces; closing the iterator aborts the request.
+        """The answer's text in pieces.  A close of the iterator aborts the request.
 
-        Raises GenerationError, after the text so far, if the request failed.
+        Raises GenerationError, after the text so far, if the engine could not complete the request.
         """
         async for text in self._pieces(self._answer(prompt, adapter, sampling or self.default_sampling())):
             if text:

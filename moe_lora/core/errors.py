@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for users."""
+"""Errors for users.  Each message states the given value, the allowed values and the way out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ConfigError(MoeLoraError, ValueError):
 
 
 class AdapterError(MoeLoraError, ValueError):
-    """An adapter with unusable files."""
+    """An adapter with unusable files; names the file and the key."""
 
 
 class AdapterFailedError(MoeLoraError):
-    """An adapter with a failed load or failed deltas."""
+    """An adapter with a failed load or failed deltas; requests are refused until a load succeeds."""
 
 
 class AdapterNotFoundError(MoeLoraError, KeyError):
@@ -31,11 +31,11 @@ class AdapterNotFoundError(MoeLoraError, KeyError):
 
 
 class BusyError(MoeLoraError):
-    """A request beyond the present capacity; a retry may pass."""
+    """A request that the server can't take now; sent again later, it may pass."""
 
 
 class AdapterVersionError(MoeLoraError):
-    """The adapter's version was replaced before the answer ended."""
+    """An answer's adapter version was replaced before the answer ended."""
 
 
 class AdapterExistsError(MoeLoraError, ValueError):
@@ -43,7 +43,7 @@ class AdapterExistsError(MoeLoraError, ValueError):
 
 
 class RegistryError(MoeLoraError):
-    """A registry can't be opened, read or written."""
+    """A registry of adapters can't be opened, read or written."""
 
 
 class CapacityError(MoeLoraError):
@@ -51,10 +51,10 @@ class CapacityError(MoeLoraError):
 
 
 class GenerationError(MoeLoraError):
-    """Requests of one call without a complete answer.
+    """Requests of one call that the engine could not complete, with the reason of each.
 
-    problems: index of a prompt -> reason.  completions: of all prompts; a failed one has finish_reason
-    "error".
+    problems: index of a prompt -> reason.  completions: of all prompts in order; a failed prompt has its
+    tokens so far and finish_reason "error".
     """
 
     def __init__(self, problems: Mapping[int, str], completions: Sequence[Any]) -> None:
@@ -71,11 +71,11 @@ class GenerationError(MoeLoraError):
 
 
 class StorageError(CapacityError):
-    """Storage is full or read-only, or no file descriptor is free."""
+    """Storage is full or not writable, or the process has no free file descriptor."""
 
 
 class SloError(MoeLoraError):
-    """The hardware can't meet latency goals or load."""
+    """The hardware can't meet these latency goals or this load; names the exceeded term."""
 
 
 class EngineDeadError(MoeLoraError):
@@ -83,31 +83,31 @@ class EngineDeadError(MoeLoraError):
 
 
 class MoveError(MoeLoraError):
-    """A request could not be moved and stays."""
+    """A request could not be moved and stays on the instance."""
 
 
 class EngineSilentError(EngineDeadError):
-    """The engine's process makes no progress."""
+    """The engine's process exists without progress: stopped, cut off, or hanging."""
 
 
 class ControllerAwayError(EngineDeadError):
-    """The cluster's controller does not answer."""
+    """The cluster's controller does not answer; its decisions can't change meanwhile."""
 
 
 class PeerUnreachableError(MoeLoraError):
-    """A process could not be found or connected to; a retry may help."""
+    """A process could not be found or connected to; a later retry may help."""
 
 
 class PeerGoneError(MoeLoraError):
-    """A connected process has ended, or has freed its memory."""
+    """A connected process has ended, or has freed the memory written to."""
 
 
 class SignalTimeoutError(MoeLoraError, TimeoutError):
-    """A signal did not arrive in time."""
+    """A signal did not reach the awaited value in time."""
 
 
 class UnreadError(MoeLoraError):
-    """Too much of an answer is unread."""
+    """The unread part of an answer exceeds the limit."""
 
 
 class LoraServerError(MoeLoraError):
@@ -127,17 +127,17 @@ class LastProblem:
         return new
 
     def over(self) -> None:
-        """Reset after a success."""
+        """Reset after a success: the next problem is new."""
         self._last = ""
 
 
 _MAX_SHOWN_CHARS = 100
 MAX_REASON_CHARS = 300
-"""Of a foreign error or a path."""
+"""Of a foreign error or a path in our errors."""
 
 
 def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """repr of limited length, for an error's text."""
+    """repr for an error's text, cut to max_chars."""
     try:
         return cut(repr(value), max_chars)
     except ValueError:  # an integer of thousands of digits
@@ -145,6 +145,6 @@ def shown(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
 
 
 def cut(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
-    """A text of limited length, line breaks escaped."""
+    """A text for an error or the log: cut to max_chars, line breaks escaped."""
     text = text if len(text) <= max_chars else f"{text[:max_chars]}…"
     return text if text.isprintable() else repr(text)[1:-1]

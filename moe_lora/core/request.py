@@ -15,7 +15,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 OnPublish = Literal["keep", "switch"]
-"""A running answer keeps its first version, or follows new ones."""
+"""A running answer ends with its first version, or goes on with each new version of its adapter."""
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 NO_TOKEN = -1
@@ -23,21 +23,21 @@ NO_TOKEN = -1
 MAX_EXPERT_BYTES = 32 << 20
 """Experts of a prompt, in one message of at most twice the size."""
 MAX_LOGIT_BIAS = 100.0
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 100.0  # finite quotients in float32
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 100.0  # quotients are finite in float32
 UNFOLLOWABLE = "no token can follow"
-"""Start of an error caused by the request."""
+"""Start of the error of an answer without a next token: by the request, not by the engine."""
 GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy: a division of logits would overflow."""
+"""Temperatures below this are greedy: a division of logits would overflow."""
 BACKGROUND = 1 << 20
-"""Least priority of background requests."""
+"""Least priority of background requests: they compute in steps without other requests."""
 
 MAX_ADAPTER_NAME_CHARS = 256
 COMPOSED = "composed:"
-"""Prefix of sums."""
+"""Start of names and paths of weighted sums of adapters."""
 
 
 def name_problem(name: str) -> str | None:
-    """Error text for a bad adapter name (metrics join names by commas), or None."""
+    """Error text for a name unfit for an adapter (metrics join names by commas, logs by lines), or None."""
     if not name:
         return "is empty; give the name that requests will use as model"
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
@@ -46,7 +46,7 @@ def name_problem(name: str) -> str | None:
 
 
 def is_base_name(name: str, bases: Collection[str]) -> bool:
-    """True for a base model's name, empty, or behind a slash."""
+    """True for a base model in a client's words: empty, or one of `bases`, alone or behind a slash."""
     return not name or name in bases or name.rpartition("/")[2] in bases
 
 
@@ -56,7 +56,7 @@ def version_name(name: str, version: int) -> str:
 
 
 def name_matches(adapter: str, patterns: Iterable[str]) -> bool:
-    """True if a shell pattern matches the adapter, with version or without."""
+    """True if a shell pattern matches the adapter, or the name before its `version_name`."""
     name, _, version = adapter.rpartition("@v")
     names = (adapter, name) if name and version.isdigit() else (adapter,)
     return any(fnmatchcase(one, pattern) for pattern in patterns for one in names)
@@ -64,9 +64,9 @@ def name_matches(adapter: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class ThinkingLimit:
-    """The longest reasoning of an answer: `num_tokens` after `opening`, then the tokens of `closing`.
+    """The longest reasoning of an answer: `num_tokens` after `opening`; the tokens of `closing` follow.
 
-    No opening: the prompt ends in the reasoning.
+    opening: at the answer's start; (): the prompt ends in the reasoning.
     """
 
     num_tokens: int
@@ -78,20 +78,23 @@ class ThinkingLimit:
 class SamplingParams:
     """Choice of the next token, and stop conditions.
 
-    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: relative to the likeliest token's
-    probability.  logprobs n: of the chosen token and the n likeliest, before temperature and truncation; -1:
-    of the whole vocabulary.  processed_logprobs: also of the chosen token after edits, temperature and
-    truncation; greedy: after edits; "alone": in place of the others, for all n.  logprob_token_ids: in place
-    of the n likeliest.  prompt_logprobs n: the same of prompt tokens.  prompt_logprob_token_ids: ids of each
-    row, at each prompt token's place from token prompt_logprob_start + 1 on; -1: no token.  hidden_state: the
-    last prompt token's state after the final norm.  routed_experts: chosen experts of all tokens but the
-    last.  max_tokens None: up to the model's length limit.
+    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p: least probability relative to the
+    likeliest token's.  logprobs n: of the chosen token and the n likeliest, before temperature and
+    truncation; -1: of the whole vocabulary.  processed_logprobs: also of the chosen token after edits,
+    temperature and truncation; greedy: after edits; "alone": in place of the others, for all n.
+    logprob_token_ids: these tokens in place of the n likeliest.  prompt_logprobs n: the same of prompt
+    tokens.  prompt_logprob_token_ids: log probabilities of the row's tokens at each prompt token's place,
+    from token prompt_logprob_start + 1 on; -1: of no token.  hidden_state: the last prompt token's state
+    after the final norm.  routed_experts: chosen experts of all tokens but the last.  on_publish: at a
+    new version of the adapter during the answer.  max_tokens None: up to the model's length limit.
 
     repetition_penalty divides positive logits of tokens in prompt or answer, and multiplies negative ones.
     Each token in the answer loses presence_penalty and, per occurrence, frequency_penalty.  logit_bias adds
-    to logits.  Only allowed_token_ids are drawn, and never the last token of bad_words.
+    to logits of token ids.  Other tokens than allowed_token_ids, and the last token of bad_words, are never
+    drawn.  bad_word_ids: bad_words as token ids.  grammar: of the answer, made by `engine.text.grammars`.
+    thinking: limit of the reasoning.
 
-    Raises ValueError with the parameter's allowed range.
+    Raises ValueError naming the parameter and its allowed range.
     """
 
     max_tokens: int | None = 16
@@ -200,13 +203,14 @@ class GenerateRequest:
     """One prompt for one adapter (None: the base model).
 
     Fields of a moved answer.  generated: tokens so far; the next is drawn at position len(generated) of the
-    seed; limits count them.  adapter_version, adapter_content: required; None: the current ones.  held:
-    compute all known tokens but the last, report by an output without tokens, and wait for a resume.
-    awaits_kv: held without computation: KV arrives from the former instance; an output reports allocated
-    pages.  prefill_only: held after the first token, until a move or a resume.
+    seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the current
+    ones.  held: compute all known tokens but the last, report by an output without tokens, and wait for a
+    resume. awaits_kv: held, without computation: KV arrives from the former instance; an output reports
+    allocated pages.  prefill_only: held after the first token, until a move or a resume.
 
-    tenant, share: owner and weight.  priority: within the tenant; lower goes first; from BACKGROUND on after
-    all tenants.  cache_salt: only equal salts share cached prompts.
+    tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
+    tenant; lower goes first; from BACKGROUND on after all tenants.  cache_salt: requests of the same salt
+    share cached prompts.
     """
 
     request_id: str
@@ -230,13 +234,16 @@ class GenerateRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens to compute before a new token."""
+        """Tokens to compute before a new token: prompt and answer so far."""
         return len(self.prompt_token_ids) + len(self.generated)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's log probability, position (1 = likeliest), and the likeliest tokens."""
+    """Log probability of the chosen token, its position in the ranking (1 = likeliest), and the likeliest.
+
+    processed: see `SamplingParams`.
+    """
 
     logprob: float
     position: int
@@ -245,11 +252,11 @@ class TokenLogprobs:
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
-    """Requested facts about a prompt.
+    """Answer to `prompt_logprobs`, `hidden_state` and `prompt_logprob_token_ids`.
 
-    logprobs: of each prompt token but the first.  hidden: [H] fp32.  id_logprobs: [rows, most ids of a row]
-    fp32; minus infinity for no token.  experts: L layers with experts, K experts of a token, and [tokens, L,
-    K] int16: of tokens without an earlier report.  Bytes are little-endian.
+    logprobs: of each prompt token but the first.  hidden: [H] fp32, little-endian.  id_logprobs: [rows, most
+    ids of a row] fp32, little-endian; minus infinity for no token.  experts: L layers with experts, K experts
+    of a token, and [tokens, L, K] int16, little-endian: of tokens without an earlier report.
     """
 
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -260,12 +267,13 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
-    """A request's seconds in the engine (docs/reference/metrics.md); TTFT is the sum without first_decode_s.
+    """A request's seconds inside the engine (docs/reference/metrics.md); TTFT is the sum without
+    first_decode_s.
 
-    queue_s: until admission, without loads.  adapter_load_s: wait for the adapter (LoRA cold start).
-    kv_load_s: further wait for history KV.  prefill_s: until the first token.  first_decode_s: first until
-    second token, or 0.  adapter_wait_s: part of queue_s with room, but no slot for this adapter or an earlier
-    request's.
+    queue_s: until admission, without both loads. adapter_load_s: wait for the adapter (LoRA cold start).
+    kv_load_s: further wait for history KV (KV cold start).  prefill_s: until the first token.
+    first_decode_s: first until second token, or 0.  adapter_wait_s: part of queue_s with room in the engine
+    but no slot for this adapter or an earlier request's.  num_preemptions: losses of the KV pages.
     """
 
     queue_s: float
@@ -283,7 +291,11 @@ class RequestTiming:
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """New tokens of a request; finish_reason and timing come with the last."""
+    """New tokens of a request in one step.  The finish_reason and timing come with the last.
+
+    adapter_version: of the request's adapter.  prompt: with the first token; with `routed_experts`, with
+    each.  A struct for speed.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -301,8 +313,9 @@ class AdapterInfo:
     """An adapter of the engine.
 
     residency: device, host, pool (another instance's host memory), LoRA Server or file; unavailable: the
-    content is lost, or serving failed (problem).  content_hash: "" if unknown.  device_bytes: in whole pages,
-    also if not resident.  idle_s: since a request last began or ended; None: no request yet.
+    content is lost, or serving failed (problem: the reason). content_hash: of the packed bytes, "" if
+    unknown. device_bytes: in whole pages, also if not resident.  idle_s: since a request last began or
+    ended; None: no request yet.
     """
 
     name: str
@@ -326,7 +339,9 @@ class AdapterInfo:
 class ModelInfo:
     """Facts about an engine for its front end.
 
-    devices: of the ranks, by torch's names.  expert_bytes: of a token's chosen experts.
+    block_size: tokens of a KV page.  num_kv_blocks: most KV pages of its device.  devices: of its ranks, by
+    torch's names.  tool_format: of the family's calls, "" = unknown.  sampling_defaults: fields of
+    `SamplingParams` for requests without values.  expert_bytes: of a token's chosen experts.
     """
 
     name: str
@@ -346,20 +361,24 @@ class ModelInfo:
 
 
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens of a step, as in vLLM."""
+"""Tokens of a step, as in vLLM: computed tokens of prompts, and generated tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges and counters of an engine (docs/reference/prometheus.md).
+    """Gauges (now) and counters (since start) of an engine (docs/reference/prometheus.md).
 
-    num_deferred: waiting without their adapter, or paused.  device_kv_invalid_bytes: history of absent
-    adapters.  swapped: copied between the arenas.  num_put_back: yielded to an older request.  lora_server_
-    fields count the engine's first rank: fallback_rows: computed by the engine instead; put_steps: with rows
-    put by the device; redone_steps: recomputed for lack of answers.
-    lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ. steps_merged:
-    for the adapter's requests alone; steps_mixed: for other requests too.  step_counts: by STEP_BUCKETS, the
-    last for more.
+    num_deferred: waiting requests without their adapter, or with a pause.
+    device_kv_invalid_bytes: history of adapters not on the device.  kv_query_tokens: looked up at each
+    admission.  swapped: copied between the arenas.  kv_lost_bytes: evicted from the device without a host
+    copy.  num_put_back: waiting requests that yielded their room to an older request. lora_server_ fields
+    count the engine's first rank: fallback_rows: computed by the engine instead; host_rows: by the server's
+    host workers; put_steps: with rows put by the device; redone_steps: recomputed for lack of answers.
+    lora_rows_: rows x layers by source; a row counts twice if dense sites and experts differ.
+    host_fallback_rows: computed by the engine instead of a host worker. pool_failed_sources: peers and
+    directories. steps_merged: for the adapter's requests alone; steps_mixed: for other requests too.
+    merges, unmerges: complete ones. merge_kept_bytes: original weights on the host. step_counts: steps of up
+    to each of STEP_BUCKETS tokens, and of more; step_tokens: of all steps.
     """
 
     num_running: int = 0
@@ -428,10 +447,11 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStats:
-    """An instance, counted since the front end's start.
+    """An instance behind a front end.  Counters are since the front end's start.
 
-    silent: without requests for lack of progress.  drained: without requests while other instances serve.
-    outstanding_tokens: upper bound.
+    name: number or dial-in name.  silent: without requests for lack of progress. drained: without requests
+    while other instances serve.  outstanding_tokens: still needed at most. num_resent: unfinished requests
+    continued by another instance.
     """
 
     index: int
@@ -456,9 +476,10 @@ PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class MoveStats:
-    """Moved requests of one front end since the start.
+    """Requests of one front end moved between instances, since the start.
 
-    num_failed: the request stayed, or had ended.  pause_counts: by PAUSE_BUCKETS_S, the last for more.
+    num_failed: moves whose request stayed, or had ended. pause_counts: pauses up to each of PAUSE_BUCKETS_S
+    and above the last; pause_s: sum in seconds.
     """
 
     num_moved: dict[str, int] = field(default_factory=dict)
@@ -469,9 +490,10 @@ class MoveStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingStats:
-    """Choices of routing=rank_aware.
+    """Choices of routing=rank_aware in one front end since its start.
 
-    num_choices: "finite" or "infinite" (no instance keeps slo_tpot_s).
+    num_choices: by the cost at the chosen instance, "finite" or "infinite" (no instance keeps slo_tpot_s).
+    mean_output_tokens: expected tokens of an answer.
     """
 
     num_choices: Mapping[str, int]
@@ -479,13 +501,16 @@ class RoutingStats:
 
     @property
     def infinite_share(self) -> float:
-        """Share of infinite choices."""
+        """Share of the choices without an instance that keeps slo_tpot_s, 0 to 1."""
         return self.num_choices["infinite"] / max(1, sum(self.num_choices.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStats(EngineStats):
-    """Several engines: sums, unions of names, mean kv_usage."""
+    """Several engines together: requests and counters as sums, names as unions, kv_usage as the mean.
+
+    routing: None with a router other than rank_aware.
+    """
 
     instances: tuple[InstanceStats, ...]
     moves: MoveStats = field(default_factory=MoveStats)
@@ -494,9 +519,10 @@ class FleetStats(EngineStats):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFacts:
-    """A packed adapter without its bytes, picklable.
+    """A packed adapter without its bytes; plain picklable data.
 
-    num_entries: rows of a layer's table.  layer_elements: of each layer's data.
+    dtype: torch's name without "torch.".  num_entries: rows of each layer's table.  layer_elements: elements
+    of each layer's data.  The rest as in `PackedAdapter`.
     """
 
     name: str
@@ -512,7 +538,7 @@ class AdapterFacts:
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:
-    """Rows of prompt and longest allowed answer."""
+    """Rows that the request may need: prompt and longest allowed answer."""
     num_prompt = len(request.prompt_token_ids)
     room = max(0, max_model_len - num_prompt)
     limit = request.sampling.max_tokens
@@ -520,7 +546,7 @@ def token_work(request: GenerateRequest, max_model_len: int) -> int:
 
 
 def add_run(runs: list[tuple[int, int]], version: int, num_tokens: int) -> None:
-    """Add tokens to runs of (version, number of tokens)."""
+    """Add an answer's tokens to its runs of (version, number of tokens)."""
     if runs and runs[-1][0] == version:
         num_tokens += runs.pop()[1]
     if num_tokens:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files by content hash, written atomically, checked on use."""
+"""Adapter files by content hash: written once, atomically, checked on use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Whole files on disk, without a hash name yet."""
+    """Whole files on disk, without a hash name yet.  num_bytes: of the adapter's files."""
 
     folder: Path
     content_hash: str
@@ -35,7 +35,7 @@ class Staged:
 
 
 class ContentStore:
-    """`folder`/HASH/ holds an adapter's two files, or links, and their manifest.
+    """`folder`/HASH/ holds an adapter's two files, or links to them, and their manifest.
 
     The manifest has sha256 and bytes of each file; HASH is the manifest's sha256.  A rename after sync names
     a folder, so a crash leaves no partial content.  Callers serialise `place`, `delete` and `sweep`.
@@ -53,7 +53,7 @@ class ContentStore:
     def staged(self, source: Path, *, link: bool, root: str | None = None) -> Iterator[Staged]:
         """A copy of a PEFT folder's files (link: symbolic links), for `place`.
 
-        Raises OSError, AdapterError.
+        root: folder that must contain the files.  Raises OSError, AdapterError.
         """
         with self._lock(fcntl.LOCK_SH):
             folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=".staged-"))
@@ -91,7 +91,7 @@ class ContentStore:
         _sync_folder(self.folder)
 
     def problem(self, content_hash: str) -> str | None:
-        """The content's fault with the file's name; None if intact."""
+        """The fault of the content with the file's name; None if intact.  Reads everything."""
         path = self.path(content_hash) / MANIFEST_FILE
         try:
             manifest = path.read_bytes()
@@ -110,14 +110,17 @@ class ContentStore:
         return None
 
     def delete(self, content_hash: str) -> None:
-        """Delete content atomically."""
+        """Delete content; after a crash nothing partial remains under the hash."""
         dying = tempfile.mkdtemp(dir=self.folder, prefix=".deleted-")
         with suppress(FileNotFoundError):
             os.rename(self.path(content_hash), dying)
         shutil.rmtree(dying, ignore_errors=True)
 
     def sweep(self, kept: Collection[str]) -> list[str]:
-        """Delete content outside `kept`, and dead writers' files; returns the names."""
+        """Delete remains of crashes: content outside `kept`, and staged files without an active stager.
+
+        Returns the deleted names.
+        """
         swept = []
         for place in sorted(self.folder.iterdir()):
             if _HASH.fullmatch(place.name) and place.name not in kept:
@@ -135,14 +138,14 @@ class ContentStore:
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
-        """Shared by stagers; a dead writer's folder is unlocked."""
+        """Shared by stagers, to tell their folders from a dead writer's."""
         with (self.folder / ".lock").open("a") as file:
             fcntl.flock(file, kind)
             yield
 
 
 def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str, str | int]:
-    """Copy or link one file; returns the manifest entry."""
+    """Copy or link one file; returns its manifest entry (of the written bytes, for a copy)."""
     if link:
         target.symlink_to(source.resolve())
         return {"sha256": _sha256(source, root=root), "bytes": source.stat().st_size}
@@ -154,7 +157,7 @@ def _take(source: Path, target: Path, link: bool, root: str | None) -> dict[str,
 
 
 def _sha256(path: Path, copy: BinaryIO | None = None, root: str | None = None) -> str:
-    """sha256 of a file's content; also writes the content to `copy`."""
+    """sha256 of a file's content, also written to `copy`."""
     digest = hashlib.sha256()
     with open_file(path, path.name, root) as file:
         while block := file.read(_BLOCK_BYTES):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers adapters for a base model."""
+"""Registers adapters that a base model can serve: from a folder, or from a training loop."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def register_adapter(
 ) -> RegisteredAdapter:
     """Check an adapter against the base model in `model_dir`, then `Registry.add`.
 
-    source: a PEFT folder, or LoRA tensors with `config` (see `pack_state_dict`).  link: for a folder only.
-    Raises AdapterError, ConfigError.
+    source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link:
+    for a folder only.  Raises AdapterError as `read_adapter`, ConfigError for an unreadable base model.
     """
     if isinstance(source, Mapping):
         if config is None:
@@ -58,7 +58,7 @@ def register_adapter(
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     try:
         text = json.dumps(config)
-        # safetensors refuses tensors with shared memory.
+        # Cloned: safetensors refuses tensors with shared memory.
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS_FILE)
     except (TypeError, ValueError) as error:
         raise AdapterError(f"config or tensors can't be saved as a PEFT adapter: {error}") from error

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry: adapters, versions, base models and files, in SQLite (WAL)."""
+"""The registry: adapters, their versions, base models and files.
+
+The table is SQLite in WAL mode, with one writer at a time and a checked schema version.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +58,14 @@ CREATE TABLE IF NOT EXISTS aliases (
     PRIMARY KEY (base_hash, name)
 ) WITHOUT ROWID
 """
-"""Made with the first alias: earlier registries have no such table."""
+"""Of the first alias on: readers of earlier registries know no such table."""
 
 
 class RegistryDatabase:
-    """The database in a folder, for threads and processes.
+    """The database in a folder, for all threads and several processes.
 
-    create: make an absent folder.  An empty folder becomes a registry.  Raises RegistryError for another
-    program's database, or another schema version.
+    create: make an absent folder.  An empty folder becomes a registry.  Raises RegistryError for a folder
+    with other content, and for a database of another program or schema version.
     """
 
     def __init__(self, folder: Path, *, create: bool) -> None:
@@ -74,7 +77,7 @@ class RegistryDatabase:
                 f"there is no registry at {folder}; moe-lora adapters add --registry {folder} makes one"
             )
         self._mutex = threading.RLock()
-        # Serialises the table's creation.
+        # One process at a time opens the database and creates its table.
         with folder_locked(folder), self._explained():
             if not self.path.exists() and any(folder.iterdir()):
                 raise RegistryError(
@@ -167,17 +170,17 @@ INSERT = f"INSERT INTO adapters ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLU
 LIVE = f"state != '{REMOVED}'"
 CURRENT = f"""{LIVE} AND NOT EXISTS (
     SELECT 1 FROM adapters AS b WHERE b.name = a.name AND b.version > a.version AND b.{LIVE})"""
-"""The last version of a name, removed versions aside."""
+"""The last version of a name that is not removed."""
 MAX_OWNER_CHARS = 256
 
 
 class Registry:
     """Adapters of a folder, shared by threads and processes.
 
-    Changes are atomic and durable at a method's return, also under kill.  SQLite's WAL needs a local file
-    system.
+    Changes are atomic and durable at a method's return, also under kill.  The folder must be on a local file
+    system, for SQLite's WAL.
 
-    create: make an absent folder.  Raises RegistryError in every method if the database fails.
+    create: make an absent folder.  Raises RegistryError on open, and in every method if the database fails.
     """
 
     def __init__(self, folder: str | Path, *, create: bool = False) -> None:
@@ -213,9 +216,10 @@ class Registry:
     ) -> RegisteredAdapter:
         """Register the PEFT folder `source` as the next version of `name`, and store its files.
 
-        Unchanged content makes no new version, but repairs files.  link: refer to the files instead of a
-        copy.  root: folder that must contain the resolved files.  Raises AdapterError for a bad name, owner
-        or folder, AdapterExistsError for another base model's name.
+        The current version's content makes no new version, but repairs its files.  link: refer to the files
+        instead of a copy.  root: folder that must contain the resolved files; None: any.  max_lora_rank:
+        limit of the config's ranks; None: no limit.  Raises AdapterError for a bad name, owner or folder,
+        AdapterExistsError for another base model's name.
         """
         if problem := name_problem(name):
             raise AdapterError(f"the name {name[:50]!r} {problem}")
@@ -225,7 +229,7 @@ class Registry:
         read_config(source)
         read_header(weights_file(source))
         with self._staged(source, link, root) as staged, self._database.writing() as connection:
-            # The source may have changed.
+            # Of the stored files: the source may have changed.
             config = read_config(staged.folder)
             if max_lora_rank is not None and max_rank(config) > max_lora_rank:
                 raise AdapterError(f"adapter {name!r}: {rank_problem(max_rank(config), max_lora_rank)}")
@@ -246,7 +250,7 @@ class Registry:
             return self.get(name)
 
     def get(self, name: str, version: int | None = None) -> RegisteredAdapter:
-        """A version of `name`; None: the last, removed versions aside.
+        """A version of `name`, by default the current: the last that is not removed.
 
         Raises AdapterNotFoundError.
         """
@@ -275,7 +279,10 @@ class Registry:
         after: str = "",
         limit: int | None = None,
     ) -> list[RegisteredAdapter]:
-        """Current versions by name, at most `limit`, after the name `after`."""
+        """Current versions by name, at most `limit`, after the name `after`.
+
+        base_hash, state: filters.
+        """
         query, values = f"{SELECT} WHERE {CURRENT} AND name > ?", [after]
         for column, wanted in (("base_hash", base_hash), ("state", state)):
             if wanted is not None:
@@ -285,10 +292,10 @@ class Registry:
         return [self._from_row(row) for row in rows]
 
     def resolve(self, name: str, base_hash: str, version: int | None = None) -> RegisteredAdapter:
-        """A version for this base, after a check of all files.
+        """A version for this base with files checked now.  Reads all files.
 
-        Raises AdapterNotFoundError, or AdapterError for a removed version, another base model, or damaged
-        files.
+        Raises AdapterNotFoundError, or AdapterError for a removed version, another base model, or a lost or
+        altered file.
         """
         found = self.get(name, version)
         where = f"adapter {name!r} version {found.version}"
@@ -304,9 +311,9 @@ class Registry:
         return found
 
     def remove(self, name: str, version: int | None = None) -> list[RegisteredAdapter]:
-        """Mark a version of `name` removed (None: all versions), and delete unneeded files.
+        """Mark a version of `name` removed, by default all, and delete unneeded files.
 
-        Returns the removed versions.  Numbers are not reused.  Raises AdapterNotFoundError.
+        Returns the removed versions.  Version numbers are not reused.  Raises AdapterNotFoundError.
         """
         with self._database.writing() as connection:
             live = [one for one in self.versions(name) if one.state != REMOVED]
@@ -318,7 +325,7 @@ class Registry:
                 f"UPDATE adapters SET state = '{REMOVED}' WHERE name = ? AND version = ?",
                 [(name, one.version) for one in removed],
             )
-        # Last: a crash may leave files without a version, never the reverse.
+        # Last: a crash may leave files without a version, never a version without files.
         with self._database.writing():
             for content_hash in {one.content_hash for one in removed}:
                 if not self._is_needed(content_hash):
@@ -326,9 +333,9 @@ class Registry:
         return removed
 
     def check(self) -> list[tuple[RegisteredAdapter, str | None]]:
-        """Every version but removed ones, with the fault or None; updates states.
+        """Every version that is not removed, with its fault or None; updates states.
 
-        Reads all files.
+        Also deletes remains of dead writers.  Reads all files.
         """
         query = f"{SELECT} WHERE {LIVE} ORDER BY name, version"
         found = [(one, self._settle(one)) for one in map(self._from_row, self._database.read(query))]
@@ -338,7 +345,7 @@ class Registry:
         return found
 
     def aliases(self, base_hash: str) -> dict[str, bytes]:
-        """Contents of `save_alias`, by name."""
+        """What `save_alias` kept, by name."""
         if not self._database.read("SELECT 1 FROM sqlite_master WHERE name = 'aliases'"):
             return {}
         query = "SELECT name, content FROM aliases WHERE base_hash = ? ORDER BY name"
@@ -393,7 +400,7 @@ class Registry:
         return bool(self._database.read(query, (content_hash,)))
 
     def _settle(self, one: RegisteredAdapter) -> str | None:
-        """Check a version's files and update the state; returns the fault."""
+        """Check a version's files and update its state; returns the fault or None."""
         problem = self._store.problem(one.content_hash)
         if (problem is None) != (one.state == READY):
             with self._database.writing() as connection:
@@ -420,7 +427,7 @@ class Registry:
     def _from_row(self, row: tuple[Any, ...]) -> RegisteredAdapter:
         columns = dict(zip(COLUMNS, row, strict=True))
         columns["targets"] = tuple(json.loads(columns["targets"]))
-        # pathlib is too slow for long lists.
+        # Not by pathlib: a list makes tens of thousands of these.
         return RegisteredAdapter(**columns, path=f"{self._store.folder}/{columns['content_hash']}")
 
 
