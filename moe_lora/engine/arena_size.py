@@ -156,7 +156,10 @@ def arena_size(
 def allocated(
     config: EngineConfig, shape: ModelShape, device: torch.device, num_bytes: int, num_host_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, SlotTable]:
-    """Arenas of device and host (page-locked for CUDA), and the slot table.  Raises ConfigError."""
+    """Arenas of device and host (page-locked for CUDA), and the slot table.
+
+    Raises ConfigError without enough memory.
+    """
     try:
         arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         advise_huge_pages(arena)

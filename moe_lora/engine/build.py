@@ -237,7 +237,7 @@ def _moves(config: EngineConfig, rank: Rank, *parts: Any) -> RequestMoves:
 
 
 def model_info(config: EngineConfig, rank: Rank, num_kv_blocks: int) -> ModelInfo:
-    """Facts for front ends; end tokens within the vocabulary."""
+    """Facts for front ends; drops end tokens outside the vocabulary."""
     shape = rank.shape
     model_dir, reads = Path(config.model_dir), config.generation_config == "auto"
     ends = read_eos_token_ids(model_dir, with_generation_config=reads)

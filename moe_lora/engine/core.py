@@ -64,7 +64,7 @@ COUNTED = (
 class EngineCore:
     """Scheduler, runner and sampler of one instance; not thread-safe.
 
-    stalled: the last step found nothing to run.
+    stalled: the last step found no sequence to run.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineCore:
         self.at_close: list[Callable[[], None]] = []
         """Called at the engine's end."""
         self.rank: Rank
-        """For a sleep."""
+        """This process's rank, for a sleep."""
         self.stalled = self.suspended = False
         self._num_empty = 0
         self._failed: list[AdapterVersion] = []
@@ -465,7 +465,7 @@ class EngineCore:
         return not uids.isdisjoint(self.adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
-        """The adapter's version for new requests.  Raises AdapterNotFoundError."""
+        """The adapter's version for new requests, and its kept form.  Raises AdapterNotFoundError."""
         adapter = self.adapters.current(name)
         return self.adapters.info(adapter), adapter.packed
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 HASH_BYTES = 8
 VOCABULARY_BITS = 32
-"""Other tokens (salt, snapshot of a state) get no events."""
+"""Other tokens (of a prompt with a salt, of a state's snapshot) get no events."""
 END = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1
 DEVICE = "GPU"
@@ -38,7 +38,7 @@ DEVICE = "GPU"
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks of token ids for prompts to find."""
+    """Blocks of token ids for prompts to find.  lora_name None: the base model."""
 
     block_hashes: Sequence[int]
     parent_block_hash: int | None

@@ -53,7 +53,7 @@ _SPARSE = ("deepseek_v32", "DeepseekV32ForCausalLM", "glm_moe_dsa", "GlmMoeDsaFo
 
 
 def family_named(name: str) -> Family:
-    """Raises ConfigError for an unknown name."""
+    """The family of that module.  Raises ConfigError for an unknown name."""
     if name not in _NAMES:
         raise ConfigError(f"family={name!r} is {_unsupported()}")
     family: Family = importlib.import_module(f"{__name__}.{name}").FAMILY
@@ -61,7 +61,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """By model_type, else by architectures.  Raises ConfigError."""
+    """The family by model_type, else by architectures.  Raises ConfigError for an unknown family."""
     return family_named(_name_in(config))
 
 

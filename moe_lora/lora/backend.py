@@ -52,8 +52,8 @@ class LoraBackend(ABC):
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         """Start one site's deltas; None without deltas.
 
-        x: [T, d_in], or [T*K, d_in] with a row per expert; unchanged until `add_to`.
-        ids: [T, K] int32 model numbers, -1 for padding and other ranks' experts; None at a dense site.
+        x: [T, d_in], or [T*K, d_in] with a row per expert; unchanged until `add_to`.  ids: [T, K] int32
+        experts, numbered in the whole model, -1 for padding and other ranks' experts; None at a dense site.
         """
 
     def rows_here(self, layer: int, site: int) -> LoraRows | None:
@@ -185,7 +185,7 @@ def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
 
 
 def _add_sum(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
-    """Sums first: subtracted terms must not be rounded."""
+    """Adds the sum at once: subtracted terms must not be rounded first."""
     total = torch.zeros_like(y, dtype=torch.float32)
     _add_all(begun, total)
     y.add_(total)

@@ -57,7 +57,7 @@ class SideStream:
 
 
 class LocalDeltas:
-    """AddTo of deltas here; on CUDA an expert layer may take them before its launch."""
+    """AddTo of this device's deltas; on CUDA an expert layer may take them before its launch."""
 
     def __init__(self, shrunk: Shrunk, subtract: bool, side: SideStream | None = None) -> None:
         self._shrunk = shrunk
@@ -137,7 +137,7 @@ class LocalBackend(LoraBackend):
     def _operands(
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
     ) -> tuple[LoraOperands, int]:
-        """Operands, and the largest rank, 0 without deltas."""
+        """The operands, and the rows' largest LoRA rank, 0 without deltas."""
         token_slots, site_ranks = self._once(self._copied_slots, self._routing.groups[layer][site])
         place = self._sites[site], layer, token_slots, self._slots, self._arena
         return LoraOperands(x, ids, *place), site_ranks[site]

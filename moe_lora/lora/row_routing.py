@@ -82,12 +82,12 @@ def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray
 class RowRouting:
     """Up to M signed terms per row and group of sites, summed into the sites' output.
 
-    groups: [L][sites].  row_route: [T] int32, -1 = base model.  terms: [N + 1, G, M] TERM; the last route is
-    empty.  M is 1 without merging, else 2: the merged adapter's rows have no term, other rows subtract the
-    adapter.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool, layers with HOST terms
-    computed on the device; None: layers present at `begin`.  on_device: slots and frames there.
-    site_ranks: largest rank per site for launches; None: of the rows.  outer: group of the sites outside the
-    layers; columns: of rows with scaled or shifted columns.
+    groups: [L][sites], the group of each site.  row_route: [T] int32, -1 = base model.  terms: [N + 1, G, M]
+    TERM; the last route is empty.  M is 1 without merging, else 2: the merged adapter's rows have no term,
+    other rows subtract the adapter.  adapters: may be empty if all sources are LOCAL.  here: [N, L] bool,
+    layers with HOST terms computed on the device; None: layers present at `begin`.  on_device: `slots_here`
+    and `frames_pushed` there.  site_ranks: largest rank per site for launches; None: of the rows.  outer:
+    group of the sites outside the layers; columns: of rows with scaled or shifted columns; None: no such row.
     """
 
     groups: Sequence[Sequence[int]]

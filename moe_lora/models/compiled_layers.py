@@ -34,7 +34,8 @@ def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
 class _Call(NamedTuple):
     """A layer's compiled code and its operands.
 
-    held: weights, in place.  given: place among the operands -> number of a step's tensor.
+    held: weights, in place.  given: place among the operands -> number of a step's tensor.  num_rows: places
+    of the number of rows.
     """
 
     code: _Code
@@ -47,10 +48,10 @@ class CompiledLayers:
     """`DecoderLayer.forward` compiled; same arguments, same result.
 
     The compiler's checks before each call take a quarter of the time outside kernels in a CPU decode step.
-    In an engine only the number of rows changes, so the compiler runs once per layer and number (once above 1
-    if dynamic).
+    In an engine only the number of rows changes, so the compiler runs once per layer and number of rows (once
+    for all above 1 if the code is dynamic).
 
-    Weights may change in place only.
+    Weights may change in place only.  The code keeps its number of threads.
     """
 
     def __init__(self, num_buckets: int) -> None:
@@ -83,7 +84,7 @@ class CompiledLayers:
         return code(*operands)[0]
 
     def _first(self, layer: DecoderLayer, step: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Call the compiler; record the compiled code if the only effect."""
+        """Call the compiler; record the compiled code if the code was the only effect."""
         torch._dynamo.config.recompile_limit = self._recompile_limit  # per thread
         _noted.call = None
         y = self._compiled(layer, *step)

@@ -54,7 +54,7 @@ class HeldRanges:
     held: tuple[tuple[range, ...], ...]
 
     def cuts(self, index: tuple[Any, ...]) -> list[Cut]:
-        """Cuts of a tensor that fills `index` of the whole parameter."""
+        """Cuts of a tensor that fills `index` of the whole parameter; empty if the rank needs no part."""
         given = (*index, *[slice(None)] * (len(self.whole) - len(index)))
         dims = [_overlaps(*one) for one in zip(given, self.whole, self.held, strict=True)]
         return [
@@ -145,7 +145,7 @@ def load_model(
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
-    quantisation: applied while reading; None: keep the checkpoint's formats.
+    shard None: the whole model.  quantisation: applied while reading; None: keep the checkpoint's formats.
     """
     spec, checkpoint, weights = _opened(model_dir)
     return _loaded(spec, checkpoint, weights, dtype, device, shard, quantisation, show)
@@ -177,7 +177,7 @@ def random_model(
 
 
 def refill(model: CausalLM, model_dir: Path) -> None:
-    """Read the weights again into place.  Raises ConfigError, also for other tensors."""
+    """Read the weights again into place.  Raises ConfigError, also if the tensors differ."""
     _, checkpoint, weights = _opened(model_dir)
     _fill(model, checkpoint, weights, {}, silent)
 
@@ -191,7 +191,7 @@ def refill_random(model: CausalLM, config: Mapping[str, Any], device: torch.devi
 
 
 def held_weights(model: CausalLM) -> list[torch.Tensor]:
-    """The tensors from a checkpoint."""
+    """The tensors that a checkpoint fills."""
     quantised = (one for one in model.modules() if isinstance(one, QuantisedWeight))
     return [
         *(weight.data for weight in model.parameters()),

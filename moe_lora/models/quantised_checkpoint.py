@@ -96,7 +96,7 @@ def quantise_checkpoint(
         config |= _changes(config, parts, quantisation, dtype)
         (begun / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for path in begun.glob("*.safetensors"):
-            shutil.copymode(begun / INDEX_NAME, path)  # safetensors creates files for the owner only
+            shutil.copymode(begun / INDEX_NAME, path)  # safetensors creates files readable by the owner only
         begun.rename(out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} can't be written: {error}; nothing is left of it") from error

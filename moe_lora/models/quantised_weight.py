@@ -40,7 +40,7 @@ class Quantisation:
 
 
 def quantisation_of(quantize: str, group_size: int | None, head: bool) -> Quantisation | None:
-    """None: the checkpoint's formats."""
+    """The settings' quantisation; None: the checkpoint's formats."""
     if quantize == "checkpoint":
         return None
     if quantize == "none":
@@ -168,6 +168,6 @@ class QuantisedWeight(nn.Module):
         )
 
     def dequantised(self) -> torch.Tensor:
-        """[N, K] or [E, N, K] of the model's dtype."""
+        """The dequantised weights: [N, K] or [E, N, K] of the model's dtype."""
         held = quantised.QuantisedOperand(self.form, self.data, self.scale, self.zero)
         return quantised.dequantise(held, self.num_out, self.shape[-1], self.dtype)

@@ -30,7 +30,8 @@ READ = (
 class StoredWeight:
     """A matrix [N, K] in a file, as values and scales; copied on access only.
 
-    values: of some rows.  scale: [N / row_group, G].  zero: int8 [N, G].
+    values: rows -> their values, as `quantised.put` takes them.  scale: [N / row_group, G].  zero: int8 [N,
+    G].
     """
 
     form: Format
@@ -109,7 +110,7 @@ Reader = tuple[tuple[str, ...], Callable[..., StoredWeight]]
 
 @dataclass(frozen=True)
 class Scheme:
-    """read: a weight's name -> tensors and their meaning."""
+    """A quantisation scheme of checkpoints.  read: a weight's name -> tensors and their meaning."""
 
     name: str
     present: Callable[[str, Container[str]], bool]
@@ -119,7 +120,7 @@ class Scheme:
 def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str]]) -> Scheme | None:
     """The scheme in config.json's quantization_config.
 
-    None: unquantised, or in the family's own format.  Raises ConfigError.
+    None: unquantised, or in the family's own format.  Raises ConfigError for unsupported schemes.
     """
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")

@@ -77,7 +77,7 @@ def can_be_merged(model: CausalLM) -> bool:
 class WeightMerge:
     """The weights of one rank's model, and their merge state.
 
-    merged: [L, sites] bool.
+    merged: [L, sites] bool.  One adapter at a time: unmerge all of an adapter before the next.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -154,7 +154,7 @@ class WeightMerge:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Write all original bytes back, also after a partial failure."""
+        """Write all original bytes back, also of pieces with a partial failure."""
         for (piece, entry), original in self._originals.items():
             self._rows(piece, entry).copy_(original)
         self.merged[:] = False

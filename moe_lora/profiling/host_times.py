@@ -147,7 +147,7 @@ def _with_own_layers(packed: PackedAdapter) -> PackedAdapter:
 
 
 def _load_s(core: EngineCore, shape: ModelShape, dtype: torch.dtype, lora_rank: int) -> tuple[float, int]:
-    """Seconds from the load order to service; bytes."""
+    """Seconds from the load order to service, and the adapter's bytes."""
     name = f"load{lora_rank}"
     packed = random_adapter(shape, dtype, name, lora_rank, seed=lora_rank)
     core.remove_adapter(_NAME.format(lora_rank))
@@ -206,7 +206,7 @@ def _fit(
 
 
 def break_even_lines(times: HostTimes, ranks: Sequence[int], workers: Sequence[int]) -> list[str]:
-    """Per rank and number of workers: c, and the prompt length at which waiting wins."""
+    """Per rank and number of workers: c, and the prompt length from which waiting is faster."""
     lines = []
     for rank in ranks:
         adapter, c = times.adapter(rank), times.tokens_per_worker(rank)

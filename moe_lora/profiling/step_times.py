@@ -83,7 +83,8 @@ class StepClock:
     """An engine with resident random adapters, for timing steps from outside.
 
     adapters: name -> rank, on attention and MLP of every layer.  num_decode_steps: timed after each prefill.
-    processor_time: CPU seconds instead of wall time.  Raises ConfigError for impossible settings.
+    processor_time: this thread's CPU seconds instead of wall time.  Raises ConfigError for impossible
+    settings.
     """
 
     def __init__(

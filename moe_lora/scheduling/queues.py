@@ -32,7 +32,7 @@ class TenantQueue(RequestQueue[Sequence]):
         self.in_vain = False
         self._max_num_seqs = max_num_seqs
         self._max_returned = max_num_seqs
-        """As many as found another tenant's request lately."""
+        """Most slots returned at once: as many as other tenants used lately."""
         for sequence in waiting:
             self.append(sequence)
 
@@ -49,8 +49,8 @@ class TenantQueue(RequestQueue[Sequence]):
         self.counter.dequeue(sequence.tenant)
 
     def to_preempt(self, running: list[Sequence], loading: list[Sequence]) -> list[Sequence]:
-        """Running requests to preempt in a full batch: their tenants exceed their shares, and another is
-        next.
+        """Running requests to preempt in a full batch: their tenants exceed their shares, and another tenant
+        is next.
         """
         if self.in_vain or len(running) + len(loading) < self._max_num_seqs:
             return []
@@ -84,7 +84,7 @@ class Background(Generic[Sequence]):
         self._scheduler, self._adapters = scheduler, adapters
         self._parked: RequestQueue[Sequence] = RequestQueue()
         self._arrived: list[Sequence] = []
-        """Arrived since the last plan."""
+        """Other requests since the last plan."""
         self._others: TenantQueue[Sequence] | None = None
         """Queue of other requests while background requests run."""
 

@@ -76,10 +76,10 @@ class Scheduler(Generic[Sequence]):
         self.clock = clock
         self._limits = limits
         self.held_back = False
-        """True if a request found no slot at the last plan."""
+        """True if a request found no adapter slot at the last plan."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] | None = None
-        """None: all requests need a host."""
+        """None: all requests of the step need a host."""
 
     @property
     def num_waiting(self) -> int:
@@ -89,7 +89,7 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_deferred(self) -> int:
-        """Sequences that wait for bytes or an adapter's slot."""
+        """Sequences of `num_waiting` that wait for bytes or an adapter's slot."""
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
 
     @property
@@ -132,8 +132,8 @@ class Scheduler(Generic[Sequence]):
     def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
         """The next step's work, with reserved pages.
 
-        only: adapters (None: the base model) with computing sequences.  All adapters compute for None, or if
-        no sequence of `only` can.
+        only: the adapters that compute (the base model as None); other sequences keep holds.  Without `only`,
+        or if no sequence of `only` can run, all adapters compute.
         """
         if self.background is not None:
             self.background.turn()
@@ -189,7 +189,7 @@ class Scheduler(Generic[Sequence]):
                 self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 
     def charge(self, sequence: Sequence) -> None:
-        """A token came without a draw of a step."""
+        """Count a token that no step has drawn."""
         self._num_sampled += 1
         if self.tenants is not None:
             self.tenants.counter.decode(sequence.tenant, sequence.share)
@@ -199,7 +199,7 @@ class Scheduler(Generic[Sequence]):
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence from any queue."""
+        """Remove an ended or aborted sequence from any queue."""
         if self.tenants is not None:
             self.tenants.in_vain = False
         for group in (self.running, self.loading):
@@ -222,7 +222,7 @@ class Scheduler(Generic[Sequence]):
             self._preempt(self.running[-1])
 
     def restart(self, sequence: Sequence) -> None:
-        """Put back a started sequence, for a change of adapter."""
+        """Put back a running or loading sequence; the adapter may change then."""
         self._told = []
         if sequence in self.running:
             self._preempt(sequence)
@@ -264,7 +264,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int] | None:
-        """Shares for prompts of loading adapters; None: no other requests."""
+        """Tokens of the step for each prompt of a loading adapter; None: no other requests."""
         if not self._has_warm():
             return None
         from moe_lora.policies.admission.host_start import fair_shares

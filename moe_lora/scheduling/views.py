@@ -18,9 +18,9 @@ from moe_lora.policies.admission import admission
 class Waits:
     """Times before the first step, in seconds of the scheduler's clock.
 
-    admitted_s: plan of the first step.  loading_s: start of the wait for bytes.  adapter_s: arrival of the
-    adapter. adapter_load_s, kv_load_s: waits for adapter, then history.  held_back_s: start of the wait for a
-    slot.
+    admitted_s: plan of the first step.  loading_s: start of the wait for bytes; None: no wait.  adapter_s:
+    arrival of the adapter; None: not yet. adapter_load_s, kv_load_s: waits for adapter, then history.
+    held_back_s: start of the wait for a slot.
     """
 
     admitted_s: float | None = None
@@ -33,15 +33,15 @@ class Waits:
 
     @property
     def is_held_back(self) -> bool:
-        """True from the lack of a slot until the first step."""
+        """True from the lack of an adapter's slot until the first step."""
         return self.held_back_s is not None and self.admitted_s is None
 
     def load(self, now_s: float) -> None:
-        """Adapter and history are held; the bytes may still load."""
+        """Record that adapter and history are held; the bytes may still load."""
         self.loading_s, self.adapter_s = now_s, None
 
     def loaded(self, now_s: float) -> None:
-        """Adapter and history are on the device; loads after a preemption don't count."""
+        """Record adapter and history on the device; loads after a preemption don't count."""
         if self.admitted_s is None and self.loading_s is not None and self.adapter_s is not None:
             self.adapter_load_s += self.adapter_s - self.loading_s
             self.kv_load_s += now_s - self.adapter_s
@@ -159,8 +159,8 @@ class Adapters(Protocol[Adapter]):
     def acquire(self, adapter: Adapter, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        again: the request held the adapter before.  num_tokens: orders the layers if host workers compute the
-        first.
+        NO_ROOM: not held.  again: the request held the adapter before.  num_tokens: orders the layers if host
+        workers compute the first.
         """
         ...
 
@@ -173,7 +173,7 @@ class Adapters(Protocol[Adapter]):
         ...
 
     def pays_on_host(self, adapter: Adapter, num_tokens: int, on_host: int) -> bool:
-        """True if host workers compute these prompt tokens sooner.
+        """True if host workers compute these prompt tokens sooner than the device after the load.
 
         on_host: the workers' other tokens in the step.
         """

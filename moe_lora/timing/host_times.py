@@ -44,7 +44,8 @@ class LinkTime(NamedTuple):
 class CacheCosts:
     """Costs of restoring bytes or KV.
 
-    attention_s_per_token2: per token and earlier token; wait_s: a request's fixed loss by missing nodes.
+    transfer_bytes_per_s: host to device.  transfer_s: latency of a copy.  disk_bytes_per_s: files to device.
+    attention_s_per_token2: per token and earlier token.  wait_s: a request's fixed loss by missing nodes.
     """
 
     page_bytes: int
@@ -154,7 +155,7 @@ class HostTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ColdAdapter:
-    """An adapter outside the device.  targets None: all modules."""
+    """An adapter absent from the device.  targets None: all modules."""
 
     lora_rank: int
     num_bytes: float

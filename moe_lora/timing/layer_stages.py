@@ -25,7 +25,7 @@ def decode_layer_s(
 
 
 def with_deltas_s(profile: StepProfile, base_s: float, delta_s: float, *, remote: bool) -> float:
-    """Seconds of a base GEMM and its deltas."""
+    """Seconds of a base GEMM with deltas, beside or after."""
     return max(base_s, delta_s) if remote and profile.overlap else base_s + delta_s
 
 

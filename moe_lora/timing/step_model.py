@@ -138,9 +138,8 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
 class StepModel:
     """Times of decode and prefill steps of one base model, machine and LoRA kernel.
 
-    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and bad
-    coefficients.
-    Source: Toppings, section 5 and equation 2.
+    decode_s, prefill_s: seconds per unit of each feature.  Raises ConfigError for unknown features and
+    negative or nonfinite coefficients.  Source: Toppings, section 5 and equation 2.
     """
 
     kernel: str
@@ -187,11 +186,12 @@ class StepModel:
 
 
 FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
-"""Reads and writes: W, W_a, and the products; the originals, and W."""
+"""Passes over the changed weights: for a merge W, W_a and the products; for an unmerge the originals and W.
+"""
 
 
 def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
-    """Bytes per rank of an adapter on all usual sites: dense, experts."""
+    """Bytes of an adapter per LoRA rank, on all usual sites: of dense sites, and of all experts."""
     parts = [0, 0]
     for site in map(shape.site, shape.default_targets):
         features = sum(site.in_features + out for out in site.out_features)
@@ -246,10 +246,10 @@ def change_count(counts: Counter[Key], key: Key, change: int) -> None:
 class TransformerTime:
     """step = fixed_s + max(FLOPs / flops_per_s, bytes / bytes_per_s) (roofline) + delta_row_s per delta.
 
-    FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and attended token.
-    Bytes: weights once, attended KV of decode rows, each used adapter once.
-    flops_per_s, bytes_per_s: reached, not peak; of all the instance's devices.
-    delta_row_s: a decode row's deltas in all layers; prompt_delta: factor for a prompt row.
+    FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and attended token.  Bytes: weights
+    once, attended KV of decode rows, each used adapter once.  dtype_bytes: per weight, the mean of mixed
+    formats.  flops_per_s, bytes_per_s: reached, not peak; of all the instance's devices.  delta_row_s: a
+    decode row's deltas in all layers; prompt_delta: factor for a prompt row.
     """
 
     num_params: float
@@ -271,7 +271,9 @@ class TransformerTime:
         adapter_bytes: float,
         num_deltas: float = 0.0,
     ) -> float:
-        """Seconds of a step.  attended: pairs of a row and an attended token.  decode_context: context tokens
+        """Seconds of a step.
+
+        num_tokens: its rows.  attended: pairs of a row and an attended token.  decode_context: context tokens
         of all decode rows.  num_deltas: of all rows, through all layers.
         """
         if not num_tokens:

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADS = 3
-"""Failed loads in a row before requests end."""
+"""Failed loads in a row before the adapter's requests end."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PASSING = (OSError, StorageError, AdapterError, PeerGoneError, PeerUnreachableError, SignalTimeoutError)
-"""Maybe temporary causes."""
+"""Causes of failed loads that may be temporary."""
 
 
 @dataclass(eq=False)
@@ -89,9 +89,11 @@ class AdapterStore:
     """
 
     on_change: Callable[[], None] | None = None
-    """Called from another thread when a request may start."""
+    """Called from another thread when a waiting request may start."""
     on_failure: Callable[[str, Exception], None] | None = None
-    """Called from another thread with another process's error; the next `keep` serves the adapter again."""
+    """Called from another thread with a failed adapter's content hash and another process's error; the next
+    `keep` serves the adapter again.
+    """
 
     def __init__(
         self,
@@ -114,16 +116,16 @@ class AdapterStore:
 
     @property
     def leases(self) -> LeasedAdapters | None:
-        """As a LoRA Server's client."""
+        """This store as a LoRA Server's client, if any."""
         return None
 
     @property
     def pool(self) -> PoolAdapters | None:
-        """As a part of the pool."""
+        """This store as a part of the pool, if any."""
         return None
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """The slow part of a later `keep`, for another thread.  Raises CapacityError."""
+        """The slow part of a later `keep`, for another thread.  Raises CapacityError likewise."""
         if self._store is not None:
             return _stored(packed, self._store)
         if self._in_files:
@@ -229,7 +231,7 @@ class ShardSizes:
         self._all_kept = all(entries.all() for entries in kept) and shard is None
 
     def is_computed_here(self, packed: PackedAdapter) -> bool:
-        """True for pairs on head or embedding, and scaled columns: host workers don't compute these."""
+        """True for pairs on head or embedding, and scaled columns: no host worker computes these."""
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:

@@ -43,7 +43,7 @@ class LeasedAdapters(AdapterStore):
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
-        """To restore the server's host store after a loss."""
+        """By content hash, to restore the server's host store after a loss."""
         self._leases = server.leases(self._take, self._fail)
 
     @property
@@ -59,7 +59,10 @@ class LeasedAdapters(AdapterStore):
         """No effect: the server's host store serves all instances."""
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store.  Raises CapacityError."""
+        """Mapped from the server's host store.
+
+        Raises CapacityError for an adapter beyond the server's capacity.
+        """
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
         try:

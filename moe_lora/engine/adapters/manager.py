@@ -77,8 +77,8 @@ class AdapterManager:
     ) -> AdapterVersion:
         """Serve `packed` under its name from now on; a new version keeps the pin.
 
-        version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`
-        unless failed, CapacityError.
+        version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`,
+        unless that adapter failed; CapacityError for an adapter that can never fit.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -178,7 +178,8 @@ class AdapterManager:
     def acquire(self, adapter: AdapterVersion, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, and start its load if absent.
 
-        NO_ROOM: not held; a lease that came meanwhile stays.  again: the request held the adapter before.
+        NO_ROOM: not held for lack of room; a lease that came meanwhile stays.  again: the request held the
+        adapter before.
         """
         adapter.asker = self._cache.asker
         if self.leases is not None and not adapter.leaseless:
@@ -242,7 +243,7 @@ class AdapterManager:
         )
 
     def hold_merged(self, adapter: AdapterVersion) -> bool:
-        """Keep a ready adapter on the device for a merge, if ready."""
+        """Keep a ready adapter on the device for a merge; False if not ready."""
         if not self.is_ready(adapter):
             return False
         self._cache.hold(adapter.uid, self._clock.now_s(), again=True)
@@ -271,7 +272,10 @@ class AdapterManager:
         return not adapter.leaseless
 
     def clear_history(self, names: Callable[[str | None], bool]) -> None:
-        """Make cached prefixes unfindable.  names: of the base model with None."""
+        """Make the cached prefixes of these adapters unfindable.
+
+        names: called with None for the base model.
+        """
         found = [uid for uid, adapter in self.versions.items() if names(adapter.name)]
         self._cache.clear_history([*found, None] if names(None) else found)
 
@@ -342,7 +346,7 @@ class AdapterManager:
         return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
 
     def _admit(self, adapter: AdapterVersion) -> None:
-        """Admit an adapter; sets the kept form.  Raises CapacityError."""
+        """Admit an adapter; `adapter.packed` becomes the kept form.  Raises CapacityError."""
         with ExitStack() as undo:
             layer_pages = self._sizes.layer_pages(adapter.packed)
             adapter.num_pages = sum(layer_pages)

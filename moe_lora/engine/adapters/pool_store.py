@@ -42,7 +42,7 @@ _SPARE_FILES = 48
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An adapter with tensors in a window."""
+    """An adapter with tensors in a window of this process."""
 
     packed: PackedAdapter
     window: Window
@@ -51,8 +51,8 @@ class Held:
 class PoolAdapters(AdapterStore):
     """`AdapterStore` with local bytes for some adapters only.
 
-    `keep` holds an adapter with bytes in a window.  Without bytes only the facts are kept; each use fetches
-    the bytes. `fetch_held` and `hold` lead from the second state to the first, `drop` back.  The engine's
+    `keep` holds an adapter's bytes in a window.  Of an adapter without bytes only the facts are kept, and
+    each use fetches the bytes.  `fetch_held` and `hold` add the bytes later, `drop` drops them.  The engine's
     thread calls all but `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and readers.
     """
 
@@ -145,7 +145,7 @@ class PoolAdapters(AdapterStore):
         return PoolEntry(info=info, facts=facts_of(packed), source=self.source(packed.content_hash))
 
     def hold(self, held: Held) -> None:
-        """Hold the result of `prepare` or `fetch_held`, once."""
+        """Hold the result of `prepare` or `fetch_held`, unless already held."""
         content_hash = held.packed.content_hash
         if self._held.setdefault(content_hash, held) is not held:
             held.window.free()

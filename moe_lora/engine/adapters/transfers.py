@@ -82,7 +82,7 @@ class Mover(threading.Thread):
     def _take_one(self) -> bool:
         """Execute the next order; False at the end.
 
-        A separate method: waiting must keep no adapter's memory.
+        A separate method: a waiting thread must keep no reference to an adapter's memory.
         """
         order = self._orders.get()
         if order is None or self._closing.is_set():
@@ -143,7 +143,7 @@ class Transfers:
         self.on_bring: Callable[[AdapterVersion], None] = lambda adapter: None
         """Called at the start of a load."""
         self.on_load: Callable[[AdapterVersion, Exception | None], None] = lambda adapter, error: None
-        """Called at the end of a load."""
+        """Called at the end of a load, with the error of a failed load."""
         self._cache = cache
         self._host_loads = manager.host_loads
         self._adapters = manager.versions
@@ -212,7 +212,7 @@ class Transfers:
         self._send()
 
     def wait_for_adapters(self) -> bool:
-        """Wait for all loads, if any."""
+        """Wait for all loads; True if an adapter was loading."""
         waited = False
         while any(self._under_way.values()):
             time.sleep(LOOK_S)

@@ -31,13 +31,13 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request; its stream ends with "abort".  Unknown ids are ignored."""
+        """Stop a request; its stream ends with finish_reason "abort".  Unknown ids are ignored."""
         ...
 
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """Run a verb by name, and return its result.
 
-        Raises the verb's errors, ValueError for an unknown verb, TypeError.
+        Raises the verb's errors, ValueError for an unknown verb, TypeError for wrong arguments.
         """
         ...
 
@@ -51,7 +51,7 @@ class EngineClient(Protocol):
 
 
 class CallableEngine:
-    """An engine with all verbs.  ended: set once the engine is gone."""
+    """An engine with all verbs of `engine.verbs`.  ended: set once the engine is gone."""
 
     ended: threading.Event | asyncio.Event
 

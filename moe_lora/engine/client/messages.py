@@ -74,7 +74,8 @@ class HeldRequest:
 class RequestLoad:
     """A request of an engine.
 
-    waited_s: since arrival; None: computing.  held: under a move.
+    num_left: tokens that the answer may still gain.  num_bytes: of the KV.  waited_s: since arrival; None:
+    computing.  held: under a move.
     """
 
     name: str
@@ -89,7 +90,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """name: the engine's for the request.  target: an instance."""
+    """Order to move a request.  name: the engine's for the request.  target: an instance."""
 
     name: str
     target: str
@@ -109,11 +110,11 @@ REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_
 
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Running requests end, go on to their ends, or gain no tokens until the resume."""
+"""Effects of a pause.  Running requests end, go on to their ends, or gain no tokens until the resume."""
 
 
 SleepPart = Literal["weights", "kv_cache", "scheduling"]
-""""scheduling" wakes up with the last part."""
+"""Parts of an engine that sleep; "scheduling" wakes up with the last part."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ class AliasChange:
 class InstanceFacts:
     """Facts of an engine's process.
 
-    notes: place.  drain, aliases: for a restarted controller.
+    notes: place of the `StepNotes`.  drain, aliases: for a restarted controller.
     """
 
     info: ModelInfo
@@ -302,8 +303,8 @@ class Dead(Message, frozen=True):
 class Beat(Message, frozen=True):
     """A periodic sign of life.
 
-    stuck_s: on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens: of other
-    connections. held_back: a request waits for a slot.
+    stuck_s: time so far on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens: of
+    other connections. held_back: a request waits for an adapter's slot.
     """
 
     stuck_s: float = 0.0

@@ -105,7 +105,7 @@ class ReadNotes:
         self.readable = self._memory is not None
 
     def try_lock(self) -> bool:
-        """Lock the notes for a trial, unless locked."""
+        """Lock the notes for a trial; False if already locked."""
         if self._file is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,7 +65,7 @@ def latent_shape(config: ConfigJson, q_rank: int, nope_dim: int = 128, v_dim: in
 
 
 def latent_scale(config: ConfigJson, nope_dim: int = 128) -> Mapping[str, Any]:
-    """The factor on q @ k, enlarged by a scaled rotation with mscale_all_dim."""
+    """Fields of `ModelSpec`: the factor on q @ k, enlarged by a scaled rotation with mscale_all_dim."""
     size = config.size("qk_nope_head_dim", default=nope_dim) + config.size("qk_rope_head_dim", default=64)
     section = config.section("rope_parameters", "rope_scaling")
     scale = 1.0
@@ -83,7 +83,7 @@ DELTA_TENSORS: Mapping[str, str] = {
     "attention.time_bias.weight": "linear_attn.dt_bias",
     "attention.gated_norm": "linear_attn.norm.weight",
 }
-"""Parameters without a LoRA site, and their tensors."""
+"""A DeltaNet layer's parameters without a LoRA site, and their tensors."""
 _OUT = Place(path="linear_attn.out_proj", site="delta_out")
 INTERLEAVED_DELTA = (
     Place(path="linear_attn.in_proj_qkvz", site="delta_qkvz"),
@@ -157,7 +157,7 @@ def windows_before_full(config: ConfigJson, num_layers: int, step: int, window: 
 def global_heads(config: ConfigJson, windows: tuple[int, ...], head_dim: int) -> GlobalHeads:
     """Heads of the full layers, by global_head_dim and num_global_key_value_heads, or by per_layer_config.
 
-    head_dim: without both keys.  Raises ConfigError for unequal sizes.
+    head_dim: of a config without both keys.  Raises ConfigError for unequal sizes.
     """
     layers = tuple(layer for layer, window in enumerate(windows) if not window)
     k_is_v = config.flag("attention_k_eq_v")

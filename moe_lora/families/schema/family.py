@@ -18,7 +18,7 @@ from .rope import RopeSpec, context_of, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked", "heads"]
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
-"""Limits of sizes of lists."""
+"""Limits, since lists have these lengths."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -35,16 +35,16 @@ class ModelSpec:
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
     weights; None: not normalised.  gate_correction: a stored fp32 bias changes the choice, not the weights.
-    gate_in_fp32: weight and logits.  gate_groups: equal groups of experts; the choice is among the top_groups
-    with the largest sums of group_scores scores.
+    gate_in_fp32: the gate's weight and logits.  gate_groups: equal groups of experts; the choice is among the
+    top_groups with the largest sums of group_scores scores.
 
     dense_beside: shared and routed experts, and the gate, have their own norms; each expert and each layer
     has a scale.
 
     activation: "silu" is silu(gate) * up, "gelu_tanh" gelu(gate) * up, "swigluoai" a clamped form.  unused:
-    beginnings of a checkpoint's tensors without a layer.  attention_multiplier: on q @ k; None: head_dim **
-    -0.5.  rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c of c *
-    tanh(logits / c).  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
+    beginnings of names of checkpoint tensors that belong to no layer.  attention_multiplier: factor on q @ k;
+    None: head_dim ** -0.5.  rounds_multiplier: embedding_multiplier is rounded to the model's dtype.
+    logits_cap: c of c * tanh(logits / c).  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
     """
 
     shape: ModelShape
@@ -97,9 +97,9 @@ class Place:
     parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
     blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers of all
     experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head. interleaved: gate
-    and up alternate in the outputs.  transposed: [E, in, out].  optional_linear: in older transformers only.
-    is_split: True in an adapter's second form alone (Unsloth's linear experts, older names), False in the
-    first alone; None in both.
+    and up alternate in the outputs.  transposed: [E, in, out].  optional_linear: a linear layer in older
+    transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear experts, older
+    names), False in the first alone; None in both.
     """
 
     path: str
@@ -245,19 +245,19 @@ def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 
 
 def dense_layers(config: ConfigJson, layers: Iterable[int]) -> Mapping[str, Any]:
-    """Dense layers among layers with experts."""
+    """Fields of `ModelShape`: dense layers among layers with experts."""
     numbers = tuple(layers)
     return {"dense_layers": numbers, "dense_size": config.size("intermediate_size")} if numbers else {}
 
 
 def shared_and_dense(config: ConfigJson, num_shared: int, layers: Iterable[int]) -> Mapping[str, Any]:
-    """Shared experts of a routed expert's size, and dense layers."""
+    """Fields of `ModelShape`: shared experts of a routed expert's size, and dense layers."""
     shared_size = num_shared * config.size("moe_intermediate_size")
     return {"shared_size": shared_size, **dense_layers(config, layers)}
 
 
 def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
-    """A shared expert behind a gate, dense layers by number or step."""
+    """Fields of `ModelShape`: a shared expert behind a gate, dense layers by number or step."""
     step, named = config.size("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
     dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
     return {
@@ -394,7 +394,7 @@ class Family:
 
 
 def windows_by_type(config: ConfigJson, window: int, kinds: list[str]) -> tuple[int, ...]:
-    """A window for sliding layers.  kinds: without layer_types."""
+    """A window for sliding layers.  kinds: of a config without layer_types."""
     pattern = ("sliding_attention", "full_attention")
     given = config.get("layer_types", default=kinds)
     if not isinstance(given, list) or len(given) != len(kinds) or not all(kind in pattern for kind in given):

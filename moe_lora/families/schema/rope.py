@@ -39,8 +39,8 @@ def rope_spec(
     """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
 
     theta_keys: of the base outside the section.  theta, default, rotary_factor: base, section and
-    partial_rotary_factor of a config without.  Raises ConfigError for an unsupported scaling type or option,
-    or a missing or impossible parameter.
+    partial_rotary_factor of a config without; None: all of head_dim is rotated.  Raises ConfigError for an
+    unsupported scaling type or option, or a missing or impossible parameter.
     """
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
@@ -51,7 +51,7 @@ def rope_spec(
 def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str, Any]]]) -> RopeSpec:
     """Frequencies of each kind of layer, kind after kind.
 
-    kinds: head_dim, and the default section.
+    kinds: head_dim, and the section of a config without rope_parameters.
     """
     frequencies: list[float] = []
     for kind, (head_dim, default) in kinds.items():
@@ -131,7 +131,7 @@ def _proportional(section: ConfigJson, head_dim: int) -> tuple[float, ...]:
 
 
 def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]) -> int:
-    """Positions with one set of frequencies.  LongRoPE has a second set beyond."""
+    """Positions with one set of frequencies.  LongRoPE has a second set beyond its original context."""
     section = _section(config, default)
     if section.get(*TYPE_KEYS, default="default") not in LONGROPE:
         return max_position

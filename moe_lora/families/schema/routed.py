@@ -21,7 +21,7 @@ CORRECTION: Mapping[str, str] = {"mlp.correction.weight": "mlp.gate.e_score_corr
 def gate_groups(
     config: ConfigJson, experts_key: str, chosen_key: str, num_groups: int = 1, top_groups: int = 1
 ) -> Mapping[str, Any]:
-    """n_group and topk_group, with defaults.
+    """Fields of `ModelSpec` for n_group and topk_group, with defaults.
 
     Raises ConfigError for too few experts in groups.
     """
@@ -43,7 +43,7 @@ def gate_groups(
 def corrected_gate(
     config: ConfigJson, scale: float, num_groups: int = 1, top_groups: int = 1
 ) -> Mapping[str, Any]:
-    """Sigmoid scores with a correction, top k within groups, scaled."""
+    """Fields of `ModelSpec`: sigmoid scores with a correction, top k within groups, scaled."""
     return {
         "gate": "sigmoid_topk",
         "gate_norm": 1.0 if config.flag("norm_topk_prob", True) else None,
@@ -61,7 +61,7 @@ def later_layers(config: ConfigJson, *keys: str, num_layers: int) -> tuple[str, 
 
 
 def leading_dense(config: ConfigJson, num_layers: int, num_dense: int, num_shared: int) -> Mapping[str, Any]:
-    """Shared experts, and dense layers by first_k_dense_replace."""
+    """Fields of `ModelShape`: shared experts, and dense layers by first_k_dense_replace."""
     num_dense = min(config.size("first_k_dense_replace", default=num_dense, least=0), num_layers)
     num_shared = config.size("n_shared_experts", default=num_shared, least=0)
     return shared_and_dense(config, num_shared, range(num_dense))
