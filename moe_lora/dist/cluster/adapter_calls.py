@@ -47,7 +47,7 @@ Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
 
 
 def latest_aborts(orders: tuple[AbortOrder, ...]) -> tuple[AbortOrder, ...]:
-    """At most MAX_ABORTS orders, without the oldest by ids."""
+    """At most MAX_ABORTS orders; drops the oldest order by ids, else the oldest."""
     if len(orders) <= MAX_ABORTS:
         return orders
     first = next((one for one in orders if one.scope.ids), orders[0])
@@ -59,10 +59,10 @@ async def ask(
     instances: list[Instance],
     calls: Iterable[Awaitable[Answer]],
 ) -> Answers[Answer]:
-    """Answers of these instances, and errors of refusing instances, from a call per instance.
+    """Answers and errors of these instances, from a call per instance.
 
-    Dead instances leave routing and the result; silent instances leave only the result.
-    Raises EngineDeadError if no instance is left.
+    Dead instances leave routing and the result; silent instances leave only the result.  Raises
+    EngineDeadError if no instance is left.
     """
     clients = [instance.client for instance in instances]
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -123,7 +123,8 @@ async def load_alike(
 class FleetAdapters:
     """Changes the adapters of all instances; a returning instance catches up later.
 
-    A change outlives the caller's cancellation: instances must agree.  pool: chooses holders of each adapter.
+    A change outlives the caller's cancellation: instances must agree.  pool: chooses holders of each adapter;
+    None: all.
     """
 
     def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
@@ -289,8 +290,8 @@ class FleetAdapters:
     async def unload_adapter(self, name: str, only: ServedVersion | None = None) -> None:
         """Refuse new requests for `name` everywhere, and free the adapter at all instances.
 
-        only: this version alone, without a wait for its last request.
-        Raises AdapterNotFoundError for an unserved name or version.
+        only: this version alone, without a wait for its last request.  Raises AdapterNotFoundError for an
+        unserved name or version.
         """
         registry = self.instance_registry
         registry.having(None)

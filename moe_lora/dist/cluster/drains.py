@@ -15,7 +15,7 @@ class Drains:
     """The last order to each instance, by name; the higher number counts.
 
     Front ends and instances remember orders for a later controller.  Undrain orders are kept, since a process
-    may still report the drain before; beyond `MAX_UNDRAINED` an old drain may come back.
+    may still report the drain before; beyond `MAX_UNDRAINED` orders an old drain may come back.
     """
 
     def __init__(self, on_drained: Callable[[frozenset[str]], None] = lambda names: None) -> None:

@@ -97,7 +97,7 @@ class HealthMonitor:
         return self._instance.live and self._instance.client is self._client
 
     def _move_off(self, interval_s: float) -> None:
-        """Repeat: a move may fail, or bring an earlier request."""
+        """Move requests repeatedly: a move may fail, or bring an earlier request."""
         now_s = self._clock.now_s()
         if now_s - self._moved_off_s >= interval_s and self._instance.name in self._instance_registry.drained:
             self._moved_off_s = now_s

@@ -130,7 +130,7 @@ class ConnectionMux:
 
     @verb
     def restart(self) -> None:
-        """End for a restart."""
+        """End this process for a restart."""
         self._restart()
 
     @verb
@@ -147,7 +147,7 @@ class ConnectionMux:
 
     @verb
     def pass_on(self, orders: Sequence[MoveOrder]) -> int:
-        """Send orders to these requests' front ends; returns their number."""
+        """Send orders to these requests' front ends; returns the number of live requests."""
         found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
         for asked, order in found:
             if asked.peer in self._open:

@@ -89,7 +89,7 @@ class Served:
 
     @staticmethod
     def of(adapters: Mapping[str, ServedVersion]) -> Served:
-        """Without unloaded adapters."""
+        """An account without unloaded adapters."""
         return Served(adapters, {name: one.version for name, one in adapters.items()})
 
     def joined(self, other: Served) -> Served:
@@ -121,7 +121,7 @@ class Served:
 
 
 def reason(error: Exception) -> str:
-    """A failed load for clients."""
+    """A failed load in words for clients."""
     return str(error) if isinstance(error, MoeLoraError) else type(error).__name__
 
 
@@ -329,7 +329,7 @@ class InstanceRegistry:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def name_of(self, index: int) -> str:
-        """The name of this index."""
+        """The instance's name, even before its dial-in."""
         return next(name for name, number in self._numbers.items() if number == index)
 
     async def dialled_in(self, condition: Callable[[], object]) -> None:
@@ -391,8 +391,8 @@ class InstanceRegistry:
     ) -> None:
         """Put an instance of another process's controller into routing.
 
-        The controller's holding, else `have`, tells the missing adapters.
-        Raises EngineDeadError after `close`.
+        The controller's holding, else `have`, tells the missing adapters.  Raises EngineDeadError after
+        `close`.
         """
         self._check_open()
         if not self.directed:

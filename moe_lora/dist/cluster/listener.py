@@ -171,8 +171,7 @@ class CatchUp:
 class _Stream(AsyncIterator[TokenOutput]):
     """An engine's outputs of a request; an early close aborts the request.
 
-    The reader sets the awaited future directly, without a generator between.  Beyond max_unread items the
-    request ends with an UnreadError.
+    Beyond max_unread items the request ends with an UnreadError.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in; a close ends only the connection.
 
     Belongs to the connection's event loop.  on_death: called with the adapters at work and the notes.
-    max_unread: per request.
+    max_unread: unread items per request.
     """
 
     ended: asyncio.Event

@@ -26,9 +26,9 @@ WAIT_S = 60.0
 ALONE_S = 30.0
 """Longest wait for a second live instance: a trial needs two."""
 MOST_DEATHS = 2
-"""Deaths of an adapter with earlier tokens: unrelated kills may hit it twice."""
+"""Most deaths of an adapter that has gained tokens: unrelated kills may hit it twice."""
 DEATHS_COUNT_S = 600.0
-"""Older deaths are forgotten."""
+"""Older deaths do not count."""
 _LOOK_S = 0.05
 _PROVEN = "proven"
 

@@ -67,7 +67,7 @@ class FrameSlots:
         ]
 
     def serve(self, slot: int, compute: Compute) -> None:
-        """Answer the slot's pending use in place, or refuse unless `compute` is DONE.
+        """Answer the slot's pending use in place, or refuse unless `compute` returns DONE.
 
         One thread serves at a time.
         """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The remote LoraBackend: rows go to the server ranks of their layer and experts.
 
-Legend: T token rows of the step, K experts per token, R rows of an answer.
+Legend: T token rows of the step.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ signal, wait for the answer and add the deltas.
 
 Source: Toppings section 4.2, "Sync-free CPU LoRA invocation".
 
-Legend: P rows of a piece, K experts per token, R rows of an answer.
+Legend: P rows of a piece, R rows of an answer.
 """
 
 from __future__ import annotations

@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSetUp:
-    """A worker's first message.  answers, requests: descriptors of the engine's windows; requests None: a
-    `ServerSession` serves.  owned: the store goes with the engine.
+    """A worker's first message.
+
+    answers, requests: descriptors of the engine's windows; requests None: a `ServerSession` serves.  core
+    None: any.  owned: the store goes with the engine.
     """
 
     name: str

@@ -57,8 +57,8 @@ class HostWorkers:
     """The host workers of one engine process, and their LoraBackend.
 
     store None: a new store in a folder of the engine.  num_tokens: per step in time, over all workers.
-    cores: one per worker.  stream None: the engine's thread waits.
-    Raises EngineDeadError if a worker does not start, ConfigError if the device can't use the frames.
+    cores: one per worker.  stream None: the engine's thread waits.  Raises EngineDeadError if a worker does
+    not start, ConfigError if the device can't use the frames.
     """
 
     def __init__(

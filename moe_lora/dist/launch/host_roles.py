@@ -35,7 +35,7 @@ STOPPED_DEATHS = 2.0
 """A process stopped for this multiple of dead_s is killed."""
 _LOOK_S = 0.5
 _LOOKS = 20
-"""Checks of a stopped process in this time."""
+"""Checks of a stopped process before its kill."""
 
 
 class Started(Message, frozen=True):

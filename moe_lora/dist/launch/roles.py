@@ -41,7 +41,7 @@ _PARENT_S = 0.5
 RESTART_CODE = os.EX_TEMPFAIL
 """Exit code for a restart: torchrun takes 0 for done."""
 RESTART_S = 20.0
-"""Limit for an end by itself."""
+"""Limit for this process to end by itself."""
 LOOK_S, LOOKS = 1.0, 20
 
 

@@ -58,7 +58,8 @@ async def join(
     hear: Hear = ignore,
     pings: Pings = PINGS,
 ) -> Peer:
-    """Connect to a rank.  begin: a first call.  hear: called with the rank's further messages in order.
+    """Connect to a rank.  begin: method and arguments of a first call without an answer.  hear: called with
+    the rank's further messages in order.
 
     Raises LoraServerError without an answer in timeout_s, or on refusal; ConfigError for a bad address.
     """

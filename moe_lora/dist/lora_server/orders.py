@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Orders:
-    """Carries out orders in threads, since the store waits for its loader.
+    """Carries out orders in threads, since the store waits for its loader.  Belongs to one event loop.
 
     need: requests missing content; `regained` or `refused` follows.  Loads retry after transient errors, and
     then end in `ServerAdapterStore.give_up`.

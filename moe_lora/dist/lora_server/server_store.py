@@ -74,9 +74,8 @@ class ServerAdapterStore:
 
     generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
     L] generation of each layer in the arena.  contents: of used slots.  reading: lock for reads of slot table
-    and arena.  led: True if load commands can come.
-    Loads interleave by layer (InfiniLoRA section 5.3); layer_wise False loads whole adapters in sequence.
-    Raises ConfigError without the memory.
+    and arena.  led: True if load commands can come.  Loads interleave by layer (InfiniLoRA section 5.3);
+    layer_wise False loads whole adapters in sequence.  Raises ConfigError without the memory.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ServerAdapterStore:
         self.on_tables: Callable[[], None] = lambda: None
         """Called on changes of `generation` or `loaded`, with old content intact or new content there."""
         self.on_failure: Callable[[str, int, Exception], None] = lambda content_hash, generation, error: None
-        """Called, from any thread, for a failed load."""
+        """Called, from any thread, with content hash, generation and error of a failed load."""
         self._link = None if load_bytes_per_s is None else LinkTime(load_bytes_per_s)
         self._layer_wise = layer_wise
         self.arena = _allocate(memory.num_pages[server_rank] * memory.page_bytes, device)

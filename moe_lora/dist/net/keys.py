@@ -74,8 +74,8 @@ def keys_of(cluster: ClusterConfig) -> Keys | None:
 def make_keys(folder: Path) -> Keys:
     """Make a cluster's authority and member certificate in a private folder.
 
-    AUTHORITY_KEY signs more members and may stay offline.
-    Raises ConfigError for existing certificates, an unwritable folder, or no openssl.
+    AUTHORITY and MEMBER go to every host; AUTHORITY_KEY signs more members and may stay offline.  Raises
+    ConfigError for existing certificates, an unwritable folder, or no openssl.
     """
     made = [folder / name for name in (AUTHORITY, AUTHORITY_KEY, MEMBER)]
     for path in made:

@@ -28,7 +28,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
 
 
 class Hello(Message, frozen=True):
-    """The first message of a session, readable for all versions except the payload."""
+    """The first message of a session, readable for all versions except the payload.
+
+    name, epoch: of the dialling process and its incarnation.
+    """
 
     listener: str
     version: int

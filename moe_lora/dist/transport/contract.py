@@ -172,7 +172,10 @@ class Window(ABC):
         self.words.set(signal, value)
 
     def free(self) -> None:
-        """Free the window: peers' later puts raise PeerGoneError, at the latest in quiet.  Idempotent."""
+        """Free the window: peers' later puts raise PeerGoneError, at the latest in quiet, or change nothing.
+
+        Idempotent.
+        """
         if self._owner.forget(self):
             self.discard()
 

@@ -55,10 +55,9 @@ class AnswerRows(NamedTuple):
     """Rows of deltas, and their owners.
 
     rows: [R, N], a place of the window; row r is of token r // top_k.  token_slots: [T] int32, -1 = no slot.
-    ids: [T, top_k] int32, None at a dense site; only first_expert to end_expert - 1 are put.
-    frame: the step's, with requested generations.
-    generation: [M] int64 of the slots now; a row with a newer slot counts as missing.  missing: [1] int64,
-    initial count.  state: [1] int64; a bit of `over` stops all puts.
+    ids: [T, top_k] int32, None at a dense site; only first_expert to end_expert - 1 are put.  frame: the
+    step's, with requested generations.  generation: [M] int64 of the slots now; a row with a newer slot
+    counts as missing.  missing: [1] int64, initial count.  state: [1] int64; a bit of `over` stops all puts.
     """
 
     rows: torch.Tensor

@@ -3,8 +3,8 @@
 
 Optional: pip install 'moe-lora[nixl]'.  Waiters collect notifications and raise the local words.  NIXL's
 progress thread burns a core and is off: connections, and puts between hosts (TCP), progress only while the
-target waits or puts.  UCX reads variables, e.g. UCX_TLS=tcp,self.  With Debian's Open MPI, UCX_MODULES=cma
-avoids a crash at exit.  A header page precedes each window's data; attach and `quiet` read it.
+target waits or puts.  With Debian's Open MPI, UCX_MODULES=cma avoids a crash at exit.  A header page precedes
+each window's data; attach and `quiet` read it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ _NOTICE = struct.Struct("<qqQ")
 # Kept for the process's life: peers may still write there.
 _discarded: list[NixlWindow] = []
 _SPIN_S = 200e-6
-# A pause is a share of the time waited.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
@@ -85,7 +84,7 @@ class NixlWindow(Window):
         return self.words.read(signal)
 
     def discard(self) -> None:
-        """Return the pages but keep the addresses registered: a late put does no harm."""
+        """Return the pages but keep the addresses registered: late puts do no harm, views read zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self._memory[_FREED_OFFSET] = 1
         _discarded.append(self)

@@ -2,9 +2,8 @@
 """Puts issued by the GPU: NVSHMEM through torch's symmetric memory, as torch.distributed backend "ibgda".
 
 Two streams of one process have put on an H200 (docs/results/gpu.md); two GPUs NEVER RAN: `alloc` requires a
-successful put between neighbours.  Tests run the kernels in Triton's interpreter with stand-in calls.
-
-Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own put_signal does nothing).
+successful put between neighbours.  Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's
+own put_signal does nothing).
 """
 
 from __future__ import annotations

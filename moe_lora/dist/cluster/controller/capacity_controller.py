@@ -124,7 +124,7 @@ class CapacityController:
     async def _until(
         self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
     ) -> ServerState:
-        """The first fulfilling state.  Raises LoraServerError(problem) after limit_s."""
+        """The first state that fulfils the condition.  Raises LoraServerError(problem) after limit_s."""
         try:
             with fail_after(limit_s):
                 while True:

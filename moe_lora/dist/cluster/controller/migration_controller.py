@@ -270,7 +270,7 @@ async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]
 def make_migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
 ) -> MigrationController:
-    """By the file's settings."""
+    """The controller by the file's settings."""
     return MigrationController(
         cluster.front_end,
         instance_registry,

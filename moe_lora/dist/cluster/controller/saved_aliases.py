@@ -35,7 +35,7 @@ def save(served: ServedRegistry, name: str, alias: Alias, paths: Mapping[str, st
     """Keep the alias, or forget a removed alias.  False if a later start lacks some of its adapters.
 
     `loaded` keeps the registry's versions of plainly named adapters: a later start may serve another version.
-    The number is less by 1: a living instance's alias, with its pins, is later.  Raises RegistryError.
+    The saved number is one less: a living instance's alias, with pins, is later.  Raises RegistryError.
     """
     registry = served.registry
     versions = {one: _version_of(registry, one, paths.get(one)) for one in targets(alias)}
@@ -78,7 +78,7 @@ class SavedAliases:
         self.adapters: dict[str, str] = {}
 
     def load(self, found: dict[str, bytes]) -> None:
-        """Add aliases; without its adapter an alias is logged, without its second settled."""
+        """Add aliases; log an alias without its adapter, and settle one without its second."""
         for name, text in found.items():
             before = set(self.adapters)
             try:
