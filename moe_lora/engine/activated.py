@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of activated LoRAs: the adapter starts at the last invocation tokens of the prompt.
 
-Earlier rows and KV are the base's, shared by all requests. Source: aLoRA (arXiv 2504.12397); peft,
+Earlier rows and KV are the base's, shared by all requests.  Source: aLoRA (arXiv 2504.12397); peft,
 tuners/lora/variants.py, calculate_alora_offsets.
 """
 

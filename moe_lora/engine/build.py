@@ -72,7 +72,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 
 
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
-    """Run `work` in a separate thread; returns the result or raises the error.
+    """Run `work` in a separate thread.
 
     OpenMP keeps workers for each thread, and steps run in another: with two workers per core, decode steps
     took up to twice as long.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StepUnderWay(NamedTuple):
-    """A launched step; a token for each sequence."""
+    """A launched step.  drawn: a token for each sequence."""
 
     sequences: list[Sequence]
     drawn: Drawn

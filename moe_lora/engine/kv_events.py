@@ -2,7 +2,7 @@
 """vLLM's events of cached prefixes over ZeroMQ, for routers that send prompts to their prefixes.
 
 Messages of vLLM 0.33's `distributed.kv_events`: PUB [topic, number, batch], and a ROUTER that repeats late
-batches. Readers: llm-d, AIBrix, Dynamo.
+batches.  Readers: llm-d, AIBrix, Dynamo.
 """
 
 from __future__ import annotations

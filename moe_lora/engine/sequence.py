@@ -29,9 +29,9 @@ class Sequence:
 
     tokens[:num_computed] have KV in `table`.  A last token below 0 is unknown: the running step draws it.
     base_tokens: first tokens with the base's KV, before an activated adapter.  unshared: computed on weights
-    with another adapter. seed: None: greedy.  problem: ends the request.  kept: held with the first token and
-    all KV.  record: of the prompt's report until the first token, or of all tokens' experts.  Further flags:
-    see `Schedulable`.
+    with another adapter.  seed: None: greedy.  problem: ends the request.  kept: held with the first token
+    and all KV.  record: of the prompt's report until the first token, or of all tokens' experts.  Further
+    flags: see `Schedulable`.
     """
 
     request: GenerateRequest

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Steps = Generator[Future[Any] | Callable[[], bool], Any, Result]
-"""Waits for another thread's future, or for a condition between steps."""
+"""A verb that waits for another thread's future, or for a condition between steps."""
 Sources = Sequence[bytes]
 """Descriptors of windows, in order of preference."""
 

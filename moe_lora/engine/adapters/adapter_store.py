@@ -85,7 +85,7 @@ class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
     in_files: files private to this process.  before_removal: returns once no process will open the file;
-    None: files stay. host: workers that read the store; closed with this object.
+    None: files stay.  host: workers that read the store; closed with this object.
     """
 
     on_change: Callable[[], None] | None = None

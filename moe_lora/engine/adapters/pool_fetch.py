@@ -54,7 +54,7 @@ class LayerReader:
     """The layers of one adapter, from the first working source.
 
     sources: windows in order of preference.  A failed source is replaced even in the middle: all sources hold
-    equal bytes. For one thread.
+    equal bytes.  For one thread.
     """
 
     def __init__(

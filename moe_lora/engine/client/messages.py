@@ -304,7 +304,7 @@ class Beat(Message, frozen=True):
     """A periodic sign of life.
 
     stuck_s: time so far on one step or command; 0: idle.  num_running, num_waiting, outstanding_tokens: of
-    other connections. held_back: a request waits for an adapter's slot.
+    other connections.  held_back: a request waits for an adapter's slot.
     """
 
     stuck_s: float = 0.0

@@ -84,7 +84,7 @@ class Merging:
         self._errors = RoundingErrors(runner.merged)
         self._logged: set[str] = set()
         self._carried: AdapterVersion | None = None
-        """Partly or fully merged."""
+        """The partly or fully merged adapter."""
         self._pieces: list[Piece] = []
         self._num_in = 0
         self._batching = Batching()

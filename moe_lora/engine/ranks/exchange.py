@@ -6,8 +6,7 @@ Legend: T token rows, K experts per token, N output width, P ranks.
 Expert rows are moved, never added up: each rank sums the same bits in the same order as a rank with all
 experts.
 
-- `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and as many out with even
-routing.  Counts need no message.
+- `RowExchange` (CPU) sends a rank's rows to every rank: T*K*(P-1)/P rows in and out with even routing.
 
 - `ReduceExchange` (CUDA) sums all T*K rows as integers, with one nonzero summand each: exact, at twice the
 bytes.  Sizes don't depend on the ids, so a CUDA graph can hold the exchange.
@@ -174,7 +173,7 @@ class RankSums:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """None: the rank has all experts, or whole sums."""
+    """A rank's exchanges; None: the rank has all experts, or whole sums."""
 
     experts: ExpertExchange | None = None
     sums: Sums | None = None
@@ -217,7 +216,7 @@ def open_group(
 ) -> Backend:
     """A group of an instance's ranks, apart from the default group.
 
-    rendezvous: a path unique to the instance.  Raises EngineDeadError.
+    rendezvous: a path unique to the instance.  Raises EngineDeadError for an absent rank.
     """
     try:
         return _opened(

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MEET_TIMEOUT_S = 60.0
-"""Ranks connect only: none computes."""
+"""Time to connect the ranks; none computes meanwhile."""
 STOPPED_S = 20.0
-"""Longest stop (SIGSTOP) of a follower, then killed.
+"""Time until a stopped (SIGSTOP) follower is killed.
 
 Below `heartbeat_dead_s`: a stopped follower would outlive a killed rank 0.
 """
 _LOOK_S = 0.5
 HOST_STORE = "adapters"
-"""Packed adapters."""
+"""Folder of packed adapters in an instance's directory."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def model_of(shape: ModelShape, dtype: torch.dtype, weights: str = "none") -> dict[str, int | str]:
-    """A model's sizes, for times.  weights: the weight format."""
+    """Sizes of a model on which times depend.  weights: the weight format."""
     sizes: dict[str, int | str] = {name: getattr(shape, name) for name in _SHAPE}
     return sizes | {"dtype": str(dtype).removeprefix("torch."), "weights": weights}
 
@@ -55,7 +55,7 @@ class HostSettings:
     rule: HostStart | None = None
 
     def loads(self, max_num_batched_tokens: int) -> HostLoads:
-        """Decides when prompts begin."""
+        """Decides when prompts begin on the workers."""
         return HostLoads(self.rule, max_num_batched_tokens)
 
     def workers(self, rank: Rank, store: HostStore | None) -> HostWorkers | None:

@@ -113,7 +113,7 @@ class Rank:
         )
 
     def free_bytes(self) -> int:
-        """Free memory for this rank; CPU ranks share."""
+        """Free memory for this rank; on CPU the ranks share."""
         free = free_bytes(self.device, most_sharers(self.config))
         return free // self.config.num_ranks if self.device.type == "cpu" else free
 

@@ -90,7 +90,7 @@ class ExecutionContext:
             self._begun.pop((layer, site))(y)
 
     def deltas_before(self, layer: int, site: int) -> Deltas | None:
-        """A begun site's deltas, for a base layer that adds them."""
+        """A begun site's deltas, for a base layer that adds them; None: `lora_add_to` adds them."""
         begun = self._begun.get((layer, site))
         deltas = begun.alone() if isinstance(begun, LocalDeltas) else None
         if deltas is not None:

@@ -25,7 +25,7 @@ from .sampler import Take
 NUM_COMPILED = 64
 """Compiled grammars kept."""
 MAX_COMPILED_CHARS = 1 << 20
-"""A large grammar takes tens of megabytes."""
+"""Limit of kept grammars' texts: a large grammar takes tens of megabytes."""
 NUM_THREADS = 2
 SLOW_S = 0.005
 """The step does not wait for a slower mask."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen experts of a request's tokens, for router replay.
 
-Such a step runs without compiled code and graphs. Legend: T token rows, N noted rows, L layers with experts,
+Such a step runs without compiled code and graphs.  Legend: T token rows, N noted rows, L layers with experts,
 K chosen experts of a token.
 """
 

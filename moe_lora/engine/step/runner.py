@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a scheduled step into tensors and runs the model.
 
-Legend: T token rows, S sequences, B blocks of the longest sequence.
+Legend: T token rows, S sequences.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ModelRunner:
     decode_buckets: padded batch sizes; empty: no padding.  announce: called with each batch before the
     compute, for other ranks.  site_sources: of each site's deltas; LOCAL becomes HOST for loading adapters.
     present: loaded layers of all ranks, for a common choice of sources; None: one rank, or no host worker.
-    pushed: serves leased rows of some steps. outer: called at the first deltas of embedding or head.
+    pushed: serves leased rows of some steps.  outer: called at the first deltas of embedding or head.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def schedules_ahead(
 ) -> bool:
     """True if steps are launched before the last step's tokens are read.
 
-    None: as the settings, "auto" is off.  Raises ConfigError if required but impossible.
+    host, merges None: by the settings, with "auto" as off.  Raises ConfigError if required but impossible.
     """
     host = config.host_workers not in (0, AUTO) if host is None else host
     merges = config.batching not in ("unmerged", AUTO) if merges is None else merges

@@ -26,7 +26,7 @@ _ALIGN_BYTES = 64
 
 
 RANK_STEP = 64
-"""Bounds of ranks are multiples, like workspaces."""
+"""Bounds of ranks are multiples of this, like workspaces."""
 Place: TypeAlias = tuple[int, int]
 """Source and group of sites."""
 
@@ -96,7 +96,10 @@ class StepBatch:
         return self
 
     def through(self, buffer: StepBuffer, bounds: StepBounds | None = None) -> StepBatch:
-        """The batch on the buffer's device, with the slots of its rows."""
+        """The batch on the buffer's device, with the slots of its rows.
+
+        bounds None: the step's own lengths.
+        """
         tables, slots = self.tables, self.routing.slots_here() | self.routing.frames_pushed()
         lengths = (tables.query_start, tables.seq_lens)
         arrays = [self.tokens, self.positions, self.live, self.logit_rows, *lengths, tables.block_tables]

@@ -146,7 +146,7 @@ class StepGraphs:
     def _shape(
         self, rows: int, context: int, places: tuple[Place, ...], *, decode: bool = False
     ) -> GraphShape:
-        """Of sequences without shared pages.  With prompts, padding rows have a sequence."""
+        """The shape for sequences without shared pages.  With prompts, padding rows have a sequence."""
         shape = GraphShape(rows, 0 if decode else min(rows, self._max_sequences) + 1, context, 0, places)
         return shape._replace(tokens=min(shape.sequences * context, self._kv_tokens))
 

@@ -143,7 +143,7 @@ class StateCache(UnifiedCache):
         return tail
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """As `UnifiedCache.grow`, for the state, and for snapshots if there is room."""
+        """As `UnifiedCache.grow`, for the state too, and for snapshots if there is room."""
         assert isinstance(table, StateTable)
         self._drop_kept(table)
         if not table.state:
@@ -375,7 +375,7 @@ class SizedContext(ExecutionContext):
         self._full_attention = StepAttention(step, self._full_layout, self._arena)
 
     def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:
-        """By the layer's heads."""
+        """As `ExecutionContext.paged_attention`, by the layer's heads."""
         if layer in self._numbers:
             return super().paged_attention(self._numbers[layer], *operands)
         assert self._full_attention is not None, "begin_step comes first"

@@ -52,7 +52,7 @@ class AdapterText:
     vocabulary: str | None
 
     def remark(self, *, used: bool) -> str | None:
-        """The differences and the effect in a line.  used: with the option."""
+        """The differences and the effect in a line; None without a difference.  used: with the option."""
         found = ["a chat template"] if self.templates else []
         if self.eos_tokens is not None:
             own, base = self.eos_tokens

@@ -62,7 +62,7 @@ class TemplateFieldError(ValueError):
 
 
 class ContentForms:
-    """The fit forms by role.  render: ValueError for a failure."""
+    """The forms of content that fit a template, by role.  render: ValueError for a failure."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -73,9 +73,9 @@ class ContentForms:
             self.fit(role, {})
 
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
-        """The fit forms for this role; empty: unknown.
+        """The forms that fit for this role; empty: unknown.
 
-        variables: used if the template fails without.
+        variables: used if the template fails without them.
         """
         found = self._kept((role,), {})
         return found if found or not variables else self._kept((role, *sorted(variables)), variables)
@@ -285,7 +285,7 @@ class _Template:
         return None
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Raises ValueError: foreign code raises anything."""
+        """Raises ValueError for any failure: templates are foreign code."""
         from jinja2 import TemplateError
 
         try:

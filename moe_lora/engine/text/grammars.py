@@ -110,7 +110,7 @@ def _uncompiled(problem: str) -> ValueError:
 def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
     """The vocabulary as bytes.  ends: tokens that end an answer."""
     size, backend = max(vocab_size, tokenizer.vocab_size), tokenizer.backend
-    # Without an end token, a number beyond the vocabulary ends.
+    # Without an end token, a number beyond the vocabulary stands for the end.
     found = list(ends) or [size]
     try:
         return LLTokenizer(backend.to_str(), n_vocab=size + (not ends), eos_token=found)

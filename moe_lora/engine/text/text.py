@@ -246,7 +246,7 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Return the part of a run of invalid bytes that later tokens cannot change.
+        """The part of a run of invalid bytes that later tokens cannot change.
 
         If the texts of two halves add up to the whole, no character spans the cut.
         """

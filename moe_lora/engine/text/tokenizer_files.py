@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields with defaults of requests."""
+"""Fields that become defaults of requests."""
 NEUTRAL: dict[str, Any] = {
     "diversity_penalty": 0,
     "do_sample": True,
@@ -208,7 +208,7 @@ class ChatSettings(NamedTuple):
         return {"default": _text(Path(given))}
 
     def variables(self) -> dict[str, Any]:
-        """Raises ConfigError for a text other than a JSON object of free names."""
+        """Name -> value.  Raises ConfigError for a text other than a JSON object of free names."""
         if self.template_kwargs is None:
             return {}
         from .chat_template import RESERVED
