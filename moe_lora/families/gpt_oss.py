@@ -2,7 +2,7 @@
 """GPT-OSS: attention sinks, every other layer with a window, biases, experts in MXFP4.
 
 Unsloth trains 4-bit models with a linear layer for each expert: gate_up_projs.{e} is [2F, H] with gate in
-even and up in odd rows. Source: unsloth_zoo, temporary_patches/gpt_oss.py (GptOssExperts, GptOssTopKRouter).
+even and up in odd rows.  Source: unsloth_zoo, temporary_patches/gpt_oss.py (GptOssExperts, GptOssTopKRouter).
 """
 
 from __future__ import annotations

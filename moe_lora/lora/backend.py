@@ -91,9 +91,8 @@ class RoutedBackend(LoraBackend):
     """LoraBackend that sends each row, at each site, to its source's backend.
 
     backends: in the order of `begin`, remote first; a negated source has the subtracting backend.  Sites with
-    subtracted terms sum a row's terms in fp32 and round once.
-    present: [slots, layers] bool, layers on this device; None: no HOST source.
-    num_taken_over: HOST rows computed here, once per layer.
+    subtracted terms sum a row's terms in fp32 and round once.  present: [slots, layers] bool, layers on this
+    device; None: no HOST source.  num_taken_over: HOST rows computed here, once per layer.
     """
 
     def __init__(self, backends: Mapping[int, LoraBackend], present: np.ndarray | None = None) -> None:

@@ -26,7 +26,7 @@ class LatentAttention(nn.Module):
     """o(V_n(softmax(scale * (K_n(q_n) c + rotated q_n k)) c)) of each head n over latents c and rotated k.
 
     The pages hold c and k, as K and as V of one KV head.  kv_b_proj's K part acts on the query, the V part on
-    the output. Each row needs only its own adapter's delta. Source: DeepSeek-V2 (arXiv 2405.04434), section
+    the output.  Each row needs only its own adapter's delta.  Source: DeepSeek-V2 (arXiv 2405.04434), section
     2.1.2, the absorbed form.
     """
 

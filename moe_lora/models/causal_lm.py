@@ -212,7 +212,7 @@ class ScaledNormedAdd(NormedAdd):
 
 
 class DecoderLayer(nn.Module):
-    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)).
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)); scale: residual_multiplier.
 
     With output norms, see `NormedAdd`.
     """

@@ -360,8 +360,7 @@ def _as_stored(
 def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Stored, show: Show) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Each value is copied once.  Empties `stored`.  Raises ConfigError for a missing, misshapen or unexpected
-    tensor.
+    Empties `stored`.  Raises ConfigError for a missing, misshapen or unexpected tensor.
     """
     targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
     targets |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}

@@ -105,7 +105,7 @@ def quantise_checkpoint(
 
 
 def _parts(spec: ModelSpec, checkpoint: Checkpoint, quantisation: Quantisation) -> list[_Part]:
-    """All tensors of the new checkpoint.  Raises ConfigError for an unfit shape."""
+    """All tensors of the new checkpoint."""
     with torch.device("meta"):
         model = CausalLM(spec)
     sources, written = weight_map(spec, checkpoint), linear_weight_map(spec)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised weights of a model.
 
-Legend: T token rows, E experts, N output width, K input width.
+Legend: E experts, N output width, K input width.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class RandomCheckpoint:
     """Replaces a `Checkpoint`: tensors by name, each created on access.
 
     A matrix [N, K] (N outputs, K inputs) is uniform with variance 1 / K, an embedding has variance 1, norms
-    are ones. Values depend only on name and type of device: equal over ranks and restarts.  MXFP4 experts
+    are ones.  Values depend only on name and type of device: equal over ranks and restarts.  MXFP4 experts
     have random codes.  Raises ConfigError for another quantised config.json.
     """
 

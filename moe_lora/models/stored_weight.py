@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisation schemes of checkpoints and the meaning of their tensors.
 
-Legend: N output width, K input width, G groups of K, E experts.
+Legend: N output width, K input width, G groups of K.
 """
 
 from __future__ import annotations

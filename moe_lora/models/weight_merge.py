@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges one adapter into the base weights in place, and restores the weights.
 
-Legend: E local experts, N output width of a site, H input width, R LoRA rank. An unmerge copies the original
+Legend: E local experts, N output width of a site, H input width, R LoRA rank.  An unmerge copies the original
 bytes back from the host: weights stay bit-identical over any number of merges (dLoRA subtracts, and drifts).
 The router is never merged: a rounded correction could choose other experts for another adapter's rows.
 """

@@ -36,7 +36,7 @@ class Piece:
     """One checkpoint tensor and its part of a model parameter.
 
     `index` addresses the parameter; `transform` maps the tensors of `keys` to that part's shape, if possible
-    as a view. is_stacked: has a matrix for each expert.
+    as a view.  is_stacked: has a matrix for each expert.
     """
 
     key: str

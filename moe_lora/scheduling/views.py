@@ -18,9 +18,9 @@ from moe_lora.policies.admission import admission
 class Waits:
     """Times before the first step, in seconds of the scheduler's clock.
 
-    admitted_s: plan of the first step.  loading_s: start of the wait for bytes; None: no wait.  adapter_s:
-    arrival of the adapter; None: not yet. adapter_load_s, kv_load_s: waits for adapter, then history.
-    held_back_s: start of the wait for a slot.
+    admitted_s: plan of the first step.  loading_s: start of the wait for bytes, if any.  adapter_s: arrival
+    of the adapter; None: not yet.  adapter_load_s, kv_load_s: waits for adapter, then history.  held_back_s:
+    start of the wait for a slot.
     """
 
     admitted_s: float | None = None

@@ -273,8 +273,8 @@ class TransformerTime:
     ) -> float:
         """Seconds of a step.
 
-        num_tokens: its rows.  attended: pairs of a row and an attended token.  decode_context: context tokens
-        of all decode rows.  num_deltas: of all rows, through all layers.
+        attended: pairs of a row and an attended token.  decode_context: context tokens of all decode rows.
+        num_deltas: of all rows, through all layers.
         """
         if not num_tokens:
             return 0.0

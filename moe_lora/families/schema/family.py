@@ -93,10 +93,10 @@ class Place:
     """A weight of a layer in a checkpoint, or a LoRA pair in an adapter.
 
     path: the module below the layer; {} stands for an expert's number.  modules: numbers of the site's
-    modules.  expert: None: dense, or all at once. form: "matrix", one linear layer [out, in].  "fused", a 3-D
-    parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
+    modules.  expert: None: dense, or all at once.  form: "matrix", one linear layer [out, in].  "fused", a
+    3-D parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
     blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers of all
-    experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head. interleaved: gate
+    experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head.  interleaved: gate
     and up alternate in the outputs.  transposed: [E, in, out].  optional_linear: a linear layer in older
     transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear experts, older
     names), False in the first alone; None in both.
@@ -269,20 +269,17 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family (see docs/guides/families.md).
+    """One model family; docs/guides/families.md explains the main fields.
 
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  supported: allowed values of
-    options. layers: fields of `ModelSpec` unlike the defaults.  beside_experts: fields of `ModelShape` for
-    shared experts and dense layers.  theta, theta_keys, rope: of a config without rope_parameters, if
-    `layers` gives no rope.  rotary_factor: rotated share of head_dim, of a config without
-    partial_rotary_factor, or a function (config, head_dim); None: all. norm_eps: of a config without
-    rms_norm_eps. stack: prefix of the layers.  tensors: parameters without a site; older_tensors: names in
-    older files.  attention: places of both checkpoints and adapters.  beside: of shared experts and dense
-    layers.  mlp: the checkpoints' forms of other sites; the last form is the default.  adapted: other places
-    of LoRA pairs; places of one path are in the order of PEFT's nesting.  older_path: start of the adapted
-    paths, and in older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay:
-    quantisers of linear layers leave the experts. wrapper: segment of names in multimodal checkpoints;
-    text_config of config.json then has the sizes.
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: of
+    a config without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of
+    a config without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a
+    config without rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site;
+    older_tensors: names in older files.  attention: places of both checkpoints and adapters.  mlp: the last
+    form is the default.  adapted: other places of LoRA pairs; places of one path are in the order of PEFT's
+    nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method of
+    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.  wrapper:
+    segment of names in multimodal checkpoints; text_config of config.json then has the sizes.
     """
 
     title: str
