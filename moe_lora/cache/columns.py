@@ -38,20 +38,16 @@ _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
 class ReuseAges:
-    """Times between visits of nodes.  An interval without a final visit counts by length only.  Present
-    nodes and ghosts count up to the present age.
-    """
+    """Times between visits of nodes.  An interval without a final visit counts by length only."""
 
     def __init__(self) -> None:
-        # Plain lists, since one number at a time is added: quicker than to arrays.
+        # Adding a single number is quicker to lists than to arrays.
         self._hits, self._ends, self._within_s = ([0.0] * _SIZE for _ in range(3))
         self._computed_s = -math.inf
         self.rates = NOTHING_KNOWN
 
     def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
-        """An interval of a node of this class (`policies.caching.caching.classes_of`) ended, with or
-        without a visit.
-        """
+        """Count an ended interval in the node's class (`classes_of`)."""
         level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
         age_bin = _bin(age_s)
         place = (level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth))) * NUM_BINS + age_bin
@@ -89,11 +85,11 @@ MAX_GHOSTS = 1 << 14
 
 
 class Ghosts:
-    """A ring of dropped nodes with running intervals: to a visit, if the content is computed again, or to
-    none, if forgotten.
+    """A ring of dropped nodes with running intervals.  Computing the content again ends an interval by a
+    visit.
 
-    Key: adapter, place in the prompt and a hash of the first block; collisions only affect counts. uses,
-    depth, last_used_s [max_ghosts]: for `ReuseAges.refresh`; 0 uses: a vacant place.
+    Keys hash adapter, place in the prompt and first block; collisions only affect counts.
+    uses, depth, last_used_s: [max_ghosts]; 0 uses: a vacant place.
     """
 
     def __init__(self, ages: ReuseAges, block_size: int, max_ghosts: int = MAX_GHOSTS) -> None:
@@ -128,9 +124,7 @@ class Ghosts:
         self._place[key] = place
 
     def recall(self, node: Node, now_s: float) -> float:
-        """A node was made or lengthened: visit the ghosts in its place.  Returns
-        the last ghost's uses, or 0.
-        """
+        """Visit the ghosts of a new or lengthened node.  Returns the last ghost's uses, or 0."""
         uses = 0.0
         while self._place and node.recalled < len(node.tokens):
             place = self._place.get(self._key_of(node, node.recalled))
@@ -165,9 +159,8 @@ _COLUMNS = (
 class Columns:
     """One row per node; rows of removed nodes are reused.
 
-    flags: see `flags_of`.  tenant: of the last request (`ArenaShares.ask`).  adapter_recent_s: time constant
-    of the decayed visits of adapters.  reuse: learned times between uses, if
-    learns_reuse; ghosts: dropped nodes.
+    flags: `flags_of`.  tenant: of the last request.  adapter_recent_s: time constant of adapters' decayed
+    visits.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
@@ -223,7 +216,7 @@ class Columns:
         self._vacant.append(row)
 
     def recall(self, node: Node, now_s: float) -> None:
-        """The node was made or lengthened; a matching ghost's count continues."""
+        """Continue the count of uses of a matching ghost."""
         self._now_s = now_s
         if self._learns_reuse and (uses := self.ghosts.recall(node, now_s)):
             self.turn[node.row] = max(self.turn.item(node.row), int(uses) + 1)
@@ -234,7 +227,7 @@ class Columns:
             column[target] = column[source]
 
     def let_die(self, adapter_row: int) -> None:
-        """Mark an adapter and its subtree `DYING`; the adapter no longer counts as in use."""
+        """Mark an adapter and the subtree `DYING`, and clear the adapter's visits."""
         of_adapter = self.adapter_row[: len(self.nodes)] == adapter_row
         flags = self.flags[: len(self.nodes)]
         flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
@@ -254,7 +247,7 @@ class Columns:
         """Count one use of each node by the tenant."""
         visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
-        for node in nodes:  # a handful: quicker one by one than as arrays
+        for node in nodes:  # quicker than arrays for a handful
             row = node.row
             count, age_s = visits.item(row), now_s - last_used_s.item(row)
             is_adapter = node.layer_pages is not None

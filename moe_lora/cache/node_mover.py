@@ -11,14 +11,13 @@ from .pages import CAN_LEAVE, CAN_LEAVE_HOST, Node, Tier
 from .tree import DependencyTree
 
 SLICE = 64
-"""Nodes freed per sweep, which blocks the engine's thread."""
+"""Nodes freed per sweep; a sweep blocks the engine's thread."""
 
 
 class NodeMover:
-    """Changes of a node's state, with effects on pages, tree and movable nodes.
+    """Changes nodes' states, pages and places in the tree.
 
-    held: nodes with pins.  any_dying: `sweep` may free nodes.  num_device_adapters: with pages on
-    the device, arriving ones included.
+    any_dying: `sweep` may free nodes.  num_device_adapters: with device pages, arriving included.
     """
 
     on_departure: Callable[[Namespace], None] | None = None
@@ -42,7 +41,7 @@ class NodeMover:
         return bool(self.tree.columns.flags[node.row] & CAN_LEAVE)
 
     def pin(self, node: Node) -> None:
-        """One more user; a leaving node stays."""
+        """Add a user; a leaving node stays."""
         node.pins += 1
         node.leaves = False
         if node.pins == 1:
@@ -116,8 +115,8 @@ class NodeMover:
     def let_die(self, node: Node) -> None:
         """Make the node and the subtree unfindable.
 
-        An idle adapter's own pages are free at once, the rest as users go, in slices (`sweep`).  Of an
-        adapter only the node is hidden; an operation on columns marks the KV, up to 100 000 nodes.
+        An idle adapter's pages are free at once, the rest by `sweep`.  A single column operation marks an
+        adapter's KV, up to 100 000 nodes.
         """
         self.any_dying = True
         if node.is_adapter:
@@ -221,9 +220,9 @@ class NodeMover:
         parent = node.parent
         if parent is not None:
             parent.num_device_children += -1 if pages is None else 1
-            if not (parent.pins or parent.moving_in):  # then it can't leave, whatever is below it
+            if not (parent.pins or parent.moving_in):  # a busy parent can't leave anyway
                 self.tree.refresh(parent)
-        if node.num_children > node.num_device_children and not node.gone:  # nothing comes to a dying one
+        if node.num_children > node.num_device_children and not node.gone:  # none below a dying node
             for child in self.tree.children(node):
                 self.tree.refresh(child)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free pages of an arena, and the nodes that hold pages: adapters, and runs of full KV blocks below them.
+"""Free pages of an arena, and nodes with pages: adapters, and runs of full KV blocks below adapters.
 
-Single pages (KV blocks) come from the top of the arena, contiguous runs (adapter extents) from the bottom,
-first fit: runs stay easy to find.
+KV blocks come from the top of the arena, adapters' contiguous runs from the bottom: runs stay easy to find.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ ENCODED_AT_ONCE = 512
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. num_pages - 1, with num_free free now."""
+    """Allocates page numbers 0 .. num_pages - 1."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        # A byte a page, 1 if it is free: searched by the C library, and quicker than an array's elements.
+        # A byte per page, 1 if free: quicker to search and to set than an array.
         self._free = bytearray(b"\1") * num_pages
         self._end = num_pages  # no free page from here on
 
@@ -59,11 +58,11 @@ class PageAllocator:
         return start
 
     def free(self, first: int, num_pages: int = 1) -> None:
-        """Give back a page or a run."""
+        """Free a page or a run."""
         self.free_pages(range(first, first + num_pages))
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Give back pages, wherever they lie."""
+        """Free any pages."""
         free = self._free
         for page in pages:
             assert not free[page], "page freed twice"
@@ -77,15 +76,15 @@ FREE, PRIVATE = -1, -2
 
 
 class Tier(PageAllocator):
-    """Pages of one tier with owners, rows of `Columns`.
+    """Pages of a tier, with owners.
 
-    owner [num_pages] int64: row, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use.
+    owner: [num_pages] int64, a row of `Columns`, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use.
     """
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
         self.owner: NDArray[np.int64] = np.full(num_pages, FREE, dtype=np.int64)
-        self._owner = self.owner.data  # the same numbers, quicker one at a time
+        self._owner = self.owner.data  # same memory, quicker per element
         self.num_kv = self.num_adapter = 0
 
     def take(self, num_pages: int, owner: int, *, is_adapter: bool = False) -> list[int] | None:
@@ -97,9 +96,7 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """An adapter's pages: contiguous runs of these lengths from the bottom, preferably in a single
-        run; None without fit.
-        """
+        """Contiguous runs of these lengths from the bottom, preferably as a single run; None without fit."""
         total = sum(lengths)
         if total > self.num_free:
             return None
@@ -138,11 +135,11 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence: first those shared with the tree.
+    """Device pages of a sequence, the tree's pages first.
 
-    salt: limits sharing to the same salt.  tail: the deepest used tree node, pinned with all ancestors.
-    num_shared: pages of the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes on
-    the way to the device at the last check. owns_tail: this sequence made the tail and may lengthen it.
+    salt: limits sharing to the same salt.  tail: deepest used tree node, pinned with all ancestors.
+    num_shared: pages of the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under
+    way to the device at the last check.  owns_tail: this sequence may lengthen the tail.
     """
 
     namespace: Namespace
@@ -157,7 +154,7 @@ class BlockTable:
 
     @property
     def ready(self) -> bool:
-        """True if all matched nodes are on the device: required to compute."""
+        """True if all matched nodes are on the device."""
         self.arriving = [node for node in self.arriving if not node.on_device]
         return not self.arriving
 
@@ -173,9 +170,9 @@ def encode(tokens: Sequence[int]) -> bytes:
 
 
 def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int) -> bytes:
-    """`encoded`, a prefix of the first `most` tokens, lengthened to at least `num_bytes` within them.
+    """Lengthen `encoded`, a prefix of the first `most` tokens, to at least `num_bytes` within them.
 
-    At least doubles: most of a long prompt is usually new and never looked up.
+    Encodes in doubling steps: most of a long prompt is usually new and never looked up.
     """
     done = len(encoded) // TOKEN_BYTES
     upto = min(most, max(2 * done, ENCODED_AT_ONCE, num_bytes // TOKEN_BYTES))
@@ -186,12 +183,11 @@ def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int
 class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after the parent's (tokens given).
 
-    row: in `Columns`.  first_token: earlier prompt tokens.  recalled: bytes of tokens with found ghosts.
-    device_pages, host_pages: None if absent.  moving_in, moving_out: a copy is under way, with empty target
-    pages.  leaves: device pages go after moving_out.  pins: users that keep the node and all ancestors on
-    the device.  heir: the last found or added child.  gone: not findable, freed with the last user.  lost:
-    gone for lack of bytes.  failed: an adapter with a failed last load, loaded on request only.  reachable:
-    False for an adapter without pages here and on the LoRA Server.  is_whole: KV that is never cut.
+    recalled: bytes of tokens with found ghosts.  moving_in, moving_out: a copy is under way, with empty
+    target pages.  leaves: device pages go after moving_out.  pins: users of the node; pinned nodes and all
+    ancestors stay on the device.  heir: last found or added child.  gone: not findable, freed with the last
+    user.  lost: gone for lack of bytes.  failed: the adapter's last load failed; only a request loads again.
+    reachable: False for an adapter neither here nor on the LoRA Server.  is_whole: KV is never cut.
     """
 
     namespace: Namespace
@@ -253,7 +249,7 @@ pages.  CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable;
 neither enters nor is backed up.
 """
 ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
-"""Bits of unpinned nodes only; all others hold with and without pins."""
+"""Bits of unpinned nodes only."""
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:

@@ -19,10 +19,9 @@ Number = TypeVar("Number", np.int64, np.float64)
 class Room:
     """Allocates pages, evicting at once and without copies if too few are free.
 
-    max_kv_pages (cached included), max_adapter_pages, max_adapters: limits on the device.  With a
-    partitioned policy KV replaces KV only. A run of pages exists if some window of that length has no
-    blocked page (`blocked_rows`).  With host use, unsaved KV in the window is saved first, once per
-    attempt: the answer is None, and the caller asks again.
+    With a partitioned policy KV replaces KV only.  A run needs a window without blocked pages
+    (`blocked_rows`).  With host use, unsaved KV in the window is saved first: the answer is None, and the
+    caller asks again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -42,9 +41,7 @@ class Room:
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: nodes that can't leave the device now: pinned and (by default) moving nodes, and all
-        ancestors.
-        """
+        """[rows]: True for pinned and (by default) moving nodes and all ancestors, fixed on the device."""
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)
         for start in (*self.mover.held, *(self.mover.moving.values() if moving else ())):
@@ -67,8 +64,8 @@ class Room:
     def _row_costs(
         self, blocked: NDArray[np.bool_], now_s: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[rows]: eviction order, and value lost per page if the node leaves; an adapter includes
-        dependent KV.  blocked: from `blocked_rows`.
+        """[rows]: eviction order, and value lost per page by an eviction; an adapter includes dependent
+        KV.
         """
         columns = self._columns
         costs, order = np.zeros(len(columns)), np.zeros(len(columns), np.int64)
@@ -85,7 +82,7 @@ class Room:
                 columns.adapter_row[rows[~adapters]], weights=values[~adapters], minlength=len(columns)
             )
             costs[rows[adapters]] += below[rows[adapters]]
-            # What goes along of another tenant's counts; the adapter's own gives it up with the place.
+            # Another tenant's KV delays an adapter; the adapter's own tenant loses KV with the place.
             foreign = ~adapters & (columns.tenant[rows] != columns.tenant[columns.adapter_row[rows]])
             for level in (REST, WITHIN):
                 above = columns.adapter_row[rows[foreign & (order[rows] == level)]]
@@ -184,9 +181,7 @@ class Room:
         )
 
     def _clear_runs(self, adapter: Node, now_s: float) -> list[int] | None:
-        """A run of device pages per layer: in a single cleared window if possible, else separately; None
-        if not yet.
-        """
+        """A run of device pages per layer, in a single cleared window if possible; None if not yet."""
         assert adapter.layer_pages is not None
         num_pages = adapter.num_pages
         saving = self._saving.get(adapter)
@@ -211,8 +206,8 @@ class Room:
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
     def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[P]: a page's cost by its node's eviction order (one WITHIN above any number of others; 0 if all
-        are alike), and the value lost.
+        """[P]: each page's cost by eviction order (WITHIN outweighs any number of lower orders), and value
+        lost.
         """
         owner, blocked = self._device.owner, self.blocked_rows()
         of_row, lost = self._row_costs(blocked, now_s)
@@ -228,9 +223,9 @@ class Room:
     def _cheapest_window(
         self, num_pages: int, page_costs: tuple[NDArray[np.int64], NDArray[np.float64]]
     ) -> int | None:
-        """First page of the cheapest run of `num_pages` pages without blocked ones.
+        """First page of the cheapest run without blocked pages.
 
-        page_costs: from `_page_costs`, possibly before some evictions.
+        page_costs: `_page_costs`, possibly before some evictions.
         """
         owner = self._device.owner
         if num_pages > len(owner):
@@ -278,9 +273,9 @@ class Room:
         return bool(saved)
 
     def _clear_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
-        """A separate run for each layer, clearing windows as needed.
+        """A separate run per layer, clearing windows as needed.
 
-        Runs have no owner row until all are there, so no later window includes them.
+        Runs are PRIVATE until the last exists: no later window includes a run.
         """
         assert node.layer_pages is not None
         pages: list[int] = []

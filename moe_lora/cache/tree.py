@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dependencies: adapters below a virtual root, history KV below an adapter by token prefix.
 
-A radix-compressed networkx graph of `Node`s: a node is a run of full blocks, cut at a block boundary where
-prefixes diverge.  A dict finds a child by the tokens of the first block. Source: FastLibra, section 4.
+A radix tree: a node is a run of full blocks, cut where prefixes diverge.  Source: FastLibra, section 4.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class DependencyTree:
         return node
 
     def walk(self, adapter: Node, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
-        """Nodes that match the tokens except the last, in order; and, for a partial match, the next node and
-        its number of matching blocks.
+        """Nodes that match the tokens except the last; then a partly matching next node, with the number
+        of matching blocks.
         """
         most = max(0, len(tokens) - 1) // self.block_size * self.block_size
         path: list[Node] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache of adapters and history KV over two arenas of equal pages; decides, while others copy."""
+"""A cache of adapters and history KV over two arenas of equal pages; the caller copies."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .tree import DependencyTree
 SALT_SHIFT = 32
 """Bits of a token id for a vocabulary."""
 SWAP_OUT_ABOVE = 0.95
-"""Used share of the device above which pages move out ahead of need."""
+"""Pages move out ahead of need above this used share of the device."""
 SWAP_IN_BELOW = 0.7
-"""Used share of the device below which pages move in ahead of need."""
+"""Pages move in ahead of need below this used share of the device."""
 
 
 class UnifiedCache:
-    """Adapters and the KV of finished prefixes in one dependency tree (FastLibra, sections 4 and 5).
+    """Adapters and the KV of finished prefixes in a dependency tree (FastLibra, sections 4 and 5).
 
-    For one thread.  now_s never decreases.  No call waits: moves are orders (`take_orders`) that the caller
-    executes and confirms (`copied`, `failed`) in the same thread.  counters: totals since the start.
+    For one thread.  now_s never decreases.  No call waits: the caller executes orders (`take_orders`) and
+    confirms each (`copied`, `failed`).
     """
 
     _make_table = BlockTable
@@ -61,9 +61,9 @@ class UnifiedCache:
         lower: float = SWAP_IN_BELOW,
         make_tree: Callable[..., DependencyTree] = DependencyTree,
     ) -> None:
-        """block_size: tokens per KV page.  max_kv_pages: limit of KV pages on the device, cached included.
-        max_adapters: limit of adapters with device pages (slots).  upper, lower: used shares of the device
-        above which `tick` swaps out and below which `tick` swaps in.
+        """block_size: tokens per KV page.  max_kv_pages: on the device, cached included.  max_adapters:
+        with device pages.  upper, lower: `tick` swaps out above and in below these used shares of the
+        device.
         """
         if not 0 <= lower <= upper <= 1:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
@@ -82,7 +82,7 @@ class UnifiedCache:
         self._sharing = prefix_caching
         self._salts: dict[str, int] = {}
         self.asker = ANYBODY
-        """Whom what is held from now on counts for."""
+        """Tenant and share of later holds and matches."""
         self._tenant = NOBODY
         self._asked_s = -math.inf
         self._block_size = block_size
@@ -93,7 +93,7 @@ class UnifiedCache:
         self._tree.refresh(self._base)
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
-        """Set the tenant of later holds and matches; share: its weight in the arenas
+        """Set the tenant of later holds and matches, with the weight in the arenas
         (`policies.caching.arena_shares`).
         """
         if self._tenant != NOBODY and self._ranking.shares is None and tenant != self.asker.tenant:
@@ -102,7 +102,7 @@ class UnifiedCache:
         self._tenant = FIRST if shares is None else shares.ask(tenant, share, now_s)
 
     def _divide(self) -> None:
-        """Start shares at the second tenant.  What was used so far counts for the first tenant."""
+        """Start shares at the second tenant; earlier use counts for the first tenant."""
         from moe_lora.policies.caching.arena_shares import ArenaShares
 
         self._ranking.shares = ArenaShares()
@@ -116,11 +116,11 @@ class UnifiedCache:
         *,
         inherits: Namespace | None = None,
     ) -> None:
-        """Add a node on the second layer.
+        """Add an adapter's node.
 
-        layer_pages: pages of each layer's extent; all zero (or none): remote, always ready.  inherits: the
-        replaced version, as source of visits.  Raises CapacityError if the adapter can never be held,
-        ValueError for a known namespace, KeyError for an unknown replaced version.
+        layer_pages: per layer; zero in every layer: remote.  inherits: replaced version, a source of visits.
+        Raises CapacityError if the adapter can never be held, ValueError for a known namespace, KeyError for
+        an unknown replaced version.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -154,7 +154,7 @@ class UnifiedCache:
                 self._mover.let_die(node)
 
     def evict_all(self) -> None:
-        """Free all pages: KV is gone, adapters are on neither arena.  Nothing may be pinned or moving."""
+        """Free all pages of both arenas.  Nothing may be pinned or moving."""
         self.clear_history(list(self._tree.adapters))
         while self._mover.sweep():
             pass
@@ -165,10 +165,10 @@ class UnifiedCache:
                 self._mover.drop_host(node)
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for one request and load it if needed, evicting the least valued nodes.
+        """Pin the adapter for a request; load it if needed by evictions of the least valued nodes.
 
-        NO_ROOM: not pinned, without evictable pages, or with history still being saved: ask again.  Counts as
-        a visit except with `again` (held before, or for no request).  The base is always READY.
+        NO_ROOM: not pinned; no page is evictable, or history is still being saved.  Counts as a visit except
+        with `again`.  The base is always READY.
         """
         node = self._tree.adapters[namespace]
         if node.device_pages is None:
@@ -210,7 +210,7 @@ class UnifiedCache:
         self._mover.sweep()
 
     def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
-        """Start of each layer's run on the device, -1 for empty ones.
+        """Start of each layer's run on the device, -1 for an empty layer.
 
         Raises ValueError if the adapter is neither READY nor LOADING.
         """
@@ -242,9 +242,9 @@ class UnifiedCache:
     ) -> BlockTable:
         """Pin the longest cached prefix of `tokens`, except the last token.
 
-        The adapter must be held.  Host parts are ordered to the device within the room (the table is then
-        not `ready`), else the match is shorter.  Counts as a visit of each node, except with `again`. salt:
-        finds tables of the same salt only.
+        The adapter must be held.  Host parts move to the device as room allows (the table is then not
+        `ready`), else the match is shorter.  Counts as a visit except with `again`.  salt: limits the match
+        to the same salt.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
@@ -256,7 +256,7 @@ class UnifiedCache:
                 path.append(self._mover.split(partial, common))
         depth = self._take(table, path)
         if depth < len(path):
-            worth = self._ranking.policy.worth_loading  # up to a node that is rather computed anew
+            worth = self._ranking.policy.worth_loading  # up to a node cheaper to compute than to load
             rest = takewhile(lambda n: worth(n.first_token, n.num_tokens, n.num_pages), path[depth:])
             self._bring_in(list(rest), now_s)
             depth += self._take(table, path[depth:])
@@ -273,10 +273,7 @@ class UnifiedCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """Make room for `num_tokens` in all; False, without allocation, if pages are short.
-
-        Evicts at once, without copies: backed nodes first, then the least valued.
-        """
+        """Make room for `num_tokens` in total; False, without allocation, if pages are short."""
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
             if self._ranking.shares is not None:
@@ -316,7 +313,7 @@ class UnifiedCache:
                 return
 
     def release(self, table: BlockTable, now_s: float) -> None:
-        """The sequence is done (or preempted): its findable blocks stay, if the policy keeps history."""
+        """Release the sequence's pages; findable blocks stay if the policy keeps history."""
         tail = table.tail
         self._mover.device.give_back(table.pages[table.num_shared :])
         table.pages, table.num_shared, table.arriving = [], 0, []
@@ -347,7 +344,7 @@ class UnifiedCache:
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
-        """A prompt's prefix in the tree: a salt changes its first token to one outside any vocabulary."""
+        """The prompt, with a first token by salt outside any vocabulary."""
         number = self._salts.setdefault(salt, len(self._salts) + 1)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
@@ -358,13 +355,11 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def watch(self, on_departure: Callable[[Namespace], None]) -> None:
-        """Call `on_departure` with the namespace when an adapter's device pages are freed (also after a
-        failed load).
-        """
+        """Call `on_departure` once an adapter's device pages are freed, also after a failed load."""
         self._mover.on_departure = on_departure
 
     def watch_loads(self, on_end: Callable[[Namespace], None]) -> None:
-        """Call `on_end` with the namespace at the end of an adapter's load, or its failure."""
+        """Call `on_end` at the end or failure of an adapter's load."""
         self._mover.on_load_end = on_end
 
     def take_orders(self) -> list[Order]:
@@ -381,8 +376,8 @@ class UnifiedCache:
         self._mover.failed(copy_id)
 
     def usage(self) -> dict[str, int]:
-        """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
-        device_kv_used (of sequences), device_kv_invalid (KV without its adapter on the device).
+        """Pages now.  device_kv_used: of sequences.  device_kv_invalid: KV without the adapter on the
+        device.
         """
         device, host, columns = self._mover.device, self._mover.host, self._tree.columns
         rows = columns.where(HAS_DEVICE_PAGES)

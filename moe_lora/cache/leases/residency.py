@@ -26,7 +26,7 @@ ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
 
 
 class ServerPages:
-    """One page allocator per server rank; an adapter has one run of pages per rank and layer."""
+    """A page allocator per server rank; an adapter has a run of pages per rank and layer."""
 
     def __init__(self, pages_per_rank: Sequence[int]) -> None:
         self.pages_per_rank = tuple(pages_per_rank)
@@ -38,7 +38,7 @@ class ServerPages:
         return tuple(pages.num_free for pages in self._ranks)
 
     def alloc(self, shard_pages: ShardPages) -> Runs | None:
-        """A run for every layer on every rank; None, without effect, if some run has no place."""
+        """A run per rank and layer; None, without effect, if a run has no place."""
         for rank, layers in shard_pages.items():
             if sum(layers.values()) > self._ranks[rank].num_free:
                 return None
@@ -69,7 +69,7 @@ class ServerPages:
         )
 
     def check_fits(self, adapter_id: str, shard_pages: ShardPages, page_bytes: int) -> None:
-        """Raises ConfigError if a rank can never hold its shard, for the rank with the largest shard."""
+        """Raises ConfigError if a rank can never hold its shard."""
         shards = sorted(((sum(layers.values()), rank) for rank, layers in shard_pages.items()), reverse=True)
         for needed, rank in shards:
             given = self.pages_per_rank[rank]
@@ -82,7 +82,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """Adapters of the known ones' mean size that fit every rank, ignoring fragmentation."""
+        """Number of adapters of mean size that fit every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -110,9 +110,7 @@ def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
 
 
 def enough_gb(num_bytes: int) -> float:
-    """Sufficient budget for an adapter of these bytes.  Larger pages of a larger budget cost less than 0.1
-    %.
-    """
+    """Sufficient budget for these bytes; its larger pages cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6
 
 
@@ -137,10 +135,10 @@ class Evict:
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """A registered adapter: size, place (slot None: not resident), users.
+    """A registered adapter; slot None: not resident.
 
-    num_running: instances with a lease.  num_waiting: instances that wait.  retired: unregistered, but
-    still in use.  room: places, and pages of each rank.  owner: tenant of the last lease.
+    num_running: instances with a lease.  retired: unregistered, but in use.  room: places, and pages of each
+    rank.  owner: tenant of the last lease.
     """
 
     uid: int
@@ -163,12 +161,9 @@ class ServedAdapter:
 
 
 class Residency:
-    """Assigns slots and pages to adapters, and evicts idle adapters.
+    """Assigns slots and pages, and evicts the least recently used idle adapter when room is needed.
 
-    A slot's generation grows with every new content.  Evicts the least recently used idle adapter when room
-    is needed; with several tenants, by a `Standing`.
-
-    on_event: called with each action, in order.
+    With several tenants a `Standing` orders evictions.  A slot's generation grows with every new content.
     """
 
     def __init__(self, pages_per_rank: Sequence[int], on_event: Callable[[Load | Evict], None]) -> None:
@@ -205,28 +200,29 @@ class Residency:
         self.capacity = capacity
 
     def hold(self, adapter: ServedAdapter) -> None:
-        """One more instance has a lease: the adapter stays."""
+        """Count a lease: the adapter stays."""
         if adapter.num_running == 0:
             self._used = [used + taken for used, taken in zip(self._used, adapter.room, strict=True)]
         adapter.num_running += 1
 
     def let_go(self, adapter: ServedAdapter) -> None:
-        """One lease less."""
+        """Undo a `hold`."""
         adapter.num_running -= 1
         if adapter.num_running == 0:
             self._used = [used - taken for used, taken in zip(self._used, adapter.room, strict=True)]
 
     def could_have_room(self, adapter: ServedAdapter) -> bool:
-        """True if resident, or possibly placeable without all idle adapters and fragmentation."""
+        """True if the adapter is resident, or fits beside the leased adapters but for fragmentation."""
         return adapter.slot is not None or all(
             used + asked <= total
             for used, asked, total in zip(self._used, adapter.room, self.totals, strict=True)
         )
 
     def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
-        """Make the adapter resident for a tenant by evictions of idle adapters; evicts none on failure.
+        """Make the adapter resident, evicting idle adapters; on failure, and while `is_over`, False without
+        evictions.
 
-        standing: tenants' current holdings; None for a single tenant.  Returns False while `is_over`.
+        standing: None for a single tenant.
         """
         if self.is_over:
             return False
