@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of requests with an immediate start, by both estimators.
-
-Capacities hold for a load and for every smaller load: IAR is not monotone in the load.
-"""
+"""Share of requests with an immediate start, by both estimators."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
 def smallest_capacity_of(
     estimator: str, probabilities: NDArray[np.float64], global_batch: float, target: float
 ) -> int:
-    """Smallest capacity with IAR >= target.
-
-    estimator: "paper" (algorithm 1), or "corrected" (bisection around the paper's answer).
+    """Smallest capacity with IAR >= target.  "corrected" bisects around the answer of "paper" (algorithm
+    1).
     """
     near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
@@ -67,9 +63,9 @@ GRID_RATIO = 1.25
 
 
 class NeededCapacity:
-    """M*(LB): smallest capacity with the target share at LB and at every smaller load.
+    """M*(LB): smallest capacity with the target IAR at LB and every smaller load; IAR is not monotone in LB.
 
-    estimator: of IAR.  probabilities: [N].  adapter_share: requests with an adapter, over LB.
+    probabilities: [N].  adapter_share: requests with an adapter, over LB.
     """
 
     def __init__(

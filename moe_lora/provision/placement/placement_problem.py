@@ -27,11 +27,10 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementProblem:
-    """Checked input, adapters and servers numbered; A adapters, S servers.
+    """Checked input, numbered; A adapters, S servers.
 
-    names: [A] sorted, for independence of input order.  ranks: [A].  demand: [A] tokens/s.
-    tokens_per_s: operating point by occurring rank, not increasing.  load: [A] demand / operating point, 1 is
-    a server's whole capacity.  nbytes: [A].
+    names: [A] sorted.  ranks: [A].  demand: [A] tokens/s.  tokens_per_s: operating point by occurring rank,
+    not increasing.  load: [A] demand / operating point.  nbytes: [A].
     """
 
     names: tuple[str, ...]
@@ -60,7 +59,7 @@ class PlacementProblem:
         )
 
     def table(self, shares: Shares) -> Table:
-        """The table by names, servers in order; phi sum to 1 within float error."""
+        """The table by names, servers in order."""
         found: Table = {}
         for adapter, name in enumerate(self.names):
             row = shares[adapter]
@@ -84,8 +83,10 @@ class PlacementProblem:
 
 
 def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
-    """Tokens/s of a server with this rank alone.  Between known ranks 1 / (tokens/s) is linear in the rank
-    (Toppings equation 2).  Raises ValueError outside of these ranks.
+    """Tokens/s of a server with this rank alone; 1 / (tokens/s) is linear between known ranks (Toppings
+    equation 2).
+
+    Raises ValueError outside of these ranks.
     """
     ranks = sorted(points)
     if not ranks[0] <= lora_rank <= ranks[-1]:
@@ -105,8 +106,8 @@ def placement_problem(
 ) -> PlacementProblem:
     """Check the input.  Missing demand is 0, missing bytes are proportional to the rank.
 
-    An operating point above a smaller rank's is lowered to that: measurements are noisy, and a server of high
-    rank can serve a low rank.  Raises ValueError with the fault.
+    An operating point above a smaller rank's is lowered: measurements are noisy.  Raises ValueError with the
+    fault.
     """
     if not servers:
         raise ValueError("servers is empty; name at least one")
@@ -157,9 +158,9 @@ _SHARE_WEIGHT = 1e-3
 
 
 def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
-    """The placement under the permutation of servers that keeps most bytes in place.
+    """The placement under the permutation of servers that keeps most bytes (LoRAServe, Algorithm 1, step 5).
 
-    Then adapters equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
+    Then adapters equal in rank and demand swap (not in the paper).
     """
     if not before:
         return shares

@@ -7,8 +7,7 @@ Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters res
     (5)  receive + compute + send <= SLO_FFN
     (6)  max(receive, compute, send) * ceil(L / y) <= SLO_Layer
 
-The paper prints L in equation 6, i.e. y = 1.  With y stages the layers of L instances spread over y groups
-of ranks; a group serves one request at a time.
+The paper prints L in equation 6, for y = 1.  A group of ranks, one of y, serves one request at a time.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ PARTS_OF_A_ROW = 16
 
 
 class Cluster:
-    """A model on a device with SLOs: the inputs to size.
-
-    The load is a global batch of decoding requests, or output tokens per second.  capacity_of: M* of a global
-    batch, by estimator.
-    """
+    """A model on a device with SLOs: the inputs to size.  capacity_of: M* of a global batch, by estimator."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
@@ -85,9 +80,9 @@ class Cluster:
         return 1 + steps / self.inputs.output_tokens
 
     def step_tokens(self, ep: int | None, rows: float) -> int:
-        """Most rows of a step within the TPOT SLO, with `rows` decode rows.
+        """Most rows of a step within the TPOT SLO, with `rows` decode rows; at least LEAST_STEP_TOKENS.
 
-        ep: of the LoRA Server; None: deltas on the instance.  At least LEAST_STEP_TOKENS.
+        ep: of the LoRA Server; None: deltas on the instance.
         """
 
         def in_time(parts: int) -> bool:
@@ -115,10 +110,7 @@ class Cluster:
         return 1 / (1 + self.stages.prompts.tokens)
 
     def needed(self, global_batch: float) -> int:
-        """M* of a global batch, by the estimator of the inputs.
-
-        With prompts, M* of the next batch on a grid, to limit calls.
-        """
+        """M* of a global batch; with prompts, of the next batch on a grid, to limit calls."""
         in_service = global_batch * self.in_service
         if self.inputs.prompts is not None and in_service > 0:
             in_service = GRID ** math.ceil(math.log(in_service, GRID) - _PRECISION)
@@ -156,7 +148,7 @@ class Cluster:
     def max_batch(self) -> tuple[float, str]:
         """Most mean decode rows of an instance without LoRA, and the limit: "tpot" or "kv".
 
-        KV holds the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
+        KV holds b + 4 sqrt(b) requests: four standard deviations of a Poisson count.
         Raises SloError if a single row exceeds the SLO, ConfigError if the model does not fit.
         """
         room = self.kv_requests
@@ -211,8 +203,7 @@ class Cluster:
             tpot_s = longer_s(rows)
             if self.inputs.prompts is None or rows <= before:
                 continue
-            # The secant shortens the long way with prompts.  Times are convex here, so a secant stays below
-            # the solution.
+            # A secant shortens the long way with prompts; times are convex here: it stays below the solution.
             slope = (tpot_s - before_s) * per_instance / (rows - before)
             if slope < 1:
                 further = rows + (tpot_s * per_instance - rows) / (1 - slope)
@@ -284,7 +275,7 @@ class Cluster:
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
         """Extra time of a 95th-percentile prompt before the first token, without further prompts.
 
-        tpot_s: of a mean step; the prompt's last step is a mean step plus its own tokens.
+        tpot_s: of a mean step.
         """
         prompts = self.inputs.prompts
         if prompts is None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheaper of coupled instances and of instances beside a LoRA Server, with reasons.
-
-The fewest coupled instances come from a search in the simulator.
-"""
+"""The cheaper of coupled instances and of instances beside a LoRA Server, with reasons."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ IDLE = 0.02
 
 
 class CoupledSearch:
-    """Numbers of instances, their best splits, and the replays of these.
-
-    loads_of: from a rate to the loads of every replay.
-    """
+    """Numbers of instances, with best splits and replays.  loads_of: from a rate to the loads of a replay."""
 
     def __init__(self, cluster: Cluster, loads_of: Callable[[float], Sequence[PlannedLoad]]) -> None:
         self._cluster, self._coupled = cluster, Coupled(cluster)
@@ -46,9 +40,8 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The smallest place with all goals met; for a given number of instances the best split.
-
-        Raises SloError with the missed goals if no place meets them.
+        """The smallest place with all goals met.  Raises SloError with the missed goals without such a
+        place.
         """
         inputs = self._cluster.inputs
         number = inputs.instances
@@ -73,7 +66,7 @@ class CoupledSearch:
         return self._found[place]
 
     def fewest(self) -> int:
-        """The number of instances by the models.  Raises SloError if no number meets the goals."""
+        """The number of instances by the models.  Raises SloError if no number suffices."""
         low, high = self._least() - 1, self._least()
         while self._nearness(high) > 1:
             if self._coupled.prompt_share(high) < IDLE and high > 64:
@@ -190,8 +183,8 @@ MOST = 4
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The cheaper kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
 
-    If another device computes prompts, sizes only a LoRA Server (InfiniLoRA).  Raises SloError if neither
-    kind holds, ConfigError for inputs without a size.
+    If another device computes prompts, sizes only a LoRA Server.  Raises SloError if neither kind holds,
+    ConfigError for inputs without a size.
     """
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
@@ -337,7 +330,7 @@ _NO_SERVER: dict[str, Any] = {
 
 
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
-    """The plan of a place from the simulated search.  Counts of adapters are per instance."""
+    """The plan of a place; counts of adapters are per instance."""
     inputs, coupled = cluster.inputs, Coupled(cluster)
     num_instances = place.num_instances
     batch = coupled.batch(num_instances)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coupled instances: adapters beside the weights, KV in the rest.
-
-Legend: B decode rows per instance, L instances, s adapters on each.
-"""
+"""Coupled instances: adapters beside the weights, KV in the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ SPLITS = (0.5, 1.0, 0.0)
 """Adapters' parts of the memory beyond M* and the mean KV, in the order of trial."""
 
 MOST_PROMPTS = 0.95
-"""Share of an instance's time: above it queues of prompts grow for longer than a replay lasts."""
+"""Share of an instance's time: above, queues of prompts grow beyond a replay."""
 
 
 class Coupled:
@@ -32,15 +29,12 @@ class Coupled:
         self._cluster, self._inputs = cluster, cluster.inputs
 
     def tpot_s(self, batch: float) -> float:
-        """TPOT of a mean step with this number of decode rows, prompts and deltas included."""
+        """TPOT of a mean step with `batch` decode rows, prompts and deltas included."""
         stages, rows = self._cluster.stages, max(self._cluster.least_rows, batch)
         return self._inputs.shape.num_layers * stages.coupled_layer_s(stages.prompts.step(rows))
 
     def batch(self, num_instances: int) -> float:
-        """Planned rows of an instance: running rows by Little's law, and the margin.
-
-        Infinite if prompts in full steps take more than MOST_PROMPTS of the time.
-        """
+        """Planned rows of an instance (Little's law), with the margin; infinite above MOST_PROMPTS."""
         inputs, cluster = self._inputs, self._cluster
         if self.prompt_share(num_instances) > MOST_PROMPTS:
             return math.inf
@@ -65,9 +59,9 @@ class Coupled:
         return (self._room - slots * self._inputs.adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
-        """Load time of an adapter; every GPU loads its part.  0 if all adapters have a slot.
+        """Load time of an adapter over all GPUs; 0 if every adapter has a slot.
 
-        Raises ConfigError for adapters without a slot and a profile without a rate.
+        Raises MissingRateError for a profile without a rate.
         """
         inputs = self._inputs
         if slots >= len(inputs.probabilities):

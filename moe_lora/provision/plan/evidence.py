@@ -25,7 +25,7 @@ TEXTS: dict[Part, str] = {
 
 
 def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
-    """The bound of a rate in requests per second, and the margin; None without peak rates in the profile."""
+    """The bound of a rate, with the margin; None without peak rates in the profile."""
     gpu = inputs.profile.gpu
     if gpu.flop_per_s is None or gpu.bytes_per_s is None:
         return None
@@ -79,7 +79,7 @@ def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
 
 
 def ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts of the plan with a run on the profile's device, each with a description of the run."""
+    """Parts of the plan with a run on the profile's device, and the runs."""
     found = inputs.profile.ran
     return tuple(f"{TEXTS[part]} ({found[part]})" for part in _parts(inputs, place) if part in found)
 

@@ -22,10 +22,10 @@ ROUND = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout under one load: capacity, times, and met constraints.
+    """A layout under a load: capacity, times, and met constraints.
 
-    batch: rows of each of num_instances.  capacity: needed adapters.  step_s: of an instance, including waits
-    for the loads of `queue`.  p95_ttft_s: of requests with a slot.
+    batch: rows of an instance.  capacity: needed adapters.  step_s: with waits for the loads of `queue`.
+    p95_ttft_s: of requests with a slot.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def longest_s(self) -> float:
-        """Longest stage of a server's round, over all instances served in turn (equation 6)."""
+        """Longest stage of a server's round over all instances (equation 6)."""
         return self.round.longest[1] * math.ceil(self.num_instances / self.layout.pp)
 
 
@@ -84,10 +84,7 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
 
 
 def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
-    """Every layout with its steady batch, except those forbidden by the base model or KV.
-
-    Computes M* only for layouts that meet all but memory.
-    """
+    """Every layout with its steady batch, except layouts forbidden by the base model or KV."""
     alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
         loaded(cluster, layout, num_instances)
@@ -115,7 +112,7 @@ def with_capacity(one: Candidate, capacity: int) -> Candidate:
 
 
 def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
-    """With the steady batch of steps and loads, for one adapter.
+    """The layout with the steady batch of steps and loads, for one adapter.
 
     If waits for loads make the batch too large: the batch without waits, and LOADS is not met.
     """
@@ -127,7 +124,7 @@ def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
 
 
 def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
-    """Most decoding requests of an instance: within the TPOT SLO, (5), (6) and its KV.
+    """Most decoding requests of an instance: within the TPOT SLO, (5), (6) and KV.
 
     Between the mean plus four standard deviations and MOST_ROWS; a multiple of ROUND if large enough.
     """
@@ -158,10 +155,7 @@ def most_running(
 
 
 def shortfall(cluster: Cluster, found: Sequence[Candidate]) -> str:
-    """Text for a user without a feasible candidate.
-
-    The first constraint missed by every layout, at the closest layout; else, that no layout meets all.
-    """
+    """Text of a refusal: the first constraint missed by every layout, at the closest layout."""
     best_round = min(found, key=lambda one: one.round.total_s)
     if not any(one.met[EQ5] for one in found):
         batch = best_round.batch
@@ -241,10 +235,11 @@ class ServerSize:
 
 
 def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
-    """The fewest ranks that meet all constraints, and among their layouts the shortest round.
+    """The fewest ranks that meet all constraints, with the shortest round; ties: the smaller sync scope x
+    (table 1).
 
-    found: by number of ranks.  num_gpus: exact number of ranks.  Ties: the smaller sync scope x (table 1).
-    Raises SloError with the term, its budget and the excess.
+    found: by number of ranks.  num_gpus: exact number of ranks.  Raises SloError with the term, budget and
+    excess.
     """
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
@@ -288,10 +283,7 @@ def fewest_instances(cluster: Cluster) -> int:
 
 
 def smallest_cluster(cluster: Cluster) -> ServerSize:
-    """Fewest total GPUs; ties: fewest instances.
-
-    L grows by an eighth until a load holds.  Raises the last SloError if none holds.
-    """
+    """Fewest total GPUs; ties: fewest instances.  Raises the last SloError if no load holds."""
 
     def size(num_instances: int) -> ServerSize:
         return smallest_server(cluster, candidates(cluster, num_instances))
@@ -327,10 +319,10 @@ def _load(cluster: Cluster, num_instances: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """L instances beside a server of `layout`, and their largest load.
+    """L instances beside a server of `layout`, and the largest load.
 
-    global_batch: concurrent requests.  tokens_per_s: output tokens per second.  binding: first constraint of
-    a larger batch: a name of CONSTRAINTS, or "instances".
+    global_batch: concurrent requests.  tokens_per_s: output tokens.  binding: first constraint of a larger
+    batch, or "instances".
     """
 
     layout: Layout
@@ -341,11 +333,9 @@ class Split:
 
 
 def best_split(cluster: Cluster) -> Split:
-    """The split of the inputs' GPUs of highest rate; L = (GPUs - m) // GPUs of an instance.
+    """The split of the inputs' GPUs of highest rate, or of largest batch for a given global batch.
 
-    For a given global batch, the split of the largest batch.  Ties: fewer server
-    GPUs, then the shorter round.
-    Raises SloError if no split works.
+    Ties: fewer server GPUs, then the shorter round.  Raises SloError if no split works.
     """
     inputs = cluster.inputs
     capacity_of = cluster.capacity_of[inputs.estimator]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the parts of one layer: a profile's times, scaled to a model's sizes.
+"""Times of the parts of a layer: a profile's times, scaled to a model's sizes.
 
-Legend: B rows of one instance, p its GPUs, x the EP degree of the LoRA Server, E experts, K experts per row,
-D hidden size, F expert hidden size, R LoRA rank.
+Legend: p GPUs of an instance, x the EP degree of the LoRA Server, E experts.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptsPerRow:
-    """Prompt work per decode row in a mean step: one request's prompt over its output tokens.
-
-    Per output token of the load: prompt tokens, prompts and attended pairs.
-    """
+    """Prompt tokens, prompts and attended pairs per decode row of a mean step."""
 
     tokens: float = 0.0
     prompts: float = 0.0
@@ -77,7 +73,7 @@ class ServerRound:
 
     @property
     def longest(self) -> tuple[str, float]:
-        """Name and time of the stage that limits the instances per server stage."""
+        """Name and time of the longest stage."""
         return max(
             (("receive", self.receive_s), ("compute", self.compute_s), ("send", self.send_s)),
             key=lambda stage: stage[1],
@@ -99,12 +95,11 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
 
 
 class StageTimes:
-    """Times of one layer of a model on a profile's device, in seconds.
+    """Times of a layer on a profile's device, in seconds.  Scaling: docs/reference/profiles.md.
 
-    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  probabilities: of the adapters.
-    weights: their format.  prompts: prompt work per decode row.  Methods with a batch time a mean step of
-    that many decode rows, prompts included.  Scaling: docs/reference/profiles.md.
-    Raises ConfigError if the profile has no rates and is of another model or format.
+    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  prompts: prompt work per decode
+    row.  Methods with a batch time a mean step, prompts included.  Raises ConfigError if the profile has no
+    rates and is of another model or format.
     """
 
     def __init__(
@@ -132,14 +127,13 @@ class StageTimes:
     def server_of(self, ep: int, step: StepTokens) -> ServerRound:
         """Receive, compute and send of a step's rows at a stage of x ranks.
 
-        Every row moves.  A prompt reads its adapter once, and computes every token.
-        Raises ConfigError for a profile without network times.
+        A prompt reads its adapter once.  Raises ConfigError for a profile without network times.
         """
         found = self._round(ep, step.all_rows, step.rows + step.prompts)
         return replace(found, compute_s=found.compute_s + self._prompt_deltas_s(ep, step))
 
     def local_deltas_s(self, step: StepTokens) -> float:
-        """Deltas of a step's rows on the instance's own GPUs, which share the experts."""
+        """Deltas of a step's rows on the instance's own GPUs."""
         gpus, rows = self._sizes.instance_gpus, step.rows + step.prompts
         if isinstance(self._profile, RooflineProfile):
             compute_s = self._compute_roofline(self._profile, gpus, rows)
@@ -201,10 +195,7 @@ class StageTimes:
         return self.attention_of(self.prompts.step(batch))
 
     def attention_of(self, step: StepTokens) -> float:
-        """A layer without experts: decode rows, and operations of prompt tokens.
-
-        Without decode rows: weights and the fixed time of an empty step.
-        """
+        """A layer without experts: decode rows, and operations of prompt tokens."""
         own = self._own.get("base_us.attention")
         if own is None:
             stage = self.attention_stage
@@ -243,7 +234,7 @@ class StageTimes:
 
     @cached_property
     def experts_stage(self) -> StageTime:
-        """Every GPU holds E/p experts and reads them all in each step."""
+        """Every GPU reads E/p experts in each step."""
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
             least_s=self._share(self._weights.expert_bits)
@@ -315,10 +306,9 @@ class StageTimes:
 
 
 class SimulatedLayers:
-    """`provision.replayed.system_config.LayerModel`.
+    """`LayerModel` by `StageTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
 
-    ep: of the LoRA Server; None: the instance computes its deltas.
-    One request with an adapter makes every row of a step count as a row with an adapter.
+    A single request with an adapter makes every row count as a row with an adapter.
     """
 
     def __init__(self, stages: StageTimes, ep: int | None) -> None:

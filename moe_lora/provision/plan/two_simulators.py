@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An accepted plan on both simulators, with equal requests.
-
-`provision.replayed` is the fast simulator of the search.  `moe_lora.sim` runs the engine's scheduler, cache
-and lease table.  The replay starts with the plan's running requests.
-"""
+"""An accepted plan on both simulators, with equal requests."""
 
 from __future__ import annotations
 
@@ -54,7 +50,7 @@ NOT_REPLAYED = (
 class Latencies:
     """Judged requests on a simulator; None without requests.
 
-    in_slo: share with TTFT and TPOT within the plan's SLOs.  prefix_hits: share of the prompt tokens.
+    in_slo: share within the plan's TTFT and TPOT.  prefix_hits: share of prompt tokens.
     """
 
     simulator: str
@@ -97,8 +93,8 @@ def both(
 ) -> list[Latencies]:
     """Latencies of FAST and of REAL under Poisson arrivals of the plan's rate.
 
-    show: called with the number of requests done on REAL, and in all.
-    Raises CapacityError for a request that finds no room on an instance.
+    show: called with requests done on REAL, and in all.  Raises CapacityError for a request without room on
+    an instance.
     """
     cluster = Cluster(inputs)
     load = planned_load(inputs, rate_per_s, trace, num_requests=num_requests, seed=seed)
@@ -232,7 +228,7 @@ def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
 
 
 def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: float) -> Iterator[TurnRequest]:
-    """With token ids.  Blocks of equal hash are equal, and so is the stated share of an adapter's prompts."""
+    """Requests with token ids, equal for blocks of equal hash and for the stated share of prompts."""
     make_hits = system.instance.prefix_hits
     hits = None if make_hits is None else make_hits()
     share = hits.share if isinstance(hits, StatedHits) else 0.0

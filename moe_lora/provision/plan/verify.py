@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays of a cluster and its load in the simulator, to choose and to check plans.
-
-The start is a steady state: popular adapters are prefetched, and the planned requests are under way.
-Arrivals: the trace's, if the plan is for its rate; the trace's, scaled to the plan's rate; and Poisson.
-"""
+"""Replays of a cluster and its load in the simulator, from a steady state."""
 
 from __future__ import annotations
 
@@ -50,11 +46,11 @@ TAIL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Result of one arrival kind: "trace", "scaled" or "poisson"; None without requests.
+    """Result of an arrival kind; None without requests.
 
     admitted_at_once: share of requests with an immediate slot, the IAR.  waited_for_adapter, waited_for_room:
     share with a wait for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
-    stopped: ended early, goals out of reach.
+    stopped: goals out of reach.
     """
 
     arrivals: str
@@ -88,7 +84,7 @@ class PlannedLoad:
 def planned_load(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int | None = None, seed: int = 0
 ) -> PlannedLoad:
-    """The requests of each applicable arrival kind, NUM_REQUESTS by default, in the trace's order.
+    """The requests of each applicable arrival kind, NUM_REQUESTS by default.
 
     Adapters come from the trace if the popularity does, else from a draw.
     """
@@ -166,7 +162,7 @@ def under_way(
     requests: Sequence[PlannedRequest],
     max_num_seqs: int,
 ) -> list[PlannedRequest]:
-    """The requests that the plan keeps running when the first of `requests` comes; their prompts are done."""
+    """Running requests at the first arrival, with computed prompts."""
     rows = min(_running(cluster, place), max_num_seqs)
     share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
     begun = _under_way(requests, round(rows * place.num_instances * share))
@@ -182,7 +178,7 @@ def _running(cluster: Cluster, place: SizedCluster) -> float:
 
 
 def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    """num_instances instances, and a LoRA Server of this layout or slots on each instance."""
+    """Instances, and a LoRA Server of the layout or slots on each instance."""
     if place.layout is None:
         return _coupled_system(cluster, place, popular)
     inputs, layout = cluster.inputs, place.layout
@@ -298,7 +294,7 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
     """The trace repeated, with a mean gap between repetitions; a single request once.
 
-    Prompts of different repetitions share no block.
+    Repetitions share no block.
     """
     if len(requests) < 2:
         return iter(requests)
@@ -316,9 +312,9 @@ def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class Target(NamedTuple):
-    """A goal of the plan, and the replay's value for comparison.
+    """A goal of the plan, and the replay's value.
 
-    share: found must be at least the goal; else a time, at most.  form: format of its values.
+    share: found must be at least the goal; else at most.
     """
 
     goal: str
@@ -350,10 +346,10 @@ OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One target in the replay of one arrival kind.
+    """A target in the replay of an arrival kind.
 
-    target: the goal's name.  goal, found: shares or seconds.  found, held and missed_by are None without
-    judged requests.  missed_by: 0 if the goal is kept.  held: within the tolerance.
+    found, held and missed_by are None without judged requests.  missed_by: 0 if the goal is kept.  held:
+    within the tolerance.
     """
 
     target: str

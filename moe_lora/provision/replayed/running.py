@@ -16,12 +16,12 @@ from moe_lora.timing.step_model import Row, StepModel, StepWork
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A simulated request with its timestamps (seconds; NaN: not yet).
+    """A simulated request with timestamps (seconds; NaN: not yet).
 
-    adapter: None for the base model.  num_cached: prompt tokens with KV from earlier requests.
-    admitted_s: out of the queue, with any blocking adapter load over.  decode_ttft_s: queue, adapter load and
-    first decode step, without prefill (InfiniLoRA section 2.3, footnote).  at_once: starts with the first
-    step after arrival.  waited_for_adapter: no slot was free.  prompt_left: prompt tokens not yet planned.
+    adapter: None: base model.  num_cached: prompt tokens with earlier KV.  admitted_s: after the queue and
+    any blocking adapter load.  decode_ttft_s: queue, adapter load and first decode step, without prefill
+    (InfiniLoRA section 2.3, footnote).  at_once: starts with the first step after arrival.
+    waited_for_adapter: no slot was free.
     """
 
     index: int
@@ -44,7 +44,7 @@ class SimRequest:
 
     @property
     def adapter_uid(self) -> str | None:
-        """For admission: a name is one adapter here."""
+        """For admission: the adapter's name."""
         return self.adapter
 
     @property
@@ -54,12 +54,12 @@ class SimRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer: its share of the KV budget."""
+        """KV tokens of prompt and answer."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token.  Equal to decode_ttft_s if prompts are computed elsewhere."""
+        """From arrival to the first token."""
         return self.first_token_s - self.arrival_s
 
     @property
@@ -73,9 +73,8 @@ class SimRequest:
 class RunningRequests:
     """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere, and every
-    request starts as a decode row.  num_rows: decode rows of the next step.  steps: makes the batches below,
-    or None.
+    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere.  num_rows:
+    decode rows of the next step.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
@@ -209,7 +208,7 @@ class WaitingRequests:
     """First come first served, or shortest first.
 
     After a whole scan without freed room, scans only the oldest (starvation) and newer requests: same
-    decisions as a full scan.
+    decisions.
     """
 
     def __init__(self, *, shortest_first: bool) -> None:
@@ -245,9 +244,8 @@ class WaitingRequests:
     def scanned(
         self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
     ) -> None:
-        """These candidates have started.  whole: the rest lack only an adapter slot.
-
-        turned_away: adapters without a slot.
+        """Mark started candidates.  whole: the rest lack only an adapter slot.  turned_away: adapters
+        without a slot.
         """
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1

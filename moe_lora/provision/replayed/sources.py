@@ -18,7 +18,7 @@ from .system_config import AdapterBytes, LocalConfig, bytes_of
 
 @dataclass(slots=True, eq=False)
 class SimAdapter:
-    """An adapter in the view of one instance (`policies.admission.admission.ResidentView`).
+    """An adapter in the view of an instance.
 
     first_layer_s, last_layer_s: load times of these layers.  told_s: time of the grant at the instance.
     """
@@ -33,11 +33,10 @@ class SimAdapter:
 
 
 class AdapterSource(ABC):
-    """Counts requests per adapter of one instance and makes adapters ready, as
-    `engine.adapters.manager` does.
+    """Counts requests per adapter of an instance, and makes adapters ready.
 
     loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
-    starvation_s: see `policies.admission.admission.admissible`; inf if handled elsewhere.
+    starvation_s: inf if handled elsewhere.
     """
 
     loads_first = False
@@ -49,19 +48,15 @@ class AdapterSource(ABC):
 
     @abstractmethod
     def hold(self, adapter: SimAdapter) -> bool:
-        """Make the adapter ready, or start to, and pin; False without room.
-
-        Sets the adapter's times.
-        """
+        """Make the adapter ready, or start to, and pin; False without room.  Sets the adapter's times."""
 
     @abstractmethod
     def let_go(self, adapter: SimAdapter) -> bool:
         """Its last running request ended; True if another adapter may find room now."""
 
     def work(self, layer_s: float, delta_s: float) -> float:
-        """Set the instance's time per layer, and the server's compute time in a layer.
-
-        Returns a server's time for a layer of all instances.
+        """Set the instance's times per layer, total and on the server.  Returns the server's time for all
+        instances.
         """
         return 0.0
 
@@ -111,10 +106,10 @@ class AdapterSource(ABC):
 
 
 class LoadLink:
-    """Loads over one link of `bytes_per_s`, in parts of 1 / num_layers.
+    """Loads over a link, in parts of 1 / num_layers.
 
-    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else
-    whole adapters in sequence.
+    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else whole adapters in
+    sequence.
     """
 
     def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:
@@ -125,10 +120,7 @@ class LoadLink:
         self.num_loads = 0
 
     def load(self, now_s: float, num_bytes: float) -> tuple[float, float]:
-        """Times of the first and the last part, without later loads.
-
-        A later load takes turns with this load and delays its last parts.
-        """
+        """Times of the first and the last part; later loads delay the last parts."""
         load_s = self._link.seconds(num_bytes)
         self._free_s = max(self._free_s, now_s) + load_s
         self._under_way = [end_s for end_s in self._under_way if end_s > now_s]
@@ -141,7 +133,7 @@ class LoadLink:
 
 
 class LocalAdapters(AdapterSource):
-    """Adapters of a coupled instance: `capacity` slots, idle adapters evicted.  See `LocalConfig.blocking`.
+    """Adapters of a coupled instance: `capacity` slots, idle adapters evicted.
 
     link: from host memory.  fetches: from further hosts, in sequence.
     """

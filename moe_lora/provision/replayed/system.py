@@ -46,7 +46,7 @@ class SimLoraServer:
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
         """Access for a further instance.  on_grant: an awaited adapter is ready or loading.
-        on_contention: its layer times may change through further instances.
+        on_contention: layer times may change.
         """
         client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
@@ -88,11 +88,9 @@ class SimLoraServer:
 
 
 class RemoteAdapters(AdapterSource):
-    """`AdapterSource` of one instance: an adapter is ready while the instance has a lease.
+    """`AdapterSource` of an instance: an adapter is ready while the instance has a lease.
 
-    Only the lease table stops requests behind a starving request.  Instances that did too could block each
-    other forever.
-    layer_s, delta_s: the instance's last values (`work`).
+    Only the lease table stops requests behind a starving request: instances could block each other forever.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class RemoteAdapters(AdapterSource):
         return False
 
     def take(self, name: str, told_s: float, first_layer_s: float, last_layer_s: float) -> None:
-        """Record the lease: known at told_s, first and last layer loaded at the given times."""
+        """Record the lease: known at told_s, loaded at the given times."""
         self._leases.add(name)
         adapter = self._adapters[name]
         adapter.told_s, adapter.first_layer_s, adapter.last_layer_s = told_s, first_layer_s, last_layer_s
@@ -140,8 +138,8 @@ class RemoteAdapters(AdapterSource):
 class SimPlacement:
     """Runs a planner every interval on the virtual clock, routes by its table, and updates hosts.
 
-    Tokens count at arrival, as in the front end; placing takes no time.  An instance fetches new adapters at
-    first use.  goes_on: True while intervals continue.  held: adapters per instance, by table.
+    Tokens count at arrival; placing takes no time.  An instance fetches new adapters at first use.  held:
+    adapters per instance, by table.
     """
 
     def __init__(
@@ -196,11 +194,11 @@ def simulate(
     requests: Sequence[PlannedRequest],
     give_up: Callable[[SimRequest], bool] | None = None,
 ) -> System:
-    """The system after every request's last token.  Deterministic: equal arguments, equal results.
+    """The system after every request's last token; deterministic.
 
-    requests: by arrival.  give_up: called per finished request; True ends the simulation.
-    Raises ValueError for unsorted requests or no output tokens, CapacityError for a request too long for an
-    instance, ConfigError for a placement without a placement router.
+    requests: by arrival.  give_up: called per finished request; True ends the simulation.  Raises ValueError
+    for unsorted requests or no output tokens, CapacityError for a request too long for an instance,
+    ConfigError for a placement without a placement router.
     """
     system = System(config, give_up)
     system.replay(requests)
@@ -210,8 +208,7 @@ def simulate(
 class System:
     """Instances, adapter sources, and the router.
 
-    requests: finished, in order of finish.  stopped: ended before all were done.  links: of adapter loads.
-    sources: one per instance.
+    requests: in order of finish.  stopped: ended before the last request.
     """
 
     def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:
@@ -268,9 +265,8 @@ class System:
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
         """Summary of requests with arrival >= since_s; None for empty means.
 
-        admitted_at_once: share with a start in the first step after arrival.  waited_for_adapter,
-        waited_for_room: share with a wait for a slot, and for KV or the batch; the three sum to 1.  ttft,
-        decode_ttft: as in `SimRequest`.
+        admitted_at_once, waited_for_adapter and waited_for_room sum to 1.  ttft, decode_ttft: as in
+        `SimRequest`.
         """
         at_once = self.column("at_once", since_s)
         for_adapter = self.column("waited_for_adapter", since_s)
