@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and step tables of the operations.
+"""Layouts and step tables of the operations, reached through channels (see `ops`).
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.
-
-These tensors never enter a compiled graph: operations reach them through a channel (see `ops`).
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """Layout of keys and values in the arena: a page holds `block_size` tokens of every layer.
+    """Layout of K and V in the arena: a page holds `block_size` tokens of every layer.
 
-    Byte address of K for (page, layer, kv head, token in block):
-    page * page_bytes + layer * layer_bytes + ((head * block_size) + token) * head_dim * itemsize;
-    V follows K after value_bytes.  has_values: False: K is V too.  least_bytes: of a page, for the KV of
-    layers of another layout behind these layers.
+    Byte address of K: page * page_bytes + layer * layer_bytes + (head * block_size + token) * head_dim *
+    itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page, for layers
+    of another layout behind.
     """
 
     num_layers: int
@@ -42,7 +39,7 @@ class KvLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one block's K and V in one layer."""
+        """Bytes of a block's K and V in a layer."""
         num_parts = 1 + self.has_values
         return num_parts * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
@@ -53,12 +50,12 @@ class KvLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, rounded up to 64 for alignment."""
+        """Bytes of a page, rounded up to 64 for alignment."""
         return -(-max(self.num_layers * self.layer_bytes, self.least_bytes) // 64) * 64
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayout:
-    """Layout of this model's KV in pages; of heads of two sizes, the layers with a window."""
+    """Layout of this model's KV; with heads of two sizes, of the layers with a window."""
     layout = KvLayout(
         num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
@@ -71,10 +68,9 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayou
 
 
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
-    """Layouts of the layers with a window, and of the full layers behind them in the same pages.
+    """Layouts of the layers with a window, and of the full layers behind in the same pages.
 
-    layout: of all layers, with the heads of those with a window.  Full layers are numbered from the first
-    multiple of their size behind the others.
+    Full layers are numbered from the first multiple of their size behind the others.
     """
     first = replace(layout, num_layers=layout.num_layers - len(sizes.layers))
     full = replace(layout, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
@@ -85,11 +81,11 @@ def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, Kv
 class SlotTable:
     """Offsets and ranks of each resident adapter's matrices in the arena.
 
-    a_offset, b_offset: [N, L, X] int64, bytes from the start of the arena (A: `lora_rank` rows of d_in,
-    B transposed: `lora_rank` rows of d_out, in the model's dtype).  lora_rank: [N, L, X] int32, 0 = no delta.
-    scale: [N, L, X] fp32.  All on the arena's device, checked on write, never read back.
-    ranks: [N, X] int32, on the host: largest rank over the layers, including loads in progress.  end_bytes:
-    end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by the copier.
+    a_offset, b_offset: [N, L, X] int64 bytes (A: `lora_rank` rows of d_in; B transposed: `lora_rank` rows of
+    d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the arena's device
+    are never read back.  ranks: [N, X] int32, on the host: largest over the layers, loads in progress
+    included.  end_bytes: end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by
+    the copier.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -120,12 +116,11 @@ class SlotTable:
     def write_layer(
         self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, where: range
     ) -> None:
-        """Point the slot's entries of one layer at matrices in these bytes of the arena.
+        """Point the slot's entries of a layer at matrices in these bytes of the arena.
 
-        table: [X, 3] int64 on the host (offset of A, offset of B, rank), offsets in elements of itemsize
-        bytes from the first byte.  scale: [X] fp32.  X: of the first entries, the rest stays.  The matrices
-        must be loaded: ranks are written last, and rank 0 hides the rest.  Raises ValueError for impossible
-        offsets and ranks.
+        table: [X, 3] int64 on the host: offsets of A and B in elements from the first byte, and rank.  scale:
+        [X] fp32.  Entries beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0
+        hides the rest.  Raises ValueError for impossible offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -174,12 +169,11 @@ class SlotTable:
 
 
 class LoraOperands(NamedTuple):
-    """Operands of the LoRA operations of one site.
+    """Operands of the LoRA operations of a site.
 
-    x: [T, H], or [T*K, H] at an expert site with a row per expert.
-    ids: [T, K] int32 (output row t*K + k belongs to expert ids[t, k], -1 = no expert), None at a dense site.
-    layer: row of the slot table.  token_slots: [T] int32 adapter slot of each token, -1 = no adapter.
-    arena: flat uint8 with the matrices of `slots`, of x's dtype.
+    x: [T, H], or [T*K, H] with a row per expert.  ids: [T, K] int32, -1 = no expert; None at a dense site.
+    Output row t*K + k belongs to ids[t, k].  layer: row of the slot table.  token_slots: [T] int32, -1 = no
+    adapter.  arena: flat uint8, matrices of x's dtype.
     """
 
     x: torch.Tensor
@@ -195,7 +189,7 @@ class StepBounds(NamedTuple):
     """Bounds of a step's lengths, on the host, for launches.
 
     has_single, has_several: some sequence has one row, more than one.  longest_single: most tokens of a
-    sequence with one row.  single_tokens: most tokens of these together (None: longest_single each).
+    sequence with one row.  single_tokens: their most tokens together; None: longest_single each.
     """
 
     has_single: bool
@@ -214,13 +208,11 @@ class StepBounds(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepTables:
-    """One step's batch, all int32, on the arena's device for operations.
+    """A step's batch, all int32, on the arena's device for operations.
 
-    query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
-    seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
-    block_tables: [S, B] page of each block.
-    decode: one token per sequence; launches may differ, the order of sums may not.
-    bounds: of lengths on a device.
+    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens including this step's rows; 0 marks
+    padding.  block_tables: [S, B] page of each block.  decode: one token per sequence; launches may differ,
+    the order of sums may not.  bounds: of lengths on a device.
     """
 
     query_start: torch.Tensor
@@ -242,9 +234,9 @@ class StepTables:
 class Rotation(NamedTuple):
     """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
-    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated, none for R = 0.  q_weight, k_weight:
-    [head_dim] of RMS norms with this eps, or None.  clip: to -clip .. clip, or None.  head_dim: 0 = R.
-    neighbours: pairs are (2 i, 2 i + 1), else (i, i + R / 2).
+    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
+    norms, or None.  clip: to -clip .. clip.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else (i,
+    i + R / 2).
     """
 
     cos: torch.Tensor
@@ -258,11 +250,11 @@ class Rotation(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """Operands of paged attention of one layer.
+    """Operands of paged attention of a layer.
 
-    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype (head h reads kv head
-    h // (heads / kv heads)).  sinks: [heads] logits without a value in the softmax (GPT-OSS), or None.
-    window: each row sees its last `window` tokens, including itself; 0 = all.  arena: memory of K and V.
+    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype; head h reads kv head h //
+    (heads / kv heads).  sinks: [heads] logits without a value in the softmax (GPT-OSS).  window: each row
+    sees the last `window` tokens, itself included; 0 = all.
     """
 
     q: torch.Tensor
@@ -283,7 +275,7 @@ _ZEROS, _LINE = 1 << 16, 32
 class Zeros:
     """Zero integers on a device: one fill serves many launches.
 
-    For launches on one stream during the object's life, and for replays of a graph captured meanwhile.
+    For one stream, and for replays of a graph captured meanwhile.
     """
 
     def __init__(self) -> None:

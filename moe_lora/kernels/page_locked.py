@@ -46,8 +46,7 @@ def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
 class Staging:
     """Copies from memory without page lock, e.g. mapped files, to a device.
 
-    Two page-locked buffers: one fills while the device reads the second, on the
-    current stream.  For one thread.
+    One page-locked buffer fills while the device reads another.  For one thread.
     """
 
     def __init__(self, num_bytes: int = STAGE_BYTES) -> None:

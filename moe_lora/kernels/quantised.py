@@ -2,9 +2,6 @@
 """Quantised weights: formats, quantisation by torchao, memory layout, meaning.
 
 Legend: E experts, N output width, K input width, G groups of K.
-
-Values and scales are plain tensors in the layout of the kernels in `cpu/csrc`: compiled code sees tensors and
-integers only.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ class Format:
     """Format of weights.
 
     name: int8, int4, fp8 (E4M3) or mxfp4; "-dynamic" also quantises inputs to 8 bits, row by row.
-    group_size: inputs per scale, 0: all of an output.  row_group: outputs per scale (fp8).
+    group_size: inputs per scale, 0: all.  row_group: outputs per scale (fp8).
     """
 
     name: str
@@ -104,10 +101,10 @@ Unpacked = tuple[torch.Tensor, torch.Tensor]
 
 
 class QuantisedOperand(NamedTuple):
-    """Quantised weights of one matrix, or of E, in the layout of `put`: values and scales.
+    """Quantised weights of a matrix, or of E, in the layout of `put`.
 
-    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits in the model's dtype.  zero: int8
-    [..., N, G], zero points other than 0.
+    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits.  zero: int8 [..., N, G], zero points
+    other than 0.
     """
 
     form: Format
@@ -119,7 +116,7 @@ class QuantisedOperand(NamedTuple):
 def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """torchao's symmetric values and scales of a matrix [N, K]: [N, K], and [N / row_group, G].
 
-    Scales, as in torchao: fp32 for int8 and fp8, the weight's dtype for int4.
+    Scales: fp32 for int8 and fp8, the weight's dtype for int4.
     """
     made: Any
     if form.name == "fp8":
@@ -142,11 +139,9 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 def put(
     form: Format, q: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, first: int
 ) -> None:
-    """Write the result of `quantise` for some rows, [R, K] and [R / row_group, G],
-    to a matrix from row `first`.
+    """Write the result of `quantise` for R rows, [R, K] and [R / row_group, G], to a matrix from row `first`.
 
-    first: a multiple of row_group.  q of mxfp4: the codes, uint8.  data, scales: shapes as in `Format.sizes`;
-    layouts: csrc/unpack.inl and csrc/dynamic.inl.
+    first: a multiple of row_group.  q of mxfp4: codes, uint8.  Layouts: csrc/unpack.inl and csrc/dynamic.inl.
     """
     rows = slice(first, first + q.shape[0])
     if form.dynamic:
@@ -176,8 +171,7 @@ def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
 def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
     """Inverse of `put`: values [..., N, K] and scales [..., N, G]; their product is the weights.
 
-    int8 values (int16 after zero points), float8 of fp8.  MXFP4: integers, twice
-    the values, with half the scales.
+    int8 values (int16 after zero points), float8 of fp8.  MXFP4: twice the values, half the scales.
     """
     form, data, scale, zero = weight
     if form.dynamic:
@@ -240,7 +234,7 @@ def quantise_rows(x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 
 @functools.cache
 def _torchao() -> ModuleType:
-    """torchao.quantization; suppresses its warnings of unused CUDA extensions."""
+    """torchao.quantization, without its warnings of unused CUDA extensions."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

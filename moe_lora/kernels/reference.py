@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The meaning of every operation in plain torch: oracle of tests, and fallback without kernels.
 
-Legend: T token rows, H input width, N output width, E experts, K experts per token, R LoRA rank, S sequences.
+Legend: T token rows, H input width, N output width, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]].
+    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
 
-    x: [T, H] (a row feeds K outputs) or [T*K, H] (a row per output).  weight: [E, N, H].
-    bias: [E, N].  ids: [T, K] int32 expert of each output row, -1 gives a zero row.
-    Returns [T*K, N] in x's dtype.
+    x: [T, H] or [T*K, H].  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.  Returns [T*K, N] in x's
+    dtype.
     """
     flat_ids = ids.reshape(-1)
     out = x.new_zeros(flat_ids.numel(), weight.shape[1])
@@ -60,7 +59,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over the dequantised weights.
 
-    In fp64, then rounded; a dynamic format's inputs are dequantised too.
+    A dynamic format's inputs are dequantised too, in fp64, then rounded.
     """
     if not weight.form.dynamic:
         plain = quantised.dequantise(weight, num_out, x.shape[1], x.dtype)
@@ -91,11 +90,9 @@ def arena_rows(
 def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torch.Tensor:
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), with A and B of row i's adapter.
 
-    Computed in fp32, then rounded to dtype (default: x's).  y = round(y + delta) then has the same bits for a
-    delta from elsewhere.
-
-    Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero for a row without an adapter.
-    Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
+    In fp32, then rounded to dtype (default: x's): y = round(y + delta) has the same bits for a delta from
+    elsewhere.  Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero for a row without an adapter.
+    Source: Punica (arXiv 2310.18547), SGMV.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     num_rows = x.shape[0] if ids is None else ids.numel()
@@ -142,10 +139,7 @@ def norm(
 def rotate(
     x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, neighbours: bool = False
 ) -> torch.Tensor:
-    """Rotary embedding of the two halves of the first R of head_dim, or of neighbours.
-
-    cos, sin: [T, R / 2] fp32.
-    """
+    """Rotary embedding of the first R of head_dim, in halves or neighbours.  cos, sin: [T, R / 2] fp32."""
     num_dims = 2 * cos_TD.shape[1]
     if neighbours:
         pairs = x_TND[..., :num_dims].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -177,7 +171,7 @@ def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> t
 
 
 def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer as strided views of the arena: [pages, kv heads, block_size, head_dim] each."""
+    """K and V of a layer as views of the arena: [pages, kv heads, block_size, head_dim] each."""
     typed = arena.view(layout.dtype)
     itemsize = layout.dtype.itemsize
     page, values = layout.page_bytes // itemsize, layout.value_bytes // itemsize
@@ -188,9 +182,9 @@ def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.T
 
 
 def paged_attention(operands: AttentionOperands) -> torch.Tensor:
-    """Write this step's K and V to their pages, then causal attention of each row over its sequence.
+    """Write this step's K and V to pages, then causal attention of each row over its sequence.
 
-    Returns [T, heads, head_dim]; rows of padding sequences are zero.  Softmax in fp32.
+    Returns [T, heads, head_dim]; rows of padding are zero.  Softmax in fp32.
     """
     q, k, v, _, _, _, layer, step, layout, arena = operands
     keys, values = kv_views(arena, layout, layer)

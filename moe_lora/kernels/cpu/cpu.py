@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations on CPU: a binding of the C++ kernels in csrc/, equal in meaning to `reference`.
+"""The operations on CPU: the C++ kernels in csrc/, equal in meaning to `reference`.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences, R LoRA rank.
-Of the gated delta rule: S sequences, P pages of a layer's state, C channels of the convolution, W its width,
-N value heads, K size of a key head, V of a value head.
+Of the gated delta rule: P pages of a layer's state, C channels of the convolution, W its width, N value
+heads, K size of a key head, V of a value head.
 
-Calls release the GIL and use up to `torch.get_num_threads()` threads.  A row's bits do not depend on further
-rows, nor on the number of threads.  LoRA kernels, equal in bits:
+Calls release the GIL.  A row's bits depend neither on further rows nor on the number of threads.  LoRA
+kernels, equal in bits:
 
 - "sgmv" (ours): rows of one (adapter, expert) form a segment, at true rank.
 - "bgmv" (Punica, arXiv 2310.18547): row by row, padded to the batch's largest rank (Toppings, equation 2).
@@ -65,9 +65,8 @@ class CpuShrunk:
 def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
     """h = x_row @ A.T in fp32, for each row with an adapter and each module of the site.
 
-    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the
-    module.  Modules with a common A (same a_offset) are computed once.  Raises ValueError for operands that
-    don't fit, or a matrix outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
+    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  Modules with a common
+    A are computed once.  Raises ValueError for operands that don't fit, or a matrix outside the arena.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     code = dtype_code(x)
@@ -120,9 +119,8 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
 def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row with an adapter.
 
-    The delta is rounded to y's dtype before the addition: a delta from elsewhere (`lora_delta`) gives the
-    same bits.  y: [T, N] or [T*K, N] in the dtype of the shrink's x, or fp32 with an unrounded delta; rows
-    may be strided.  subtract: y -= delta.
+    The delta is rounded to y's dtype before the addition: `lora_delta` gives the same bits.  y: [T, N] or
+    [T*K, N] in x's dtype, or fp32 with an unrounded delta; rows may be strided.  subtract: y -= delta.
     Raises ValueError for a y that doesn't fit or a consumed CpuShrunk.
     """
     dtype = torch.float32 if y.dtype == torch.float32 else shrunk.dtype
@@ -132,8 +130,8 @@ def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
     """out = delta of `lora_expand`, zero for a row without an adapter.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided.  The rest as in `lora_shrink`.
-    A ValueError leaves out unchanged.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided.  A ValueError leaves out
+    unchanged.
     """
     shrunk = lora_shrink(operands, kernel=kernel)
     _redeem(shrunk, out, "out", shrunk.dtype, 1.0, overwrite=True)
@@ -162,8 +160,8 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (64, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Largest number of rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for
-stable bits; torch's change with the number of rows.
+"""Most rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for stable
+bits.
 """
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
 """For weights-only formats; above, each step dequantises the whole matrix."""
@@ -232,7 +230,7 @@ def quantised_linear(
     """`linear` (ids None) or `expert_linear` over weights in the layout of `quantised.put`.
 
     Bits equal those over the dequantised weights; a dynamic format follows torchao's arithmetic with exact
-    integer sums.  Raises ValueError as these do.
+    integer sums.
     """
     form, data = weight.form, weight.data
     code = dtype_code(x)
@@ -298,7 +296,7 @@ def fits(
 
 
 class StepAttention:
-    """`paged_attention` of one step: reads tables and arena once per step, not per layer.
+    """`paged_attention` of a step: reads tables and arena once per step, not per layer.
 
     Raises ValueError for tables that don't fit.
     """
@@ -325,10 +323,10 @@ class StepAttention:
         scale: float,
         window: int,
     ) -> torch.Tensor:
-        """Write this step's K and V to their pages, then causal attention; see `reference.paged_attention`.
+        """Write this step's K and V to pages, then causal attention as `reference.paged_attention`.
 
-        Rows of q, k and v may be strided (a fused qkv buffer).  Returns [T, heads, head_dim].
-        Raises ValueError for operands that don't fit.
+        Rows of q, k and v may be strided.  Returns [T, heads, head_dim].  Raises ValueError for operands that
+        don't fit.
         """
         layout = self._layout
         code = dtype_code(q)
@@ -374,11 +372,11 @@ def delta_rule(
     """S = exp(log_decay) * S, then S = S + k (beta * (v - k S)), and out = q S / sqrt(K), per value head.
 
     q, k, v: silu of the causal convolution of qkv; q and k have length 1.  spans: int64 [S, 3] first row,
-    end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64
-    pages of the state before, rows of arena [pages, bytes], which does not change.  Returns out [T, N, V],
-    zero outside the spans, and the states after, then at marks: fp32 [S + M, P, numbers of a page] from the
-    last W - 1 rows of qkv, then S [N, K, V].  Bits do not depend on cuts, further
-    sequences or threads.  Raises ValueError for operands that don't fit.
+    end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64,
+    the state before in arena [pages, bytes], unchanged.  Returns out [T, N, V], zero outside the spans, and
+    the states after, then at marks: fp32 [S + M, P, numbers of a page] from the last W - 1 rows of qkv, then
+    S [N, K, V].  Bits do not depend on cuts, further sequences or threads.  Raises ValueError for operands
+    that don't fit.
     Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
     """
     num_rows, num_heads = beta_TN.shape

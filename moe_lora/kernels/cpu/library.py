@@ -236,10 +236,7 @@ _libc = ctypes.CDLL(None)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages behind a new CPU tensor, for fewer TLB misses; ignores small tensors.
-
-    Without transparent huge pages nothing changes.
-    """
+    """Ask for huge pages behind a new CPU tensor, for fewer TLB misses; ignores small tensors."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or not tensor.is_cpu or tensor.nbytes < _LEAST_BYTES:
         return
@@ -249,7 +246,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def give_memory_back(tensor: torch.Tensor) -> None:
-    """Give the whole pages behind a contiguous CPU tensor back; its values are undefined until written."""
+    """Free the whole pages behind a contiguous CPU tensor; values are undefined until written."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:

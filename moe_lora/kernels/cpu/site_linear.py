@@ -3,7 +3,7 @@
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token.
 
-Time between kernels counts in a decode step: weights are checked once, rows once per step.
+Weights are checked once, rows once per step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ANY_NUMBER = 2**63 - 1
 class LoraRows:
     """The rows with deltas at a site, all from this device's arena.
 
-    site: None without such rows.  num_layers: of the slot table.  keeps: buffers of the library's view.
+    site: None without such rows.  keeps: buffers of the library's view.
     """
 
     table: library.SiteRows
@@ -51,7 +51,7 @@ class LoraRows:
 def lora_rows(
     site: Site, token_slots: torch.Tensor, slots: SlotTable, arena: torch.Tensor, kernel: str = "sgmv"
 ) -> LoraRows:
-    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for operands that don't fit."""
+    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for bad operands."""
     constants, tables, num_rows = lora_site(site), lora_slots(slots), len(token_slots)
     if constants.last_entry > tables.num_entries:
         raise ValueError(
@@ -72,11 +72,10 @@ NO_ROWS = LoraRows(_NO_TABLE, ctypes.addressof(_NO_TABLE))
 
 
 class SiteLinear:
-    """x @ weight.T + bias + deltas of one site in one layer, for x of one dtype on the CPU.
+    """x @ weight.T + bias + deltas of a site in a layer, for x of one dtype on the CPU.
 
-    weight: [N, H] or [E, N, H] of this dtype, or a quantised operand with contiguous parts.  bias: [N]
-    or [E, N].  first_expert: model number of the first of E experts; None: a dense site.
-    Raises ValueError for operands that don't fit.
+    weight: [N, H] or [E, N, H], or a quantised operand.  bias: [N] or [E, N].  first_expert: model number of
+    the first of E experts; None: a dense site.  Raises ValueError for operands that don't fit.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class _StepCalls(ctypes.Structure):
 
 
 class StepCalls:
-    """The tables of one engine.  address: for its channels, valid during this object's life."""
+    """An engine's tables.  address: for channels, valid during this object's life."""
 
     def __init__(self, num_layers: int) -> None:
         self._sites = (_SeenSite * (num_layers * _MAX_SITES))()

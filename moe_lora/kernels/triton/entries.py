@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access to the slot table's entry of a (slot, layer, module, expert), shared by LoRA kernels.
 
-tables: `problem.Tables`, [N, L, X] each; `slot_stride` is L * X and `table_base` is layer * X + the site's
-first entry.  widths: of three modules, 0 for absent modules.
+tables: `problem.Tables`, [N, L, X] each.  slot_stride: L * X.  table_base: layer * X + the site's first
+entry.  widths: of three modules, 0 if absent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NOT_SPECIALIZED = (
 
 @triton.jit
 def wait_for_kernel_before():
-    """First call in a kernel of `configs.DEPENDENT` with an early start; from sm_90 on.
+    """Wait for the previous kernel's writes; then the next kernel may start.
 
-    Afterwards the previous kernel's writes are visible, and the next kernel may start.
+    First call in a kernel of `configs.DEPENDENT` with an early start; from sm_90 on.
     """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -55,16 +55,14 @@ def first_with_same_a(tables, first_entry, module, MODULES: tl.constexpr):
 
 @triton.jit
 def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
-    """Pointer to the first element of a packed matrix, at a multiple of 64 bytes."""
+    """Pointer to a packed matrix, at a multiple of 64 bytes."""
     offset = tl.multiple_of(tl.load(offsets + entry), 64)
     return (arena + offset).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
-    """(module, first column within the module, module width, module's first column
-    in y) of an output block.
-    """
+    """(module, first column in the module, module width, module's first column in y) of an output block."""
     # Selects, not branches: the compiler then keeps the alignment of 16.
     first1 = tl.cdiv(widths[0], BLOCK_C)
     first2 = first1 + tl.cdiv(widths[1], BLOCK_C)
@@ -77,7 +75,7 @@ def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr)
 
 @triton.jit
 def num_blocks(widths, BLOCK_C: tl.constexpr):
-    """Blocks of output columns of all modules; absent modules have width 0."""
+    """Blocks of output columns of all modules."""
     return tl.cdiv(widths[0], BLOCK_C) + tl.cdiv(widths[1], BLOCK_C) + tl.cdiv(widths[2], BLOCK_C)
 
 
@@ -103,7 +101,7 @@ def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def add_delta(before, total, scale, ADD: tl.constexpr, SUBTRACT: tl.constexpr, INTERPRETED: tl.constexpr):
     """round(before + round(scale * total)) if ADD, before - ... if SUBTRACT too, else round(scale * total).
 
-    before: of y, whose dtype sets the rounding: in fp32 deltas stay unrounded.
+    before: of y; its dtype sets the rounding: in fp32 deltas stay unrounded.
     """
     dtype = before.dtype
     delta = rounded(total * (-scale if SUBTRACT else scale), dtype, INTERPRETED)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels around one-sided puts: waiting for signals, admitting rows to slots, adding answers.
 
-A signal's words lie eight int64 apart; the waiting side keeps counts in `expected`.  A wait ends at its
-bound, or when `state` is set, and records the end in `state`: later work on the stream is void, and the host
-sees the state.
+A wait ends at its bound, or when `state` is set, and records the end in `state`: later work on the stream is
+void, and the host sees the state.
 
 Legend: T token rows of a step, R rows of an answer, N output width.
 """
@@ -45,8 +44,8 @@ def wait_signals(
 ):
     """Wait until signals first, first + stride, .. (count of them) advance by `more` since the last wait.
 
-    status: for these signals, stride apart, BLOCKS counts of missing rows each, two int64 apart, which set
-    STALE in the state; BLOCKS 0: no counts.  One program.
+    status: per signal BLOCKS counts of missing rows, two int64 apart; a count above 0 sets STALE in the
+    state.  One program.
     """
     for number in range(count):
         signal = first + number * stride
@@ -83,9 +82,9 @@ def admit(
 ):
     """token_slots[t] = slot of token t after its layer has loaded, else -1.
 
-    frame: int64 T, slots [T], generations [T].  generation: [M], loaded: [M, num_layers].  One program; ends
-    when every slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the
-    layer; is_first: starts at 0.
+    frame: int64 T, slots [T], generations [T].  generation: [M], loaded: [M, num_layers].  Ends when every
+    slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the layer; is_first:
+    starts at 0.  One program.
     """
     rows = tl.arange(0, MAX_ROWS)
     num_rows = tl.load(frame)
@@ -115,10 +114,7 @@ def admit(
 def add_rows(
     y, y_stride, delta, frame, ids, top_k, num_columns, HAS_IDS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """y[r] = round(y[r] + delta[r]) for each row whose token has a slot in the frame.
-
-    A program per row and COLUMNS columns.
-    """
+    """y[r] = round(y[r] + delta[r]) for each row whose token has a slot in the frame."""
     row = tl.program_id(0)
     blocks = tl.cdiv(num_columns, COLUMNS)
     column = row % blocks * COLUMNS + tl.arange(0, COLUMNS)

@@ -3,9 +3,8 @@
 
 Legend: S sequences, V vocabulary, P parts of the vocabulary.
 
-Without a sort or host noise: bisection over values finds cuts, fp64 sums masses, the noise is Philox of seed
-and position as in numpy.  A row's token does not depend on
-further rows.
+Bisection over values finds cuts, fp64 sums masses, the noise is Philox of seed and position as in numpy.  A
+row's token does not depend on further rows.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def cut_at(e_V, vocab, bound, cut_value, cut_index, COUNT: tl.constexpr, BLOCK: 
 def truncate(logits, settings, numbers, cuts, vocab, BLOCK: tl.constexpr):
     """logits[s] = `relative` of them, and the row's cut: top-k, then top-p of the rest.
 
-    logits: [S, V] fp32.  settings: [S, 3] fp32 temperature (0: the row is not drawn), top_p, min_p.
-    numbers: [S, 3] int64 top_k (0: all), seed, position.  cuts: [S, 2] int32.
+    logits: [S, V] fp32.  settings: [S, 3] fp32 temperature (0: not drawn), top_p, min_p.  numbers: [S, 3]
+    int64 top_k (0: all), seed, position.  cuts: [S, 2] int32.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(settings + row * 3)
@@ -143,8 +142,7 @@ def truncate(logits, settings, numbers, cuts, vocab, BLOCK: tl.constexpr):
 def race(e, settings, numbers, cuts, scores, tokens, vocab, part, PARTS: tl.constexpr, GROUPS: tl.constexpr):
     """In each of P parts of a row, the kept token of highest e / noise, and this score.
 
-    part: groups of 8 tokens in a part; a token's number fixes its noise word and half.
-    scores: [S, P] fp32, tokens: [S, P] int32.
+    part: groups of 8 tokens in a part.  scores: [S, P] fp32, tokens: [S, P] int32.
     """
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     first_group = (tl.program_id(0) % PARTS) * part
@@ -174,8 +172,7 @@ def race(e, settings, numbers, cuts, scores, tokens, vocab, part, PARTS: tl.cons
 def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """A token of each row, [S] int64; logits [S, V] fp32 are overwritten.
 
-    settings, numbers: on the device, as in `truncate`; temperature 0: the likeliest token.  Does not wait
-    for the device.
+    settings, numbers: as in `truncate`; temperature 0: the likeliest token.  Does not wait for the device.
     """
     num_rows, vocab = logits.shape
     likeliest = logits.argmax(1)

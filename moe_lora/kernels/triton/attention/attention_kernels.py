@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of paged attention: attending, joining split sequences.
 
-Legend: T token rows, S sequences, N heads, M kv heads, G = N / M heads of a group, D head_dim, P parts.
+Legend: N heads, G heads of a kv head, D head_dim, P parts.
 
 A program of `attend` holds consecutive rows of a sequence times the G heads of a kv head (GQA packing), and
 walks over key blocks at multiples of BLOCK_N (online softmax, fp32, base 2).  Invisible blocks leave a row's
 sums unchanged: a row depends on its own sequence alone.
-`pages` is the arena in the dtype of K and V, laid out by `operands.KvLayout`.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (parts), PagedAttention (arXiv 2309.06180).
 """
 
@@ -25,9 +24,8 @@ _NUMBERS = ("window", "num_seqs", "table_stride")
 
 @triton.jit
 def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
-    """The sequence of tile `item`: the last with query_start // ROWS + its number <= item.
-
-    With one row per tile and no number added: the sequence of a row.
+    """The sequence of tile `item`: the last with query_start // ROWS + number <= item.  ROWS 0: of row
+    `item`.
     """
     low, high = 0, num_seqs
     while low < high:
@@ -80,7 +78,7 @@ def _sequence_and_part(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The sequence (num_seqs: no sequence) and its part at `place`, in the list of all parts."""
+    """The sequence (num_seqs: no sequence) and part at `place` in the list of all parts."""
     seq, begin, total = 0, 0, 0
     for first in tl.range(0, num_seqs, _SEQUENCES):
         one = first + tl.arange(0, _SEQUENCES)
@@ -124,7 +122,7 @@ def _walk(
 ):
     """Maximum, sum and products of a tile's rows after the keys from `first` up to `last`.
 
-    MASKED: some row does not see all keys; the bits of further rows stay.  factor: of logits, in base 2.
+    MASKED: some row does not see all keys; bits of further rows stay.  factor: of logits, in base 2.
     """
     top, total, acc_MD = sums_so_far
     column = tl.arange(0, acc_MD.shape[1])
@@ -199,10 +197,9 @@ def attend(
 ):
     """out = softmax(scale * q @ K.T) @ V of a tile, or the sums of a part.
 
-    SINGLE: one program per sequence of one row, kv head and part of its keys; else one per tile of ROWS rows
-    and kv head, for sequences of several rows.  Programs of the other kind of sequence end at once.
-    A sequence of several parts leaves sums [P, N, D] and weights [P, N, 2] (maximum, sum) to `join_parts`; a
-    single part ends here.
+    SINGLE: a program per part of a sequence of one row and kv head; else per tile of ROWS rows and kv head,
+    for sequences of several rows.  Several parts leave sums [P, N, D] and weights [P, N, 2] (maximum, sum) to
+    `join_parts`.
     """
     if DEPENDENT:
         wait_for_kernel_before()

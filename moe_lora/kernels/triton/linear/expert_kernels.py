@@ -3,8 +3,7 @@
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
-Operands are swapped as in `wgmma_shrink`.  All tiles add along H in the same steps of the same instruction: a
-row's bits don't depend on the batch.
+Tiles add along H in the same steps of the same instruction: a row's bits don't depend on the batch.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _choose(
 ):
     """A token's TOP_K experts of largest score, ascending by number, and their weights: see `experts.choose`.
 
-    SCORES: 0 logits, 1 their softmax, 2 their sigmoids.  EXPERTS: a power of 2, E at least.
+    SCORES: 0 logits, 1 their softmax, 2 their sigmoids.
     """
     e = tl.arange(0, EXPERTS)
     logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
@@ -165,17 +164,17 @@ def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("num_rows", "first"))
 def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
-    """order: the first position of each expert's rows, of rows without expert, and R; then the row at each
-    position.  [E + 2 + R].  first: number of the first of the E experts.
+    """order: first position of each expert's rows, of rows without expert, and R; then the row at each
+    position.
 
-    A program per expert, and one for rows without; stable.
+    [E + 2 + R], stable.  first: number of the first expert.  A program per expert, and one for rows without.
     """
     _order(tl.program_id(0), ids, order, num_rows, first, num_experts, BLOCK)
 
 
 @triton.jit
 def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
-    """Wait for `num_tokens` programs to count themselves; their writes are visible afterwards."""
+    """Wait for `num_tokens` programs to count themselves; their writes are then visible."""
     seen = tl.atomic_add(chosen, 0, sem="acquire")
     if INTERPRETED:
         tl.device_assert(seen == num_tokens, "programs run one after the other")
@@ -230,13 +229,12 @@ def choose_and_order(
     BLOCK_OTHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`choose_experts`; then `order_rows` of the chosen rows if `ordered` is E + 1, not 0, and
-    `segment_kernels.sort_rows` if SORTS.
+    """`choose_experts`; then `order_rows` if `ordered` is E + 1, not 0, and `segment_kernels.sort_rows` if
+    SORTS.
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
     all tokens without deadlock: programs take items in order, so a token is done or at a running program.
-    counters: [2] int32, zeros: the next number, and the finished tokens.  first, num_held: ordered experts.
-    to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of tile_rows rows.
+    counters: [2] int32, zeros: the next item, and finished tokens.  first, num_held: ordered experts.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -304,9 +302,7 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Start and end of each expert's rows, and the running number of tiles; expert
-    E: rows without an expert.
-    """
+    """Start and end of each expert's rows, and the running number of tiles; expert E: rows without expert."""
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
     end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
@@ -336,7 +332,7 @@ def rows_of_tile(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(expert, rows [BLOCK_T], mask of its own rows).  Not SORTED: a tile is one row in the given order."""
+    """(expert, rows [BLOCK_T], mask of its own rows).  Not SORTED: a tile is one row."""
     t = tl.arange(0, BLOCK_T)
     if SORTED:
         e = tl.arange(0, EXPERTS)
@@ -416,9 +412,9 @@ def expert_linear(
 ):
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero without an expert.
 
-    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas if HAS_DELTAS:
-    see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
-    [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
+    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas if HAS_DELTAS.
+    x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K divides
+    H.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -437,8 +433,8 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row of weight or tile, read another row without a mask; but in a small, mostly
-            # empty tile that would be row 0 for all programs.
+            # Past the last row, read another row without a mask, but in small tiles: all programs would read
+            # row 0.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
@@ -491,8 +487,8 @@ def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.con
 def sum_experts(
     y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R,
-    columns], weights: [T, K] fp32.
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
+    fp32.
     """
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)

@@ -3,14 +3,8 @@
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
 
-    choose         each token's experts and their weights, from the logits
-    order          rows by expert, once for a layer's experts; few rows: with `choose`
-    linear         y = x_row @ weight[expert].T + bias; with a gate: activation of y + deltas
-    gate           the activation alone
-    weighted_sum   sum over k of weights[t, k] * y[t*K + k]
-
 Sums are in fp32, in an order that depends on H and dtype alone, without atomics: a row has the same bits in
-any batch, with or without deltas of further rows.  Launches never wait for the device.
+any batch.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ class Gate(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """Blocks of one launch.  block_t: rows; block_n: of N; group: tiles in parallel along N."""
+    """Blocks of a launch.  block_t: rows; block_n: of N; group: tiles in parallel along N."""
 
     block_t: int
     block_n: int
@@ -54,9 +48,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
-    """Tiles of at most block_t rows.  block_k depends on dtype and width alone: it
-    fixes the order of sums.
-    """
+    """Tiles of at most block_t rows; block_k, by dtype and width alone, fixes the order of sums."""
     if dtype == torch.float32:
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
     if width % _BLOCK_K:
@@ -72,8 +64,7 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
 def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -> TileConfig:
     """For tiles of one row: narrow blocks, to fill the device.
 
-    all_at_once: two programs per SM hold all items.  Then, and in wide rows, programs have more bytes in
-    flight, without room for a third program.
+    all_at_once: two programs per SM hold all items; then, and in wide rows, more bytes are in flight.
     """
     config = tile_config(dtype, width, 16, gated)
     if config.block_k == _BLOCK_K:
@@ -84,7 +75,7 @@ def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -
 
 
 _MOST_OF_TILES = ((16, 12), (32, 24), (64, 80))
-"""Sizes of tiles, each with the largest mean number of an expert's rows: the fastest on an H200."""
+"""Sizes of tiles, each with the largest mean number of an expert's rows, for an H200."""
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:
@@ -95,10 +86,9 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
 class GateChoice(NamedTuple):
     """How a gate chooses `top_k` experts of a token.
 
-    scores: 0 the softmax of the chosen logits, 1 the softmax of all, 2 sigmoids.  norm: p of the p-norm that
-    divides the chosen scores of 1 and 2, 0 = not divided.
-    num_groups: equal groups of experts; experts of the top_groups with the largest sums of two scores are
-    chosen.  scale: factor of the weights.
+    scores: 0 softmax of the chosen logits, 1 softmax of all, 2 sigmoids.  norm: p of the p-norm that divides
+    the chosen scores of 1 and 2, 0 = not divided.  Of num_groups equal groups, the top_groups with the
+    largest sums of two scores are open.  scale: of the weights.
     """
 
     top_k: int
@@ -114,8 +104,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
 
-    live: [T] bool; ids of other rows are -1.  logits: [T, E].  correction: [E] fp32 in the choice, not in the
-    weights, or None.
+    logits: [T, E].  live: [T] bool; ids of other rows are -1.  correction: [E] fp32, in the choice only.
     Raises ValueError for operands that don't fit.
     """
     weights, ids, operands, constants = _chosen(logits, live, choice, correction)
@@ -137,8 +126,7 @@ def choose_and_order(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`choose`, and `order` of the rows of experts `held`, numbered from its first; one launch if few rows.
 
-    zeros: source of counters.  rows_to_sort: from the ids, LoRA rows to sort in the same launch; not called
-    above the rows of one launch.
+    rows_to_sort: from the ids, LoRA rows to sort in the same launch; not called above its rows.
     """
     num_tokens, num_experts = logits.shape
     if not 0 < num_tokens * choice.top_k <= ONE_LAUNCH_MAX_ROWS:
@@ -211,7 +199,7 @@ def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
 def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
     """[E + 2 + R] int32: see `expert_kernels.order_rows`; not filled for `by_rows`.
 
-    ids: [T, K] int32; numbers outside of the E experts from `first` on count as no expert.
+    ids: [T, K] int32; numbers outside of the E experts from `first` on count as none.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2:
         raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
@@ -244,9 +232,8 @@ def linear(
 ) -> torch.Tensor:
     """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
-    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  deltas: added before the gate,
-    for x [T, H] and `adds_deltas`; table_base is the first expert's.  Raises ValueError for operands that
-    don't fit.
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  deltas: added before the gate, for x [T, H] and `adds_deltas`.
+    Raises ValueError for operands that don't fit.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of linear layers over quantised weights; see `quantised_linear`.
 
-Legend: E experts, R rows, N output width, H input width, S separate sums over the inputs.
-
-weight: a `quantised_linear.Weight`.  PACKED: two values of 4 bits in a byte.
+Legend: R rows, N output width, H input width, S separate sums over the inputs.
+PACKED: two values of 4 bits in a byte.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def bf16_of(bits, INTERPRETED: tl.constexpr):
 def values_of(stored, part: tl.constexpr, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
     """Exact values of the bytes before zero and scale: fp32, or bf16 for 4 bits.
 
-    Codes of 4 bits go into the bits of bf16 numbers: no conversion, and arithmetic in pairs.
+    4-bit codes go into the bits of bf16 numbers, without conversion.
     """
     if NAME == "int8":
         values = stored.to(tl.float32)
@@ -77,8 +76,7 @@ def weight_tile(
 ):
     """scale * (q - zero) of outputs n and the inputs of some bytes, fp32 [n, bytes].
 
-    stored: [n, bytes] of one matrix's data, from first_byte of each row on; n within the matrix.  ONE_GROUP:
-    these inputs share a scale.
+    stored: [n, bytes] of a matrix, from first_byte on.  ONE_GROUP: these inputs share a scale.
     """
     values = values_of(stored, part, NAME, INTERPRETED)
     num_groups, group = 1, 0
@@ -127,8 +125,8 @@ def quantised_tiles(
 ):
     """out[row] = x[row / X_DIVISOR] @ weight.T + bias, or with APART out[s, row] = part s of the product.
 
-    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  rows, tiles: of experts, if HAS_IDS.
-    An item is a tile of rows and a block of outputs, and one of S parts if APART.
+    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  An item is a tile of rows and a block of
+    outputs, and a part if APART.
     """
     dtype = x.dtype.element_ty
     row_bytes = tl.cdiv(width, 64) * 32 if PACKED else width

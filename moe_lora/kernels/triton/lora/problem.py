@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One site's LoRA operands, checked before a launch.
+"""A site's LoRA operands, checked before a launch.
 
-Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width.
+Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), C output columns.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class Tables(NamedTuple):
 
 
 class Deltas(NamedTuple):
-    """Deltas of an expert site for a fused addition: values [R, C], undefined for modules of rank 0.
-
-    Entries of a row's slot: see `entries.entry_of`.
-    """
+    """Deltas of an expert site for a fused addition: values [R, C], undefined for modules of rank 0."""
 
     values: torch.Tensor
     token_slots: torch.Tensor
@@ -46,7 +43,7 @@ class Deltas(NamedTuple):
     table_base: int
 
     def from_expert(self, first: int) -> Deltas:
-        """The deltas for a base layer whose expert 0 is `first`; gate and up have an entry each."""
+        """The deltas for a base layer whose expert 0 is `first`."""
         return self._replace(table_base=self.table_base + 2 * first)
 
 
@@ -54,7 +51,7 @@ class Deltas(NamedTuple):
 class Problem:
     """Shared operands of a site's kernels.
 
-    max_lora_rank: largest possible rank.  padded_rank: rank of every row in "bgmv".
+    max_lora_rank: largest possible rank.  padded_rank: of every row in "bgmv".
     """
 
     x: torch.Tensor
@@ -118,7 +115,7 @@ class Problem:
 
 
 def config_of(kernel: str, x: torch.Tensor, site: Site, decode: bool) -> dict[str, Any]:
-    """Launch configuration of a kernel at a site.  x: for dtype and device."""
+    """Launch configuration of a kernel at a site."""
     dtype, phase = configs.DTYPE_NAMES[x.dtype], "decode" if decode else "prefill"
     widths = (site.in_features, sum(site.out_features))
     return configs.table_of(x.device).config(kernel, dtype, phase, *widths)
@@ -134,9 +131,8 @@ def checked_problem(
 ) -> Problem:
     """The operands as a `Problem`.  rows: `segments.rows_for` of the same operands.
 
-    max_lora_rank: of all slots; batch_rank: of this batch, unchecked.  Default: the table's.
-
-    Raises ValueError for operands that don't fit each other or the kernels.
+    max_lora_rank: of all slots; batch_rank: of this batch, unchecked; default: the table's.  Raises
+    ValueError for operands that don't fit.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     if x.device.type != "cuda" and not configs.interpreted():
@@ -197,7 +193,7 @@ def checked_problem(
 
 
 def check_output(y: torch.Tensor, problem: Problem, name: str, *, or_fp32: bool = False) -> None:
-    """Raises ValueError unless y has the site's rows and columns in x's dtype (or fp32), on its device."""
+    """Raises ValueError unless y has the site's rows and columns, and x's dtype (or fp32) and device."""
     width = sum(problem.site.out_features)
     dtypes = (problem.x.dtype, torch.float32) if or_fp32 else (problem.x.dtype,)
     if y.dtype not in dtypes or y.device != problem.x.device:

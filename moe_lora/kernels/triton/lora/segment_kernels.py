@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that sort rows into segments and cut segments into tiles; see `segments`.
 
-Legend: R rows, N slots, E experts, K experts per token.  A sorted position has four int32: first and last + 1
-position of its segment, slot, expert.  A tile has the same four for its own rows.
+Legend: R rows, N slots, E experts.  A sorted position has four int32: first and last + 1 position of its
+segment, slot, expert.  A tile has the same four for its own rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _SIZES = ("num_rows", "num_slots", "num_experts", "tile_rows")
-"""Numbers that change per prompt or with added slots and must not trigger a compilation."""
+"""Numbers that change while serving and must not trigger a compilation."""
 
 
 @triton.jit
@@ -125,8 +125,7 @@ def sort_rows(
 ):
     """Stable counting sort: a row's position is the number of rows before it in (key, row) order.
 
-    CUT: the last program cuts `tiles`; sorted_blocks [1] starts at 0.  Quadratic in R, but a single launch:
-    for decode steps.
+    CUT: the last program cuts `tiles`; sorted_blocks [1] starts at 0.  Quadratic in R: for decode steps.
     """
     sort_block(
         tl.program_id(0),

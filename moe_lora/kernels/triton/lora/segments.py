@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step sorted by (expert, adapter), and tiles of them: the work lists of the LoRA kernels.
+"""Rows of a step sorted by (expert, adapter), and tiles: the work lists of the LoRA kernels.
 
 Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
 
-Built on the device with host-known sizes: no waits, and graphs can capture.  One sort per (token_slots, ids)
-serves gate_up and down of a layer, or all dense sites of a step.
+Built on the device with host-known sizes: no waits, and graphs can capture.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Tiles(NamedTuple):
 
 
 class RowsToSort(NamedTuple):
-    """Segments filled by a launch: `sort_rows`, or a launch with the choice of experts.
+    """Segments filled by a later launch.
 
-    operands: token_slots, the result's memory, then (num_slots, num_experts,
-    tile_rows).  cuts: also into tiles.
+    operands: token_slots, the result's memory, then (num_slots, num_experts, tile_rows).  cuts: also into
+    tiles.
     """
 
     segments: Segments
@@ -44,9 +43,9 @@ class RowsToSort(NamedTuple):
 class Segments:
     """Rows in sorted order, or in the given order.
 
-    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
-    position the first and last + 1 position of its segment, slot and expert (-1, -1 without an adapter).
-    count: [1] int32 rows with an adapter.  is_sorted: False for `unsorted_rows`.
+    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, first
+    and last + 1 position of the segment, slot and expert (-1, -1 without an adapter).  count: [1] int32 rows
+    with an adapter.
     """
 
     rows: torch.Tensor
@@ -108,12 +107,10 @@ def build_segments(
 ) -> Segments:
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
-    tile_rows, zeros: also cut tiles of this size in the same launch, with a counter from zeros.
-
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none
-    (num_experts 0 counts as 1).
-    Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
+    Numbers from num_slots and num_experts (0 counts as 1) on count as none.  tile_rows, zeros: also cut tiles
+    of this size in the same launch.
+    Raises ValueError for other shapes, dtypes or devices.
     """
     check_rows_and_ids(token_slots, ids)
     num_rows = token_slots.numel() if ids is None else ids.numel()
@@ -144,10 +141,7 @@ def build_segments(
 def unsorted_rows(
     token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
-    """Every row in its own place, for the per-row baselines; `count` is R.
-
-    Slots and experts outside the tables count as none; raises as `build_segments`.
-    """
+    """Every row in its own place, for the per-row baselines; `count` is R.  Raises as `build_segments`."""
     check_rows_and_ids(token_slots, ids)
     slot, expert = _slots_and_experts(token_slots, ids)
     fits = _fits(slot, expert, num_slots, max(1, num_experts))

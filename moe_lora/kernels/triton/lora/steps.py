@@ -96,7 +96,7 @@ def _column_groups(problem: Problem, config: Config) -> int:
 
 
 def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
-    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: baselines launch without persistence."""
+    """h of all rows in parts: [S, M, R, h_width] fp32; baselines launch without persistence."""
     config, segments, x = problem.config("vector_shrink"), problem.segments, problem.x
     rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
@@ -150,7 +150,7 @@ def vector_expand(
 
 
 def check_choice(problem: Problem, choice: Choice) -> None:
-    """Raises ValueError if the algorithm cannot serve the dtype or the ranks of the class."""
+    """Raises ValueError if the algorithm cannot serve the dtype."""
     algorithm = choice.algorithm
     if algorithm != "vector" and problem.x.dtype == torch.float32:
         raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
@@ -168,8 +168,8 @@ def _workspace(problem: Problem, parts: int) -> torch.Tensor:
 def pipeline(config: Config, aligned: bool) -> Config:
     """The launched configuration for rows aligned, or not, to 16 elements.
 
-    Only aligned rows can use TMA.  Element-wise loads need many registers: smaller
-    steps, one stage, more threads.
+    Only aligned rows can use TMA.  Element-wise loads need many registers: small steps, one stage, more
+    threads.
     """
     if aligned:
         return config
