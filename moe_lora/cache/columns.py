@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes as rows of arrays: a decision over all nodes takes a few array operations."""
+"""Nodes as rows of arrays, for decisions over all nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReuseAges:
     """Times between visits of nodes.  An interval without a final visit counts by length only."""
 
     def __init__(self) -> None:
-        # Adding a single number is quicker to lists than to arrays.
+        # Adding a number is quicker to lists than to arrays.
         self._hits, self._ends, self._within_s = ([0.0] * _SIZE for _ in range(3))
         self._computed_s = -math.inf
         self.rates = NOTHING_KNOWN
@@ -85,11 +85,9 @@ MAX_GHOSTS = 1 << 14
 
 
 class Ghosts:
-    """A ring of dropped nodes with running intervals.  Computing the content again ends an interval by a
-    visit.
+    """A ring of dropped nodes with running intervals; computing the content again is a visit.
 
-    Keys hash adapter, place in the prompt and first block; collisions only affect counts.
-    uses, depth, last_used_s: [max_ghosts]; 0 uses: a vacant place.
+    Keys are hashes; collisions only affect counts.  uses, depth, last_used_s: [max_ghosts]; 0 uses: vacant.
     """
 
     def __init__(self, ages: ReuseAges, block_size: int, max_ghosts: int = MAX_GHOSTS) -> None:
@@ -108,7 +106,7 @@ class Ghosts:
         return len(self._place)
 
     def add(self, node: Node, uses: float, last_used_s: float, now_s: float) -> None:
-        """The node is dropped.  uses: more than 0."""
+        """Add a dropped node.  uses: more than 0."""
         key, place = self._key_of(node, 0), self._next
         self._next = (place + 1) % len(self._key)
         if self.uses.item(place):
@@ -157,7 +155,7 @@ _COLUMNS = (
 
 
 class Columns:
-    """One row per node; rows of removed nodes are reused.
+    """A row per node; rows of removed nodes are reused.
 
     flags: `flags_of`.  tenant: of the last request.  adapter_recent_s: time constant of adapters' decayed
     visits.
@@ -189,7 +187,7 @@ class Columns:
         return len(self.nodes)
 
     def new_row(self) -> int:
-        """A row of zeros; the caller sets the node in `nodes`."""
+        """A row of zeros; the caller sets the node."""
         if self._vacant:
             return self._vacant.pop()
         self.nodes.append(None)
@@ -201,7 +199,7 @@ class Columns:
         return len(self.nodes) - 1
 
     def give_back(self, row: int) -> None:
-        """The row's node is removed.  KV that may return becomes a ghost."""
+        """Remove the node.  KV that may return becomes a ghost."""
         node, last_used_s = self.nodes[row], self.last_used_s.item(row)
         self.nodes[row] = None
         assert node is not None
@@ -216,18 +214,18 @@ class Columns:
         self._vacant.append(row)
 
     def recall(self, node: Node, now_s: float) -> None:
-        """Continue the count of uses of a matching ghost."""
+        """Continue a matching ghost's count of uses."""
         self._now_s = now_s
         if self._learns_reuse and (uses := self.ghosts.recall(node, now_s)):
             self.turn[node.row] = max(self.turn.item(node.row), int(uses) + 1)
 
     def copy_statistics(self, source: int, target: int) -> None:
-        """Copy the uses and last use of source to target."""
+        """Copy uses and last use."""
         for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn, self.tenant):
             column[target] = column[source]
 
     def let_die(self, adapter_row: int) -> None:
-        """Mark an adapter and the subtree `DYING`, and clear the adapter's visits."""
+        """Mark an adapter's subtree `DYING`, and clear the adapter's visits."""
         of_adapter = self.adapter_row[: len(self.nodes)] == adapter_row
         flags = self.flags[: len(self.nodes)]
         flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
@@ -244,7 +242,7 @@ class Columns:
         return rows.tolist()
 
     def visit(self, nodes: Sequence[Node], now_s: float, tenant: int) -> None:
-        """Count one use of each node by the tenant."""
+        """Count a use of each node."""
         visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
         for node in nodes:  # quicker than arrays for a handful

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers of each node's pages, and orders for moves."""
+"""Tiers of nodes' pages, and orders for moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLICE = 64
 class NodeMover:
     """Changes nodes' states, pages and places in the tree.
 
-    any_dying: `sweep` may free nodes.  num_device_adapters: with device pages, arriving included.
+    any_dying: `sweep` may free nodes.  num_device_adapters: with pages, arriving included.
     """
 
     on_departure: Callable[[Namespace], None] | None = None
@@ -78,7 +78,7 @@ class NodeMover:
         self._set_device(node, pages)
 
     def send_out(self, node: Node, host_pages: list[int], *, leaves: bool) -> None:
-        """Order the node's bytes into these host pages; leaves: free the device pages afterwards."""
+        """Order the node's bytes into host pages; leaves: free the device pages afterwards."""
         assert node.device_pages is not None
         copy_id = next(self._copy_ids)
         device_pages = tuple(node.device_pages)
@@ -89,7 +89,7 @@ class NodeMover:
         self.tree.refresh(node)
 
     def drop(self, node: Node) -> None:
-        """Free the device pages of a device leaf.  KV without a host copy is gone, with its host subtree."""
+        """Free a device leaf's pages.  KV without a host copy is gone, with its host subtree."""
         assert self.can_leave(node), "only idle leaves leave the device"
         if not node.is_adapter and node.host_pages is None:
             self.counters.pages_dropped += node.num_pages
@@ -115,8 +115,8 @@ class NodeMover:
     def let_die(self, node: Node) -> None:
         """Make the node and the subtree unfindable.
 
-        An idle adapter's pages are free at once, the rest by `sweep`.  A single column operation marks an
-        adapter's KV, up to 100 000 nodes.
+        An idle adapter's pages are free at once, the rest by `sweep`.  A column operation marks KV:
+        up to 100 000 nodes.
         """
         self.any_dying = True
         if node.is_adapter:
@@ -228,7 +228,7 @@ class NodeMover:
 
 
 def first_pages(node: Node, pages: list[int]) -> tuple[int, ...]:
-    """Start of each layer's run among an adapter's pages; -1 for an empty layer."""
+    """Start of each layer's run among an adapter's pages; -1: empty."""
     assert node.layer_pages is not None
     starts = itertools.accumulate(node.layer_pages, initial=0)
     return tuple(

@@ -28,7 +28,6 @@ class Copy(NamedTuple):
     """Copy host_pages[i] to device_pages[i], or back, for each i.
 
     An adapter's pages come in layer order.  The cache reuses neither side before `UnifiedCache.copied`.
-    is_adapter: the adapter's bytes, else history KV.
     """
 
     copy_id: int
@@ -42,7 +41,7 @@ class Copy(NamedTuple):
 class LoadAdapter(NamedTuple):
     """Write an adapter from packed files into the device arena.
 
-    layer_first_pages: start of each layer's run, -1 for an empty layer.
+    layer_first_pages: start of each layer's run, -1: empty.
     """
 
     copy_id: int
@@ -57,8 +56,7 @@ Order = Copy | LoadAdapter
 class CacheCounters:
     """Totals; a hit counts once per `hold` or `match`.
 
-    kv_query_tokens = kv_device_hit_tokens + kv_host_hit_tokens + computed tokens.
-    pages_dropped: without a host copy.
+    Query tokens are hit and computed tokens.  pages_dropped: without a host copy.
     """
 
     adapter_hits: int = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free pages of an arena, and nodes with pages: adapters, and runs of full KV blocks below adapters.
+"""Free pages of an arena, and nodes with pages: adapters, and runs of full KV blocks.
 
-KV blocks come from the top of the arena, adapters' contiguous runs from the bottom: runs stay easy to find.
+KV blocks come from the top of the arena, adapters' runs from the bottom: runs stay easy to find.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .orders import Namespace
 
 TOKEN_BYTES = 8
 ENCODED_AT_ONCE = 512
-"""Tokens of a prompt encoded before the first lookup."""
+"""Tokens encoded before the first lookup."""
 
 
 class PageAllocator:
@@ -26,7 +26,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        # A byte per page, 1 if free: quicker to search and to set than an array.
+        # A byte per page, 1 if free: quicker than an array.
         self._free = bytearray(b"\1") * num_pages
         self._end = num_pages  # no free page from here on
 
@@ -72,13 +72,13 @@ class PageAllocator:
 
 
 FREE, PRIVATE = -1, -2
-"""Owners without a row: free, and a sequence with blocks outside the tree."""
+"""Owners without a row: free, and a sequence's blocks outside the tree."""
 
 
 class Tier(PageAllocator):
     """Pages of a tier, with owners.
 
-    owner: [num_pages] int64, a row of `Columns`, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use.
+    owner: [num_pages] int64, a row of `Columns`, `FREE` or `PRIVATE`.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -96,7 +96,7 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """Contiguous runs of these lengths from the bottom, preferably as a single run; None without fit."""
+        """Runs of these lengths from the bottom, preferably a single run; None without fit."""
         total = sum(lengths)
         if total > self.num_free:
             return None
@@ -137,9 +137,9 @@ class Tier(PageAllocator):
 class BlockTable:
     """Device pages of a sequence, the tree's pages first.
 
-    salt: limits sharing to the same salt.  tail: deepest used tree node, pinned with all ancestors.
-    num_shared: pages of the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under
-    way to the device at the last check.  owns_tail: this sequence may lengthen the tail.
+    salt: limits sharing.  tail: deepest used tree node, pinned with ancestors.  num_shared: pages of the
+    tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under way to the device at the
+    last check.  owns_tail: this sequence may lengthen the tail.
     """
 
     namespace: Namespace
@@ -172,7 +172,7 @@ def encode(tokens: Sequence[int]) -> bytes:
 def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int) -> bytes:
     """Lengthen `encoded`, a prefix of the first `most` tokens, to at least `num_bytes` within them.
 
-    Encodes in doubling steps: most of a long prompt is usually new and never looked up.
+    Encodes in doubling steps: most of a long prompt is usually never looked up.
     """
     done = len(encoded) // TOKEN_BYTES
     upto = min(most, max(2 * done, ENCODED_AT_ONCE, num_bytes // TOKEN_BYTES))
@@ -184,10 +184,10 @@ class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after the parent's (tokens given).
 
     recalled: bytes of tokens with found ghosts.  moving_in, moving_out: a copy is under way, with empty
-    target pages.  leaves: device pages go after moving_out.  pins: users of the node; pinned nodes and all
-    ancestors stay on the device.  heir: last found or added child.  gone: not findable, freed with the last
-    user.  lost: gone for lack of bytes.  failed: the adapter's last load failed; only a request loads again.
-    reachable: False for an adapter neither here nor on the LoRA Server.  is_whole: KV is never cut.
+    target pages.  leaves: device pages go after moving_out.  pins: users; pinned nodes and ancestors stay on
+    the device.  heir: last found or added child.  gone: not findable, freed with the last user.  lost: gone
+    for lack of bytes.  failed: the last load failed; only a request loads again.  reachable: False for an
+    adapter neither here nor on the LoRA Server.  is_whole: never cut.
     """
 
     namespace: Namespace
@@ -243,17 +243,16 @@ class Node:
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
 CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128
-"""BACKED: on the host.  READY: usable on the device or, for an adapter without pages here, on the LoRA
-Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host
-pages.  CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable;
-neither enters nor is backed up.
+"""BACKED: on the host.  READY: usable on the device or, for an adapter without pages, on the LoRA Server.
+CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host pages.
+CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable.
 """
 ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
 """Bits of unpinned nodes only."""
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
-    """All flag bits of the node; keeps_dependencies: KV needs the adapter on the device."""
+    """The node's flag bits; keeps_dependencies: KV needs the adapter on the device."""
     device, host = node.device_pages is not None, node.host_pages is not None
     is_adapter, dying = node.layer_pages is not None, node.dying
     flags = DYING if dying else 0

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 BATCH = 256
 """Victims ranked at once."""
 CHUNK = 8192
-"""Rows valued at once: columns and intermediates fit the processor's cache."""
+"""Rows valued at once, within the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age of a ranking of victims before the next."""
 SOON_S_PER_NODE = 1e-5
-"""Age per node before `Ranking.leaving_soon` looks at all nodes again: 2 % of the time."""
+"""Age per node of a result of `Ranking.leaving_soon`: 2 % of the time."""
 LEAVING_SHARE = 0.2
 """Part of the device backed up on the host, for immediate eviction."""
 BATCH_WINDOW_S = 5.0
@@ -51,10 +51,10 @@ class Kind(Enum):
 
 
 class Ranking:
-    """Values of candidates by the policy; holdings beyond tenants' shares go first.
+    """Values of candidates by the policy; holdings beyond shares go first.
 
-    A batch of ranked victims, per kind and tenant, lasts `FRESH_S`, without victims used or changed
-    meanwhile.  shares: None before the second tenant.
+    A batch of ranked victims, per kind and tenant, lasts `FRESH_S`, except victims used since.  shares: None
+    before the second tenant.
     """
 
     def __init__(self, mover: NodeMover, policy: CachingPolicy, max_adapters: int | None) -> None:
@@ -65,11 +65,11 @@ class Ranking:
         self.columns = mover.tree.columns
         self.num_queries = 0
         self.batches: deque[tuple[float, int]] = deque()
-        """Time and number of running requests, of the last BATCH_WINDOW_S."""
+        """Time and number of running requests."""
         self._queues: dict[tuple[Kind, int], list[tuple[Node, float]]] = {}
         self._ranked_s: dict[tuple[Kind, int], float] = {}
         self._within: set[tuple[Kind, int]] = set()
-        """Victim kinds and tenants with victims within shares only."""
+        """Kinds and tenants with victims within shares only."""
         self._num_loads = 0
         self._soon: tuple[NDArray[np.int64], Floats] = np.zeros(0, np.int64), np.zeros(0)
         self._soon_asking, self._soon_until_s = -1, -np.inf
@@ -105,9 +105,7 @@ class Ranking:
     def eviction_order(
         self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
     ) -> NDArray[np.int64]:
-        """[N]: the earlier of `ArenaShares.eviction_order` by pages and by adapter places.  BEYOND for
-        dying nodes, and with a single tenant.
-        """
+        """[N]: the earlier of the orders by pages and by adapter places; BEYOND if dying or with one tenant."""
         columns, shares = self.columns, self.shares
         if shares is None or not (rows.size and shares.is_divided(now_s)):
             return np.full(len(rows), BEYOND)
@@ -137,7 +135,7 @@ class Ranking:
         return found
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
-        """The first of the rows to evict, up to `num_pages` pages together."""
+        """The first rows to evict, up to `num_pages` pages."""
         values = self.values(rows, now_s)
         ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
         return self.nodes(self._enough(ordered, num_pages))
@@ -173,7 +171,7 @@ class Ranking:
                 return None
 
     def has_victims(self, kind: Kind, num_pages: int) -> bool:
-        """True if the last ranked victims have num_pages pages; otherwise more may exist."""
+        """True if the last ranked victims have num_pages pages."""
         for node, used_s in reversed(self._queues.get((kind, self.asking), ())):
             if self._still(node, used_s, kind):
                 num_pages -= node.num_pages
@@ -223,7 +221,7 @@ class Ranking:
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the device's least valued idle nodes, `LEAVING_SHARE` of the pages.
 
-        Reuses the last result for `SOON_S_PER_NODE` per node, without nodes used or busy since.
+        Reuses the last result for `SOON_S_PER_NODE` per node, without nodes used since.
         """
         columns, asking = self.columns, self.asking
         if now_s >= self._soon_until_s or asking != self._soon_asking:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages for immediate needs, at the cost of the least valued nodes."""
+"""Pages for immediate needs, from the least valued nodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 class Room:
     """Allocates pages, evicting at once and without copies if too few are free.
 
-    With a partitioned policy KV replaces KV only.  A run needs a window without blocked pages
-    (`blocked_rows`).  With host use, unsaved KV in the window is saved first: the answer is None, and the
-    caller asks again.
+    With a partitioned policy KV replaces KV only.  A run needs a window without `blocked_rows`.  With host
+    use, unsaved KV in the window is saved first: the answer is None, and the caller asks again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -41,7 +40,7 @@ class Room:
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: True for pinned and (by default) moving nodes and all ancestors, fixed on the device."""
+        """[rows]: True for pinned and (by default) moving nodes and ancestors, fixed on the device."""
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)
         for start in (*self.mover.held, *(self.mover.moving.values() if moving else ())):
@@ -64,9 +63,7 @@ class Room:
     def _row_costs(
         self, blocked: NDArray[np.bool_], now_s: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[rows]: eviction order, and value lost per page by an eviction; an adapter includes dependent
-        KV.
-        """
+        """[rows]: eviction order, and value lost per page; an adapter includes dependent KV."""
         columns = self._columns
         costs, order = np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         rows = columns.where(HAS_DEVICE_PAGES)
@@ -98,7 +95,7 @@ class Room:
                 self.mover.drop(lower)
 
     def take_host(self, node: Node, now_s: float) -> list[int] | None:
-        """Host pages for a node, from backed nodes first, then the least valued; None if too few."""
+        """Host pages, from backed nodes first, then the least valued; None if too few."""
         if node.num_pages > self._host.num_pages:
             return None
         while self._host.num_free < node.num_pages:
@@ -181,7 +178,7 @@ class Room:
         )
 
     def _clear_runs(self, adapter: Node, now_s: float) -> list[int] | None:
-        """A run of device pages per layer, in a single cleared window if possible; None if not yet."""
+        """A run of pages per layer, in one cleared window if possible; None if not yet."""
         assert adapter.layer_pages is not None
         num_pages = adapter.num_pages
         saving = self._saving.get(adapter)
@@ -206,9 +203,7 @@ class Room:
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
     def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[P]: each page's cost by eviction order (WITHIN outweighs any number of lower orders), and value
-        lost.
-        """
+        """[P]: each page's cost by eviction order (WITHIN outweighs any number below), and value lost."""
         owner, blocked = self._device.owner, self.blocked_rows()
         of_row, lost = self._row_costs(blocked, now_s)
         owned = owner >= 0
@@ -223,10 +218,7 @@ class Room:
     def _cheapest_window(
         self, num_pages: int, page_costs: tuple[NDArray[np.int64], NDArray[np.float64]]
     ) -> int | None:
-        """First page of the cheapest run without blocked pages.
-
-        page_costs: `_page_costs`, possibly before some evictions.
-        """
+        """First page of the cheapest run without blocked pages."""
         owner = self._device.owner
         if num_pages > len(owner):
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves nodes between the tiers ahead of need: few evictions lose content (FastLibra, section 5.3)."""
+"""Moves nodes between tiers ahead of need (FastLibra, section 5.3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .room import Room
 
 
 class KnownValues:
-    """`Ranking.values` at one moment, computed per row on first use; valid while rows keep the same nodes."""
+    """`Ranking.values` at one moment, computed on first use; valid while rows keep their nodes."""
 
     def __init__(self, ranking: Ranking, now_s: float) -> None:
         self._ranking = ranking
@@ -32,9 +32,7 @@ class KnownValues:
         return self._known[rows]
 
     def eviction_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N]: as `Ranking.eviction_order`; with several tenants, rows not evictable at the first call are
-        WITHIN.
-        """
+        """[N]: `Ranking.eviction_order`; with several tenants WITHIN for rows not evictable at first."""
         if self._order is None:
             ranking = self._ranking
             shares = ranking.shares
@@ -48,20 +46,20 @@ class KnownValues:
 WORTH = 2.0
 """Least ratio of an entering node's value to its victims', against alternation."""
 MAX_ENTERING = 8
-"""Most exchanged nodes per tick; a tick blocks the engine's thread."""
+"""Most exchanged nodes per tick, blocking the engine's thread."""
 MAX_MOVES = 256
 """Most nodes moved per tick, each way."""
 MAX_ROUNDS = 8
-"""Most passes of a tick over candidates raised by its own choices."""
+"""Most passes of a tick over candidates."""
 BACK_UPS = 20
 """Ticks to back up the whole device."""
 
 
 class Swapper:
-    """Keeps the used share of the device's pages between `lower` and `upper`.
+    """Keeps the used share of device pages between `lower` and `upper`.
 
     Above, the least valued leaves go to the host; below, the most valued host roots come back.  With an
-    exchanging policy, host nodes also replace less valued, backed nodes of a full device.
+    exchanging policy, host nodes also replace less valued, backed nodes.
     """
 
     def __init__(self, room: Room, *, upper: float, lower: float) -> None:
@@ -78,7 +76,7 @@ class Swapper:
         self._is_short = False
 
     def note_shortage(self) -> None:
-        """A running request found no page: the next tick only moves out."""
+        """Let the next tick only move out."""
         self._is_short = True
 
     def tick(self, now_s: float, batch_size: int) -> bool:
@@ -104,7 +102,7 @@ class Swapper:
         return more
 
     def swap_out(self, node: Node, now_s: float) -> bool:
-        """Evict an idle device leaf, to the host if not backed; False if the host has no room."""
+        """Evict an idle device leaf, to the host if not backed; False without host room."""
         if node.dying or node.host_pages is not None or (node.is_adapter and not self._mover.host.num_pages):
             self._mover.drop(node)
             return True
@@ -115,7 +113,7 @@ class Swapper:
         return True
 
     def want(self, needed: Iterable[list[Node]]) -> None:
-        """Set the nodes of queued requests, a list each."""
+        """Set the nodes of queued requests."""
         wanted = self._columns.wanted
         wanted[:] = 0
         self._wanted = [node for nodes in needed for node in nodes]
@@ -207,8 +205,8 @@ class Swapper:
     def _exchange(self, now_s: float) -> None:
         """Bring in the most valued nodes for the least valued victims.
 
-        A kind at the limit without victims does not block the other kind.  Pages under way are unusable: at
-        most half of a tick's back-ups.
+        A kind at the limit without victims does not block the other.  Pages under way are unusable: at most
+        half of a tick's back-ups.
         """
         columns, left = self._columns, max(1, self._back_up_pages // 2)
         left -= sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)
@@ -233,9 +231,7 @@ class Swapper:
                 return
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """The victims: of the same kind at its limit; within shares the tenant's only.  None if too
-        valuable.
-        """
+        """Victims of less value, within shares the tenant's only; None: too valuable."""
         columns = self._columns
         kept_free = int((1 - self._upper) * self._device.num_pages)
         missing = entering.num_pages + kept_free - self._device.num_free

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies: adapters below a virtual root, history KV below an adapter by token prefix.
+"""Dependencies: adapters below a virtual root, KV below an adapter by token prefix.
 
-A radix tree: a node is a run of full blocks, cut where prefixes diverge.  Source: FastLibra, section 4.
+A radix tree of runs of full blocks.  Source: FastLibra, section 4.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class DependencyTree:
         return node
 
     def walk(self, adapter: Node, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
-        """Nodes that match the tokens except the last; then a partly matching next node, with the number
-        of matching blocks.
-        """
+        """Nodes that match the tokens except the last, then a partly matching node, with matching blocks."""
         most = max(0, len(tokens) - 1) // self.block_size * self.block_size
         path: list[Node] = []
         node, at, size, find = adapter, 0, self._block_bytes, self._child.get

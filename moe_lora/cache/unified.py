@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of adapters and history KV over two arenas of equal pages; the caller copies."""
+"""A cache of adapters and history KV over two arenas of pages; the caller copies."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .tree import DependencyTree
 SALT_SHIFT = 32
 """Bits of a token id for a vocabulary."""
 SWAP_OUT_ABOVE = 0.95
-"""Pages move out ahead of need above this used share of the device."""
+"""Pages move out above this used share of the device."""
 SWAP_IN_BELOW = 0.7
-"""Pages move in ahead of need below this used share of the device."""
+"""Pages move in below this used share of the device."""
 
 
 class UnifiedCache:
@@ -61,9 +61,8 @@ class UnifiedCache:
         lower: float = SWAP_IN_BELOW,
         make_tree: Callable[..., DependencyTree] = DependencyTree,
     ) -> None:
-        """block_size: tokens per KV page.  max_kv_pages: on the device, cached included.  max_adapters:
-        with device pages.  upper, lower: `tick` swaps out above and in below these used shares of the
-        device.
+        """block_size: tokens per KV page.  max_kv_pages: on the device, cached included.  max_adapters: with
+        device pages.  upper, lower: `tick` swaps out above and in below these shares.
         """
         if not 0 <= lower <= upper <= 1:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
@@ -93,16 +92,14 @@ class UnifiedCache:
         self._tree.refresh(self._base)
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
-        """Set the tenant of later holds and matches, with the weight in the arenas
-        (`policies.caching.arena_shares`).
-        """
+        """Set the tenant of later holds and matches, with the weight in the arenas."""
         if self._tenant != NOBODY and self._ranking.shares is None and tenant != self.asker.tenant:
             self._divide()
         self.asker, self._asked_s, shares = Asker(tenant, share), now_s, self._ranking.shares
         self._tenant = FIRST if shares is None else shares.ask(tenant, share, now_s)
 
     def _divide(self) -> None:
-        """Start shares at the second tenant; earlier use counts for the first tenant."""
+        """Start shares; earlier use counts for the first tenant."""
         from moe_lora.policies.caching.arena_shares import ArenaShares
 
         self._ranking.shares = ArenaShares()
@@ -118,9 +115,9 @@ class UnifiedCache:
     ) -> None:
         """Add an adapter's node.
 
-        layer_pages: per layer; zero in every layer: remote.  inherits: replaced version, a source of visits.
-        Raises CapacityError if the adapter can never be held, ValueError for a known namespace, KeyError for
-        an unknown replaced version.
+        layer_pages: all zero: remote.  inherits: replaced version, a source of visits.  Raises CapacityError
+        if the adapter can never be held, ValueError for a known namespace, KeyError for an unknown replaced
+        version.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -148,13 +145,13 @@ class UnifiedCache:
         self._mover.let_die(self._tree.adapters[namespace])
 
     def clear_history(self, namespaces: Iterable[Namespace]) -> None:
-        """Make all KV of these namespaces unfindable; pages in use are free with their last user."""
+        """Make these namespaces' KV unfindable; pages in use are free with the last user."""
         for namespace in namespaces:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
                 self._mover.let_die(node)
 
     def evict_all(self) -> None:
-        """Free all pages of both arenas.  Nothing may be pinned or moving."""
+        """Free both arenas.  Nothing may be pinned or moving."""
         self.clear_history(list(self._tree.adapters))
         while self._mover.sweep():
             pass
@@ -165,7 +162,7 @@ class UnifiedCache:
                 self._mover.drop_host(node)
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for a request; load it if needed by evictions of the least valued nodes.
+        """Pin the adapter for a request; load if needed, by evictions of the least valued nodes.
 
         NO_ROOM: not pinned; no page is evictable, or history is still being saved.  Counts as a visit except
         with `again`.  The base is always READY.
@@ -185,14 +182,14 @@ class UnifiedCache:
         return self.readiness(namespace)
 
     def readiness(self, namespace: Namespace) -> Readiness:
-        """READY, LOADING, or NO_ROOM if neither; changes nothing."""
+        """READY, LOADING, or NO_ROOM; changes nothing."""
         node = self._tree.adapters[namespace]
         if node.on_device:
             return Readiness.READY
         return Readiness.LOADING if node.moving_in else Readiness.NO_ROOM
 
     def let_go(self, namespace: Namespace, now_s: float) -> None:
-        """Undo one `hold`.  Release the request's table first."""
+        """Undo a `hold`, after the release of the request's table."""
         node = self._tree.adapters[namespace]
         self._mover.unpin(node)
         if not self._traits.keeps_idle_adapters and self._mover.can_leave(node):
@@ -201,7 +198,7 @@ class UnifiedCache:
             self._mover.sweep()
 
     def pin(self, namespace: Namespace) -> None:
-        """Keep the adapter on the device (once there) until `unpin`."""
+        """Keep the adapter on the device until `unpin`."""
         self._mover.pin(self._tree.adapters[namespace])
 
     def unpin(self, namespace: Namespace) -> None:
@@ -210,7 +207,7 @@ class UnifiedCache:
         self._mover.sweep()
 
     def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
-        """Start of each layer's run on the device, -1 for an empty layer.
+        """Start of each layer's run on the device, -1: empty.
 
         Raises ValueError if the adapter is neither READY nor LOADING.
         """
@@ -220,7 +217,7 @@ class UnifiedCache:
         return first_pages(node, node.device_pages)
 
     def place(self, namespace: Namespace) -> Literal["device", "host", "disk"]:
-        """Place of its bytes: "device" (ready there), "host", or "disk" (in neither arena)."""
+        """Place of the bytes: "device" (ready there), "host", or "disk" (in neither arena)."""
         node = self._tree.adapters[namespace]
         flags = self._tree.columns.flags.item(node.row)
         if flags & READY and node.device_pages is not None:
@@ -228,7 +225,7 @@ class UnifiedCache:
         return "host" if flags & BACKED else "disk"
 
     def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
-        """The table of a sequence without a lookup."""
+        """A table without a lookup."""
         return self._make_table(namespace, salt, self._tenant)
 
     def match(
@@ -243,8 +240,8 @@ class UnifiedCache:
         """Pin the longest cached prefix of `tokens`, except the last token.
 
         The adapter must be held.  Host parts move to the device as room allows (the table is then not
-        `ready`), else the match is shorter.  Counts as a visit except with `again`.  salt: limits the match
-        to the same salt.
+        `ready`), else the match is shorter.  Counts as a visit except with `again`.  salt: matches only the
+        same salt.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
@@ -286,8 +283,9 @@ class UnifiedCache:
         return True
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
-        """Make the full blocks of the first `num_computed` tokens findable; equal blocks merge, so
-        `table.pages` may change.
+        """Make the full blocks of the first `num_computed` tokens findable.
+
+        Equal blocks merge: `table.pages` may change.
         """
         size = self._block_size
         if (table.num_shared + 1) * size > num_computed:
@@ -328,15 +326,14 @@ class UnifiedCache:
     def tick(self, now_s: float, batch_size: int) -> bool:
         """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
 
-        Returns True if more is to be forgotten.  batch_size: running requests
-        (averaged over 5 s for equation 3).
+        Returns True if more is to be forgotten.  batch_size: running requests (for equation 3).
         """
         if self._ranking.shares is not None:
             self._ranking.shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:
-        """Set the adapters and prefixes (tokens and salt) of the next queued requests."""
+        """Set the adapters and prefixes (tokens and salt) of the next requests."""
         if self._traits.looks_ahead:
             self._swapper.want(
                 self._find(namespace, self._salted(tokens, salt) if salt else tokens)
@@ -344,7 +341,7 @@ class UnifiedCache:
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
-        """The prompt, with a first token by salt outside any vocabulary."""
+        """The prompt, with the first token by salt outside any vocabulary."""
         number = self._salts.setdefault(salt, len(self._salts) + 1)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
@@ -359,11 +356,11 @@ class UnifiedCache:
         self._mover.on_departure = on_departure
 
     def watch_loads(self, on_end: Callable[[Namespace], None]) -> None:
-        """Call `on_end` at the end or failure of an adapter's load."""
+        """Call `on_end` at the end or failure of a load."""
         self._mover.on_load_end = on_end
 
     def take_orders(self) -> list[Order]:
-        """Orders since the last call, in any order of execution."""
+        """Orders since the last call, for any order of execution."""
         orders, self._mover.orders = self._mover.orders, []
         return orders
 
@@ -372,13 +369,11 @@ class UnifiedCache:
         self._mover.copied(copy_id)
 
     def failed(self, copy_id: int) -> None:
-        """An order failed.  Its waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
+        """An order failed.  Waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
         self._mover.failed(copy_id)
 
     def usage(self) -> dict[str, int]:
-        """Pages now.  device_kv_used: of sequences.  device_kv_invalid: KV without the adapter on the
-        device.
-        """
+        """Pages now.  device_kv_used: of sequences.  device_kv_invalid: without the adapter there."""
         device, host, columns = self._mover.device, self._mover.host, self._tree.columns
         rows = columns.where(HAS_DEVICE_PAGES)
         rows = rows[~columns.is_adapter[rows]]

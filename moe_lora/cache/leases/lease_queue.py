@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of instances for leases, and the order among several tenants."""
+"""The queue for leases, and the order among tenants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_OWNER = -1
 
 
 class ServedView(ResidentView, Protocol):
-    """A resident adapter.  owner: number of the tenant.  room: [K], see `Standing`."""
+    """A resident adapter.  owner: the tenant.  room: [K], see `Standing`."""
 
     @property
     def owner(self) -> int: ...
@@ -39,10 +39,8 @@ Served = TypeVar("Served", bound=ServedView)
 class Standing(Generic[Served]):
     """Tenants' holdings at one moment, and the adapters evictable for a tenant.
 
-    Idle adapters beyond shares go first.  Idle adapters within shares go only for a tenant within its share,
-    or without an adapter in use.
-
-    residents: [N].  totals: [K], places, then pages of each rank.
+    Idle adapters beyond shares go first; within shares, only for a tenant within its share or without an
+    adapter in use.  residents: [N].  totals: [K], places, then pages of each rank.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Standing(Generic[Served]):
         in_use = np.array([one.num_running > 0 for one in residents], bool)
         self._held = [shares.held(owners, room) for room in rooms.T]  # of each kind [T]
         used = [shares.held(owners[in_use], room) for room in rooms[in_use].T]
-        # Lists are much quicker than arrays for single tenants.
+        # Lists are quicker than arrays for single tenants.
         self._used_by: list[list[float]] = [each.tolist() for each in used]
         self._held_by: list[list[float]] = [each.tolist() for each in self._held]
         self._parts: list[list[float]] = np.outer(totals, shares.portions(now_s)).tolist()
@@ -68,7 +66,7 @@ class Standing(Generic[Served]):
         self._leaving: dict[tuple[int, bool], list[Served]] = {}
 
     def turn(self, tenant: int, room: tuple[int, ...]) -> float:
-        """Rank in the queue, lowest first: 1 within the share after the grant, else the factor beyond."""
+        """Rank in the queue, lowest first: 1 within the share, else the factor beyond, after the grant."""
         key = tenant, room
         if key not in self._turns:
             kinds = zip(self._used_by, self._parts, room, strict=True)
@@ -124,7 +122,7 @@ class Standing(Generic[Served]):
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """An instance's place in the queue for an adapter, for a tenant's request."""
+    """An instance's place in the queue for an adapter."""
 
     instance: str
     adapter: ServedAdapter
@@ -145,11 +143,10 @@ class Waiter:
 
 
 class LeaseQueue:
-    """First come first served; adapters without a place are skipped.  After starvation_s a waiter stops
-    younger waiters.
+    """First come first served; adapters without a place are skipped.
 
-    With several tenants, adapters in use are not stopped, and tenants within shares come first
-    (`Standing.turn`).  standing: None for a single tenant.
+    After starvation_s a waiter stops younger waiters.  With several tenants, adapters in use are not stopped,
+    and tenants within shares come first.  standing: None for a single tenant.
     """
 
     def __init__(self, starvation_s: float) -> None:
@@ -166,7 +163,7 @@ class LeaseQueue:
         return self._waiters.get((instance, adapter_id))
 
     def put(self, waiter: Waiter) -> None:
-        """Append, or replace the instance's waiter for the same adapter."""
+        """Append, or replace the instance's waiter."""
         key = waiter.instance, waiter.adapter.adapter_id
         if key not in self._waiters:
             waiter.adapter.num_waiting += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases of the LoRA Server's adapters for instances.  Actions are events, times are arguments."""
+"""Leases of the LoRA Server's adapters.  Actions are events, times are arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .residency import Evict, Load, Residency, ServedAdapter, ShardPages
 
 @dataclass(frozen=True)
 class Grant:
-    """The instance holds a lease.  Puts for the adapter carry slot and generation: late puts are recognized.
+    """A lease.  Puts carry slot and generation: late puts are recognized.
 
     The adapter's Load event precedes, possibly just before: a put may wait for a layer.
     """
@@ -36,10 +36,10 @@ Event: TypeAlias = Load | Evict | Grant
 
 
 class LeaseTable:
-    """Shares `capacity` slots and the ranks' pages among all instances.
+    """Shares `capacity` slots and the ranks' pages among instances.
 
-    The caller's `grant_due` grants freed room, once for all changes.  pages_per_rank: of each server rank's
-    arena.  Raises ConfigError for a capacity below 1.
+    The caller's `grant_due` grants freed room, once for all changes.  pages_per_rank: of server ranks'
+    arenas.  Raises ConfigError for a capacity below 1.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LeaseTable:
         self.is_due = False
         """True after a change that may allow a waiting lease."""
         self._is_promised = False
-        """True if freed room belongs to waiters; newcomers wait too."""
+        """True if freed room belongs to waiters; newcomers wait."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -78,7 +78,7 @@ class LeaseTable:
     def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
         """Make the adapter (content hash) known; idempotent.
 
-        Raises ConfigError if a rank can never hold the shard, ValueError for other shards of a known adapter.
+        Raises ConfigError if a rank can never hold the shard, ValueError for changed shards.
         """
         wanted = {
             rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
@@ -99,7 +99,7 @@ class LeaseTable:
             known.retired = False
 
     def unregister(self, adapter_id: str) -> None:
-        """Refuse new acquires; current leases and waits continue.  Raises AdapterNotFoundError."""
+        """Refuse new acquires; leases and waits continue.  Raises AdapterNotFoundError."""
         adapter = self._registered(adapter_id)
         adapter.retired = True
         self._settle(adapter)
@@ -108,8 +108,8 @@ class LeaseTable:
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease if available; else None, and a Grant event follows.
 
-        A new lease is also an event, a held lease is not.  A waiting instance keeps the place in the queue,
-        for the asker of earliest turn.  Raises AdapterNotFoundError.
+        A new lease is also an event.  A waiting instance keeps the place in the queue, for the asker of
+        earliest turn.  Raises AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if waiter := self._queue.get(instance, adapter_id):
@@ -135,7 +135,7 @@ class LeaseTable:
         return True
 
     def cancel(self, instance: str, adapter_id: str) -> bool:
-        """Stop waiting; False if the instance does not wait.  A lease granted meanwhile stands."""
+        """Stop waiting; False without a wait.  A lease granted meanwhile stands."""
         waiter = self._queue.get(instance, adapter_id)
         if waiter is None:
             return False
@@ -152,9 +152,7 @@ class LeaseTable:
         return True
 
     def prefill(self, adapter_ids: Sequence[str]) -> None:
-        """Register adapters as residents before the first lease, without events; the last is evicted
-        first.
-        """
+        """Register adapters as residents, without events; the last is evicted first."""
         for before, adapter_id in enumerate(reversed(adapter_ids), start=-len(adapter_ids)):
             self.register(adapter_id, {})
             self.prefetch(adapter_id, float(before))
@@ -170,7 +168,7 @@ class LeaseTable:
         self._promise()
 
     def is_resident(self, adapter_id: str, generation: int) -> bool:
-        """True if the adapter is resident in this generation of its slot."""
+        """True if resident in this generation of the slot."""
         adapter = self._adapters.get(adapter_id)
         return adapter is not None and adapter.slot is not None and adapter.generation == generation
 
@@ -210,7 +208,7 @@ class LeaseTable:
         self.is_due = self._is_promised = False
 
     def resize(self, capacity: int) -> None:
-        """Change the number of resident adapters.  Raises ConfigError below 1."""
+        """Change the number of residents.  Raises ConfigError below 1."""
         if capacity < 1:
             raise ConfigError(
                 f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident adapters of the LoRA Server: slots, and pages in the arenas of all server ranks."""
+"""Resident adapters of the LoRA Server: slots, and pages in server ranks' arenas."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moe_lora.policies.caching.caching import NOBODY
 from .lease_queue import Standing
 
 Run: TypeAlias = tuple[int, int]
-"""(first page, number of pages) in the arena of one server rank."""
+"""(first page, number of pages) in a rank's arena."""
 Runs: TypeAlias = Mapping[int, Mapping[int, Run]]
 """server rank -> layer -> run, without empty ranks and layers."""
 ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
-"""server rank -> layer -> pages of the adapter's shard."""
+"""server rank -> layer -> pages of the shard."""
 
 
 class ServerPages:
-    """A page allocator per server rank; an adapter has a run of pages per rank and layer."""
+    """A page allocator per server rank; adapters have a run per rank and layer."""
 
     def __init__(self, pages_per_rank: Sequence[int]) -> None:
         self.pages_per_rank = tuple(pages_per_rank)
@@ -58,7 +58,7 @@ class ServerPages:
                 self._ranks[rank].free(first, num_pages)
 
     def could_alloc(self, shard_pages: ShardPages, pinned: Sequence[Runs]) -> bool:
-        """True if `alloc` would succeed with only the `pinned` runs in use."""
+        """True if `alloc` would succeed beside only the `pinned` runs."""
         return all(
             fits(
                 self.pages_per_rank[rank],
@@ -69,7 +69,7 @@ class ServerPages:
         )
 
     def check_fits(self, adapter_id: str, shard_pages: ShardPages, page_bytes: int) -> None:
-        """Raises ConfigError if a rank can never hold its shard."""
+        """Raise ConfigError if a rank can never hold its shard."""
         shards = sorted(((sum(layers.values()), rank) for rank, layers in shard_pages.items()), reverse=True)
         for needed, rank in shards:
             given = self.pages_per_rank[rank]
@@ -82,7 +82,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """Number of adapters of mean size that fit every rank, ignoring fragmentation."""
+        """Number of adapters of mean size on every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -90,7 +90,7 @@ class ServerPages:
 
 
 def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
-    """True if runs of the wanted lengths fit beside the taken ones, first fit in this order."""
+    """True if runs of the wanted lengths fit beside the taken, first fit in order."""
     gaps = []
     end = 0
     for first, length in sorted(taken):
@@ -110,13 +110,13 @@ def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
 
 
 def enough_gb(num_bytes: int) -> float:
-    """Sufficient budget for these bytes; its larger pages cost less than 0.1 %."""
+    """Sufficient budget for these bytes; larger pages cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load the adapter's shards into these pages, layer by layer, and serve (slot, generation)."""
+    """Load the shards into these pages, layer by layer, and serve (slot, generation)."""
 
     adapter_id: str
     slot: int
@@ -138,7 +138,7 @@ class ServedAdapter:
     """A registered adapter; slot None: not resident.
 
     num_running: instances with a lease.  retired: unregistered, but in use.  room: places, and pages of each
-    rank.  owner: tenant of the last lease.
+    rank.  owner: of the last lease.
     """
 
     uid: int
@@ -161,9 +161,9 @@ class ServedAdapter:
 
 
 class Residency:
-    """Assigns slots and pages, and evicts the least recently used idle adapter when room is needed.
+    """Assigns slots and pages, evicting the least recently used idle adapters.
 
-    With several tenants a `Standing` orders evictions.  A slot's generation grows with every new content.
+    With several tenants a `Standing` orders evictions.  A slot's generation grows with new content.
     """
 
     def __init__(self, pages_per_rank: Sequence[int], on_event: Callable[[Load | Evict], None]) -> None:
@@ -212,17 +212,16 @@ class Residency:
             self._used = [used - taken for used, taken in zip(self._used, adapter.room, strict=True)]
 
     def could_have_room(self, adapter: ServedAdapter) -> bool:
-        """True if the adapter is resident, or fits beside the leased adapters but for fragmentation."""
+        """True if resident, or fitting beside leased adapters but for fragmentation."""
         return adapter.slot is not None or all(
             used + asked <= total
             for used, asked, total in zip(self._used, adapter.room, self.totals, strict=True)
         )
 
     def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
-        """Make the adapter resident, evicting idle adapters; on failure, and while `is_over`, False without
-        evictions.
+        """Make the adapter resident, evicting idle adapters.
 
-        standing: None for a single tenant.
+        On failure, and while `is_over`, False without evictions.  standing: None for a single tenant.
         """
         if self.is_over:
             return False
@@ -249,7 +248,7 @@ class Residency:
         return True
 
     def evict_idle(self, standing: Standing[ServedAdapter] | None) -> bool:
-        """Evict the first adapter without a lease; False if all are leased."""
+        """Evict the first idle adapter; False if none."""
         leaving = self._may_leave((0,) * len(self.totals), NOBODY, standing)
         if leaving:
             self.evict(leaving[0])
