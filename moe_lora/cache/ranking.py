@@ -105,7 +105,7 @@ class Ranking:
     def eviction_order(
         self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
     ) -> NDArray[np.int64]:
-        """[N]: the earlier of the orders by pages and by adapter places; BEYOND if dying or with one tenant."""
+        """[N]: the earlier order, by pages or by adapter places; BEYOND if dying or without shares."""
         columns, shares = self.columns, self.shares
         if shares is None or not (rows.size and shares.is_divided(now_s)):
             return np.full(len(rows), BEYOND)

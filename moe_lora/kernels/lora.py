@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LoRA kernels of the operands' device: CPU library, Triton on CUDA, else the reference.
 
-Legend: T token rows, N output width, K experts per token.
-kernel: "sgmv" (ours), or a paper's baseline, "bgmv" (Punica) or "mbgmv" (S-LoRA); see `cpu.cpu`.
+Legend: T token rows, N output width, K experts per token.  kernel: "sgmv" (ours), "bgmv" (Punica) or "mbgmv"
+(S-LoRA); see `cpu.cpu`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
-"""Result of `lora_shrink` for `lora_expand`; a tensor is the whole delta."""
+"""For `lora_expand`; a tensor is the whole delta."""
 _DENSE = -1
 
 
@@ -43,7 +43,7 @@ class SharedSegments:
         return Zeros()
 
     def of(self, operands: LoraOperands, kernel: str, decode: bool = False) -> Segments:
-        """`segments.rows_for` of these rows; keeps the tensors: identities stay unique."""
+        """`segments.rows_for`; keeps the tensors: identities stay unique."""
         from moe_lora.kernels.triton.lora.segments import rows_for
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -77,8 +77,8 @@ def lora_shrink(
 ) -> Shrunk:
     """h = x_row @ A.T of each row with an adapter.
 
-    decode: the phase, for tiles and grids on CUDA, never for the result.  batch_rank: largest rank of this
-    batch, if known.  Raises ValueError for operands that don't fit.
+    decode: for tiles and grids on CUDA, never for the result.  batch_rank: largest rank of this batch, if
+    known.  Raises ValueError for operands that don't fit.
     """
     x = operands.x
     if x.is_cpu:
@@ -98,8 +98,8 @@ def lora_shrink(
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row] = round(y[row] + delta), or y[row] - delta.
 
-    y: [T, N] or [T*K, N] in x's dtype; or fp32: kernels then add the unrounded delta, the reference a delta
-    rounded to x's dtype.
+    y: [T, N] or [T*K, N] in x's dtype; or fp32: kernels then add the unrounded delta, the reference a rounded
+    delta.
     """
     if isinstance(shrunk, cpu.CpuShrunk):
         cpu.lora_expand(shrunk, y, subtract=subtract)
@@ -124,8 +124,8 @@ def lora_delta(
 ) -> None:
     """out = delta of each row, zero without an adapter.
 
-    max_lora_rank: over replays of a captured CUDA graph; None: of the current slots.  out: [T, N] or [T*K, N]
-    in x's dtype, overwritten; y + out has the bits of shrink and expand.
+    max_lora_rank: over replays of a captured CUDA graph; None: of current slots.  out: [T, N] or [T*K, N] in
+    x's dtype; y + out has the bits of shrink and expand.
     """
     x = operands.x
     if x.is_cpu:

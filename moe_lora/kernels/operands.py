@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and step tables of the operations, reached through channels (see `ops`).
+"""Layouts and step tables of the operations.
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.
 """
@@ -26,7 +26,7 @@ class KvLayout:
 
     Byte address of K: page * page_bytes + layer * layer_bytes + (head * block_size + token) * head_dim *
     itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page, for layers
-    of another layout behind.
+    of another layout.
     """
 
     num_layers: int
@@ -50,12 +50,12 @@ class KvLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, rounded up to 64 for alignment."""
+        """Bytes of a page, rounded up to 64."""
         return -(-max(self.num_layers * self.layer_bytes, self.least_bytes) // 64) * 64
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayout:
-    """Layout of this model's KV; with heads of two sizes, of the layers with a window."""
+    """Layout of a model's KV; with heads of two sizes, of the layers with a window."""
     layout = KvLayout(
         num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
@@ -68,7 +68,7 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayou
 
 
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
-    """Layouts of the layers with a window, and of the full layers behind in the same pages.
+    """Layouts of the layers with a window, and of the full layers in the same pages.
 
     Full layers are numbered from the first multiple of their size behind the others.
     """
@@ -79,7 +79,7 @@ def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, Kv
 
 
 class SlotTable:
-    """Offsets and ranks of each resident adapter's matrices in the arena.
+    """Offsets and ranks of resident adapters' matrices in the arena.
 
     a_offset, b_offset: [N, L, X] int64 bytes (A: `lora_rank` rows of d_in; B transposed: `lora_rank` rows of
     d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the arena's device
@@ -103,7 +103,7 @@ class SlotTable:
         return self.lora_rank.shape[0]
 
     def grown(self, num_slots: int) -> SlotTable:
-        """A copy with more slots, the new slots empty."""
+        """A copy with further, empty slots."""
         _, num_layers, num_entries = self.lora_rank.shape
         table = SlotTable(num_slots, num_layers, num_entries, self.lora_rank.device)
         for name in ("a_offset", "b_offset", "lora_rank", "scale"):
@@ -118,9 +118,9 @@ class SlotTable:
     ) -> None:
         """Point the slot's entries of a layer at matrices in these bytes of the arena.
 
-        table: [X, 3] int64 on the host: offsets of A and B in elements from the first byte, and rank.  scale:
-        [X] fp32.  Entries beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0
-        hides the rest.  Raises ValueError for impossible offsets and ranks.
+        table: [X, 3] int64 on the host: offsets of A and B in elements, and rank.  scale: [X] fp32.  Entries
+        beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0 hides the rest.
+         Raises ValueError for impossible offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -147,7 +147,7 @@ class SlotTable:
         self.lora_rank[slot, layer, :num].copy_(table[:, 2])
 
     def largest_rank(self, site: Site) -> int:
-        """Largest rank of any adapter at the site.  Raises ValueError for a site outside the table."""
+        """Largest rank at the site.  Raises ValueError for a site outside the table."""
         first, end = site.entry_base, site.entry(0, max(1, site.num_experts))
         if not 0 <= first <= end <= self.ranks.shape[1]:
             raise ValueError(
@@ -157,7 +157,7 @@ class SlotTable:
         return int(self.ranks[:, first:end].max(initial=0))
 
     def site_ranks(self, slots: np.ndarray, sites: Sequence[Site]) -> list[int]:
-        """Largest rank over these slots (-1: no adapter) at each site."""
+        """Largest rank over these slots at each site."""
         ranks = self.ranks[sorted(set(slots.tolist()) - {-1})].max(0, initial=0)
         return [int(ranks[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
@@ -172,7 +172,7 @@ class LoraOperands(NamedTuple):
     """Operands of the LoRA operations of a site.
 
     x: [T, H], or [T*K, H] with a row per expert.  ids: [T, K] int32, -1 = no expert; None at a dense site.
-    Output row t*K + k belongs to ids[t, k].  layer: row of the slot table.  token_slots: [T] int32, -1 = no
+     Output row t*K + k belongs to ids[t, k].  layer: row of the slot table.  token_slots: [T] int32, -1 = no
     adapter.  arena: flat uint8, matrices of x's dtype.
     """
 
@@ -189,7 +189,7 @@ class StepBounds(NamedTuple):
     """Bounds of a step's lengths, on the host, for launches.
 
     has_single, has_several: some sequence has one row, more than one.  longest_single: most tokens of a
-    sequence with one row.  single_tokens: their most tokens together; None: longest_single each.
+    sequence with one row.  single_tokens: most tokens together; None: longest_single each.
     """
 
     has_single: bool
@@ -199,7 +199,7 @@ class StepBounds(NamedTuple):
 
     @classmethod
     def of(cls, query_start: torch.Tensor, seq_lens: torch.Tensor) -> StepBounds:
-        """The bounds of host lengths.  Raises TypeError for lengths on a device."""
+        """Raises TypeError for lengths on a device."""
         num_rows, lens = np.diff(query_start.numpy()), seq_lens.numpy()
         single = num_rows == 1
         longest, tokens = int(lens[single].max(initial=0)), int(lens[single].sum())
@@ -208,11 +208,11 @@ class StepBounds(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepTables:
-    """A step's batch, all int32, on the arena's device for operations.
+    """A step's batch, int32, on the arena's device for operations.
 
-    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens including this step's rows; 0 marks
-    padding.  block_tables: [S, B] page of each block.  decode: one token per sequence; launches may differ,
-    the order of sums may not.  bounds: of lengths on a device.
+    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens including this step's rows; 0:
+    padding.  block_tables: [S, B] pages.  decode: one token per sequence; launches may differ, the order of
+    sums may not.  bounds: of lengths on a device.
     """
 
     query_start: torch.Tensor
@@ -222,7 +222,7 @@ class StepTables:
     bounds: StepBounds | None = None
 
     def to(self, device: torch.device) -> StepTables:
-        """These host tables with every tensor on `device`."""
+        """These host tables on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
@@ -254,7 +254,7 @@ class AttentionOperands(NamedTuple):
 
     q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype; head h reads kv head h //
     (heads / kv heads).  sinks: [heads] logits without a value in the softmax (GPT-OSS).  window: each row
-    sees the last `window` tokens, itself included; 0 = all.
+    sees the last `window` tokens; 0 = all.
     """
 
     q: torch.Tensor
@@ -282,7 +282,7 @@ class Zeros:
         self._left: torch.Tensor | None = None
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """[count] unshared int32 zeros, aligned to a cache line."""
+        """[count] unshared int32 zeros, at a cache line."""
         if self._left is None or self._left.numel() < count:
             self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
         taken = self._left[:count]

@@ -29,7 +29,7 @@ _next_handle = itertools.count(1)
 
 
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
-    """One channel per layer, valid during the handler's life.
+    """A channel per layer, valid during the handler's life.
 
     handler: runs an engine's channel operations.  calls: tables for C++.
     """
@@ -45,7 +45,7 @@ def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None)
 def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None:
     """Clear the address before `calls` goes.
 
-    May run during a trace by torch: calls no torch operation.
+    May run during a trace: calls no torch operation.
     """
     for channel in channels:
         channel[2] = 0
@@ -121,10 +121,7 @@ def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int)
 
 
 def fuses_sites(x: torch.Tensor) -> bool:
-    """True if a LoRA site is one operation, `lora_linear`.
-
-    On CPU the overhead between kernels equals their cost.
-    """
+    """True if a LoRA site is one operation, `lora_linear`: on CPU the overhead equals the cost."""
     return x.is_cpu
 
 
@@ -153,14 +150,14 @@ def multiply(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """The linear layer of a site, dense or (with ids) of experts."""
+    """The linear layer of a site, dense or of experts."""
     if isinstance(weight, QuantisedOperand):
         return _multiply_quantised(x, weight, bias, ids, num_out)
     return _linear(x, weight, bias) if ids is None else _expert_linear(x, weight, bias, ids)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias; on CPU our operation, elsewhere torch's, visible to the compiler."""
+    """x @ weight.T + bias; on CPU our operation, else torch's."""
     multiply = torch.ops.moe_lora.linear if x.is_cpu else reference.linear
     return multiply(x, weight, bias)
 
@@ -243,7 +240,7 @@ def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """out[t] = sum over k of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
 
-    Under a compiler plain terms, to fuse with the residual and norm; else our kernel.
+    Under a compiler plain terms, to fuse with residual and norm.
     """
     if y.is_cpu:
         terms = y.view(*weights.shape, -1).float() * weights[..., None]
@@ -264,7 +261,7 @@ def _norm(
 def norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`reference.norm`: plain under a compiler, else our kernel on a GPU."""
+    """`reference.norm`, outside a compiler by our kernel on a GPU."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return reference.norm(x, weight, eps, centred, bias)
     return torch.ops.moe_lora.norm(x, weight, eps, centred, bias)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-locked host memory, for asynchronous copies by a CUDA device."""
+"""Page-locked host memory, for asynchronous copies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of every operation in plain torch: oracle of tests, and fallback without kernels.
+"""The meaning of every operation in plain torch: oracle of tests, and fallback.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token.
 """
@@ -24,8 +24,7 @@ def expert_linear(
 ) -> torch.Tensor:
     """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
 
-    x: [T, H] or [T*K, H].  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.  Returns [T*K, N] in x's
-    dtype.
+    x: [T, H] or [T*K, H].  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.  Returns [T*K, N].
     """
     flat_ids = ids.reshape(-1)
     out = x.new_zeros(flat_ids.numel(), weight.shape[1])
@@ -57,7 +56,7 @@ def quantised_linear(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """`linear` (ids None) or `expert_linear` over the dequantised weights.
+    """`linear` (ids None) or `expert_linear` over dequantised weights.
 
     A dynamic format's inputs are dequantised too, in fp64, then rounded.
     """
@@ -74,7 +73,7 @@ def quantised_linear(
 
 
 def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Row of x for each of the T*K outputs: [T*K] int64."""
+    """Row of x for each output: [T*K] int64."""
     rows = torch.arange(ids.numel(), device=ids.device)
     return rows if x.shape[0] == ids.numel() else rows // ids.shape[1]
 
@@ -91,7 +90,7 @@ def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torc
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), with A and B of row i's adapter.
 
     In fp32, then rounded to dtype (default: x's): y = round(y + delta) has the same bits for a delta from
-    elsewhere.  Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero for a row without an adapter.
+    elsewhere.  Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero without an adapter.
     Source: Punica (arXiv 2310.18547), SGMV.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
@@ -128,7 +127,7 @@ def norm(
     centred: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMS norm of the last dim, or layer norm if centred; in fp32, rounded to x's dtype.  bias: None = 0."""
+    """RMS norm of the last dim, or layer norm if centred; in fp32, rounded to x's dtype."""
     x32 = x.float()
     if centred:
         x32 = x32 - x32.mean(-1, keepdim=True)
@@ -182,7 +181,7 @@ def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.T
 
 
 def paged_attention(operands: AttentionOperands) -> torch.Tensor:
-    """Write this step's K and V to pages, then causal attention of each row over its sequence.
+    """Write K and V to pages, then causal attention of each row over its sequence.
 
     Returns [T, heads, head_dim]; rows of padding are zero.  Softmax in fp32.
     """
@@ -209,7 +208,7 @@ def paged_attention(operands: AttentionOperands) -> torch.Tensor:
 def _attend(
     operands: AttentionOperands, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of the rows at `position` over one sequence.  q: [Q, heads, D], k, v: [C, kv heads, D]."""
+    """Attention of rows at `position`.  q: [Q, heads, D], k, v: [C, kv heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
     logits = torch.einsum("qhd,chd->hqc", q.float(), k) * operands.scale

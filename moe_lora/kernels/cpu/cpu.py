@@ -39,7 +39,7 @@ _shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_l
 
 
 class CpuShrunk:
-    """x @ A.T of one site's rows, with its plan; consumed by one `lora_expand`."""
+    """x @ A.T of a site's rows, with a plan; consumed by one `lora_expand`."""
 
     __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
 
@@ -119,9 +119,9 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
 def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row with an adapter.
 
-    The delta is rounded to y's dtype before the addition: `lora_delta` gives the same bits.  y: [T, N] or
-    [T*K, N] in x's dtype, or fp32 with an unrounded delta; rows may be strided.  subtract: y -= delta.
-    Raises ValueError for a y that doesn't fit or a consumed CpuShrunk.
+    The delta is rounded to y's dtype first: `lora_delta` gives the same bits.  y: [T, N] or [T*K, N] in x's
+    dtype, or fp32 with an unrounded delta; rows may be strided.  subtract: y -= delta.  Raises ValueError for
+    a y that doesn't fit or a consumed CpuShrunk.
     """
     dtype = torch.float32 if y.dtype == torch.float32 else shrunk.dtype
     _redeem(shrunk, y, "y", dtype, -1.0 if subtract else 1.0)
@@ -130,8 +130,7 @@ def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
     """out = delta of `lora_expand`, zero for a row without an adapter.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided.  A ValueError leaves out
-    unchanged.
+    out: [T, N] or [T*K, N] in x's dtype, rows may be strided; unchanged by a ValueError.
     """
     shrunk = lora_shrink(operands, kernel=kernel)
     _redeem(shrunk, out, "out", shrunk.dtype, 1.0, overwrite=True)
@@ -160,17 +159,17 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (64, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Most rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for stable
-bits.
+"""Most rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for
+stable bits.
 """
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
-"""For weights-only formats; above, each step dequantises the whole matrix."""
+"""For weights-only formats; above, a step dequantises the whole matrix."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias.  x: [T, H], rows may be strided.  weight: [N, H].  bias: [N].  Returns [T, N].
 
-    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for other dtypes, shapes or strides.
+    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for operands that don't fit.
     """
     code = dtype_code(x)
     rows, width = x.shape
@@ -200,7 +199,7 @@ def expert_linear(
     """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
 
     x: [T, H] or [T*K, H], rows may be strided.  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.
-    Returns [T*K, N] in x's dtype.  Raises ValueError for an id outside -1 .. E-1, or operands that don't fit.
+     Returns [T*K, N].  Raises ValueError for an id outside -1 .. E-1, or operands that don't fit.
     """
     code = dtype_code(x)
     tokens, top_k = ids.shape
@@ -229,8 +228,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over weights in the layout of `quantised.put`.
 
-    Bits equal those over the dequantised weights; a dynamic format follows torchao's arithmetic with exact
-    integer sums.
+    Bits equal those over dequantised weights; a dynamic format follows torchao, with exact integer sums.
     """
     form, data = weight.form, weight.data
     code = dtype_code(x)
@@ -263,7 +261,7 @@ _FORMATS = {"int8": 0, "fp8": 1, "int4": 2, "mxfp4": 3}
 
 
 def packed_weights(weight: QuantisedOperand) -> library.PackedWeights:
-    """The library's view.  Raises ValueError unless the parts are contiguous on the CPU."""
+    """The library's view.  Raises ValueError unless contiguous on the CPU."""
     form, data, scale, zero = weight
     return library.PackedWeights(
         checked(data, "data", data.dtype, data.numel()),
@@ -296,7 +294,7 @@ def fits(
 
 
 class StepAttention:
-    """`paged_attention` of a step: reads tables and arena once per step, not per layer.
+    """`paged_attention` of a step: reads tables and arena once, not per layer.
 
     Raises ValueError for tables that don't fit.
     """
@@ -323,10 +321,9 @@ class StepAttention:
         scale: float,
         window: int,
     ) -> torch.Tensor:
-        """Write this step's K and V to pages, then causal attention as `reference.paged_attention`.
+        """Write K and V to pages, then causal attention as `reference.paged_attention`.
 
-        Rows of q, k and v may be strided.  Returns [T, heads, head_dim].  Raises ValueError for operands that
-        don't fit.
+        Rows may be strided.  Returns [T, heads, head_dim].  Raises ValueError for operands that don't fit.
         """
         layout = self._layout
         code = dtype_code(q)
@@ -376,8 +373,7 @@ def delta_rule(
     the state before in arena [pages, bytes], unchanged.  Returns out [T, N, V], zero outside the spans, and
     the states after, then at marks: fp32 [S + M, P, numbers of a page] from the last W - 1 rows of qkv, then
     S [N, K, V].  Bits do not depend on cuts, further sequences or threads.  Raises ValueError for operands
-    that don't fit.
-    Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
+    that don't fit.  Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
     """
     num_rows, num_heads = beta_TN.shape
     (num_seqs, num_pages), (spans_S3, marks_M2) = pages_SP.shape, spans

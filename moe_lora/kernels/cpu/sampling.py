@@ -25,7 +25,7 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) ->
 def mask(logits_SV: torch.Tensor, rows: Sequence[int], words: Sequence[np.ndarray]) -> None:
     """Set logits without a bit to -inf: bit i of words[n][w] is token 32 w + i in row rows[n].
 
-    logits: [S, V].  words: each [ceil(V / 32)] uint32.  Raises ValueError for operands that don't fit.
+    logits: [S, V].  words: [ceil(V / 32)] uint32.  Raises ValueError for operands that don't fit.
     """
     num_rows, vocab = logits_SV.shape
     rows_N, words_NW = np.array(rows, np.int64), np.stack(words)

@@ -2,8 +2,6 @@
 """A LoRA site of a step in one call of the library: base weights and deltas.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token.
-
-Weights are checked once, rows once per step.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ _ANY_NUMBER = 2**63 - 1
 
 @dataclass(frozen=True, eq=False)
 class LoraRows:
-    """The rows with deltas at a site, all from this device's arena.
+    """The rows with deltas at a site.
 
-    site: None without such rows.  keeps: buffers of the library's view.
+    site: None without rows.  keeps: buffers of the library's view.
     """
 
     table: library.SiteRows
@@ -51,7 +49,7 @@ class LoraRows:
 def lora_rows(
     site: Site, token_slots: torch.Tensor, slots: SlotTable, arena: torch.Tensor, kernel: str = "sgmv"
 ) -> LoraRows:
-    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for bad operands."""
+    """`LoraRows` of operands.  Raises ValueError for bad operands."""
     constants, tables, num_rows = lora_site(site), lora_slots(slots), len(token_slots)
     if constants.last_entry > tables.num_entries:
         raise ValueError(
@@ -72,10 +70,10 @@ NO_ROWS = LoraRows(_NO_TABLE, ctypes.addressof(_NO_TABLE))
 
 
 class SiteLinear:
-    """x @ weight.T + bias + deltas of a site in a layer, for x of one dtype on the CPU.
+    """x @ weight.T + bias + deltas of a site in a layer, for x of one dtype.
 
     weight: [N, H] or [E, N, H], or a quantised operand.  bias: [N] or [E, N].  first_expert: model number of
-    the first of E experts; None: a dense site.  Raises ValueError for operands that don't fit.
+    the first expert; None: a dense site.  Raises ValueError for operands that don't fit.
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class StepCalls:
         self.address = ctypes.addressof(self._calls)
 
     def begin_step(self, rows: Sequence[LoraRows | None], attention: StepAttention) -> None:
-        """rows: by site, the same in all layers; None: in Python."""
+        """rows: by site, for all layers; None: in Python."""
         self._calls.attention = _StepAttention(*attention.tables, attention.dtype_code)
         ctypes.memset(self._rows, 0, ctypes.sizeof(self._rows))
         for site, here in enumerate(rows[:_MAX_SITES]):
@@ -228,7 +226,7 @@ def _built_for(operations: ctypes.CDLL) -> str:
 
 
 def _load() -> ctypes.CDLL | None:
-    """Registers the operations; None if not built, or built for another torch."""
+    """Registers the operations; None if not built for this torch."""
     spec = importlib.util.find_spec("moe_lora.kernels.cpu._operations")
     if spec is None or spec.origin is None:
         logger.info("operations of a CPU step run in Python: moe_lora was built without torch's headers")

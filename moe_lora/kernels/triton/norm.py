@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of row norms outside compiled graphs: of prompts, and the last norm."""
+"""Triton kernel of row norms outside compiled graphs."""
 
 from __future__ import annotations
 

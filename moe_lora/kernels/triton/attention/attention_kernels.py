@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of paged attention: attending, joining split sequences.
 
-Legend: N heads, G heads of a kv head, D head_dim, P parts.
-
-A program of `attend` holds consecutive rows of a sequence times the G heads of a kv head (GQA packing), and
-walks over key blocks at multiples of BLOCK_N (online softmax, fp32, base 2).  Invisible blocks leave a row's
-sums unchanged: a row depends on its own sequence alone.
+Legend: N heads, G heads of a kv head, D head_dim, P parts.  A program of `attend` holds consecutive rows of a
+sequence times the G heads of a kv head (GQA packing), and walks over key blocks at multiples of BLOCK_N
+(online softmax, fp32, base 2).  Invisible blocks leave a row's sums unchanged: a row depends on its own
+sequence alone.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (parts), PagedAttention (arXiv 2309.06180).
 """
 
@@ -19,7 +18,7 @@ from moe_lora.kernels.triton.entries import wait_for_kernel_before
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SEQUENCES = tl.constexpr(128)
 _NUMBERS = ("window", "num_seqs", "table_stride")
-"""Numbers that change per step and must not trigger a compilation."""
+"""Numbers that must not trigger a compilation."""
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _num_parts(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Parts of each sequence of one row, at least one; 0 otherwise and from num_seqs on."""
+    """Parts of each sequence of one row, at least one; else 0."""
     inside = seq < num_seqs
     start = tl.load(query_start + seq, mask=inside, other=0)
     rows = tl.load(query_start + seq + 1, mask=inside, other=0) - start
@@ -78,7 +77,7 @@ def _sequence_and_part(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The sequence (num_seqs: no sequence) and part at `place` in the list of all parts."""
+    """The sequence (num_seqs: none) and part at `place` in the list of parts."""
     seq, begin, total = 0, 0, 0
     for first in tl.range(0, num_seqs, _SEQUENCES):
         one = first + tl.arange(0, _SEQUENCES)
@@ -120,7 +119,7 @@ def _walk(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Maximum, sum and products of a tile's rows after the keys from `first` up to `last`.
+    """Maximum, sum and products of a tile's rows after the keys from `first` to `last`.
 
     MASKED: some row does not see all keys; bits of further rows stay.  factor: of logits, in base 2.
     """
@@ -320,7 +319,7 @@ def join_parts(
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out of one head of a sequence of one row, from the sums of its parts, in order."""
+    """out of a head of a sequence of one row, from sums of parts, in order."""
     if DEPENDENT:
         wait_for_kernel_before()
     seq, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS

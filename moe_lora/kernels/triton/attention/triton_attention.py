@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a GPU: write (and rotate) K and V, then causal attention of each row.
+"""Paged attention on a GPU: write (and rotate) K and V, then attend.
 
-Legend: T token rows, N heads, D head_dim.
-
-Sequences of one row split their keys into parts of `PART_TOKENS`; sequences of several rows go in tiles, in a
-separate launch: a decoding sequence keeps its bits in any batch.
+Legend: T token rows, N heads, D head_dim.  Sequences of one row split keys into parts of `PART_TOKENS`;
+sequences of several rows go in tiles, in a separate launch: a decoding sequence keeps its bits in any batch.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from moe_lora.kernels.operands import AttentionOperands, Rotation, StepBounds
 from moe_lora.kernels.triton import configs
 
 PART_TOKENS = 256
-"""Keys per program of a decoding sequence; constant: fixes the order of sums."""
+"""Keys per program of a decoding sequence; fixes the order of sums."""
 _JOINED_AT_ONCE = 16
 _HEADS_AT_ONCE = 8
 _MIN_DOT = 16
@@ -25,7 +23,7 @@ _MIN_DOT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
-    """Launch of `attend`.  block_m: packed query rows; block_n: keys of a step of the walk."""
+    """Launch of `attend`.  block_m: packed query rows; block_n: keys of a step."""
 
     block_m: int
     block_n: int
@@ -59,8 +57,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """As `reference.paged_attention`: [T, N, D]; rows of padding are zero.
 
-    Rows of q, k and v may be strided.  The step's `bounds` must cover its lengths.  rotation: of q and k,
-    before.  Raises ValueError for operands that don't fit.
+    Rows may be strided.  The step's `bounds` must cover its lengths.  rotation: of q and k, before.  Raises
+    ValueError for operands that don't fit.
     """
     _check(operands)
     if rotation is not None:
@@ -90,7 +88,7 @@ def launch(
 
 
 def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_single: bool) -> torch.Tensor:
-    """Write K, rotated, and V to their pages; returns rotated q."""
+    """Write K, rotated, and V to pages; returns rotated q."""
     q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
     heads = q.shape[1]
     blocks = 2 * -(-layout.num_kv_heads // _HEADS_AT_ONCE)
@@ -129,7 +127,7 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
 def _attend_single(
     operands: AttentionOperands, out: torch.Tensor, bounds: StepBounds, tiles: AttentionTiles
 ) -> None:
-    """Sequences of one row, in parts; joins parts of split sequences."""
+    """Sequences of one row, in parts, and their join."""
     q, sinks, window, layout = operands.q, operands.sinks, operands.window, operands.layout
     num_seqs, heads, head_dim = len(operands.step.seq_lens), q.shape[1], q.shape[2]
     seen = bounds.longest_single
@@ -212,7 +210,7 @@ def _rows_of(operands: AttentionOperands, tiles: AttentionTiles) -> int:
 
 
 def _pages(operands: AttentionOperands) -> tuple[torch.Tensor, int, int, int]:
-    """The arena in the layout's dtype; in elements: page size, offsets of this layer's K and V."""
+    """The arena in the layout's dtype; in elements: page size, offsets of the layer's K and V."""
     layout, itemsize = operands.layout, operands.layout.dtype.itemsize
     half = layout.layer_bytes // 2 // itemsize
     start = operands.layer * 2 * half

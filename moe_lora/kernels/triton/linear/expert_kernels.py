@@ -55,9 +55,9 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """A token's TOP_K experts of largest score, ascending by number, and their weights: see `experts.choose`.
+    """A token's TOP_K experts, ascending by number, and weights: see `experts.choose`.
 
-    SCORES: 0 logits, 1 their softmax, 2 their sigmoids.
+    SCORES: 0 logits, 1 softmax, 2 sigmoids.
     """
     e = tl.arange(0, EXPERTS)
     logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
@@ -139,7 +139,7 @@ def choose_experts(
 
 @triton.jit
 def _expert_of(ids, row, num_rows, first, num_experts):
-    """Expert of each row, counted from `first`; E without an expert, E + 1 past the last row."""
+    """Expert of each row, from `first`; E without an expert, E + 1 past the last row."""
     expert = tl.load(ids + row, mask=row < num_rows, other=-1)
     expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
     return tl.where(row < num_rows, expert, num_experts + 1)
@@ -174,7 +174,7 @@ def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
-    """Wait for `num_tokens` programs to count themselves; their writes are then visible."""
+    """Wait for `num_tokens` programs; their writes are then visible."""
     seen = tl.atomic_add(chosen, 0, sem="acquire")
     if INTERPRETED:
         tl.device_assert(seen == num_tokens, "programs run one after the other")
@@ -234,7 +234,7 @@ def choose_and_order(
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
     all tokens without deadlock: programs take items in order, so a token is done or at a running program.
-    counters: [2] int32, zeros: the next item, and finished tokens.  first, num_held: ordered experts.
+     counters: [2] int32, zeros: the next item, and finished tokens.  first, num_held: ordered experts.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -302,7 +302,7 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Start and end of each expert's rows, and the running number of tiles; expert E: rows without expert."""
+    """Start and end of each expert's rows, and the running number of tiles; expert E: without expert."""
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
     end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
@@ -311,7 +311,7 @@ def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constex
 
 @triton.jit
 def tile_and_block(item, num_tiles, blocks, GROUP: tl.constexpr):
-    """GROUP adjacent tiles walk the column blocks together, to share an expert's weights."""
+    """GROUP adjacent tiles walk the column blocks together, to share weights."""
     group = item // (GROUP * blocks)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
     within = item - group * GROUP * blocks
@@ -332,7 +332,7 @@ def rows_of_tile(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(expert, rows [BLOCK_T], mask of its own rows).  Not SORTED: a tile is one row."""
+    """(expert, rows [BLOCK_T], mask of own rows).  Not SORTED: a tile is one row."""
     t = tl.arange(0, BLOCK_T)
     if SORTED:
         e = tl.arange(0, EXPERTS)
@@ -365,7 +365,7 @@ def _with_deltas(
     ROWS_PER_INPUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """round(y + delta) of a tile's rows in columns n of one half, [n, rows], in fp32; y without a delta."""
+    """round(y + delta) of a tile's rows in columns n of a half, [n, rows], in fp32; y without a delta."""
     slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
     entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
     rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
@@ -413,8 +413,8 @@ def expert_linear(
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero without an expert.
 
     GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas if HAS_DELTAS.
-    x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K divides
-    H.
+     x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K
+    divides H.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -433,8 +433,7 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row, read another row without a mask, but in small tiles: all programs would read
-            # row 0.
+            # Past the last row read another row, but in small tiles: all programs would read row 0.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
@@ -473,7 +472,7 @@ def expert_linear(
 
 @triton.jit(do_not_specialize=("limit",))
 def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = `gated` of the two halves of y[row].  y: [R, 2 * columns], out: [R, columns]."""
+    """out[row] = `gated` of the halves of y[row].  y: [R, 2 * columns], out: [R, columns]."""
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -487,8 +486,8 @@ def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.con
 def sum_experts(
     y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T, K]
-    fp32.
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T,
+    K] fp32.
     """
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)

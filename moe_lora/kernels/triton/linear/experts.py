@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over a token's experts.
+"""Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over experts.
 
-Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
-
-Sums are in fp32, in an order that depends on H and dtype alone, without atomics: a row has the same bits in
-any batch.
+Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.  Sums are in
+fp32, in an order by H and dtype alone, without atomics: a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -22,21 +20,21 @@ from moe_lora.kernels.triton.lora.segments import RowsToSort
 ROW_MAX_TOKENS = 8
 """Up to this number of tokens, with at most E rows, each row is a tile."""
 ONE_LAUNCH_MAX_ROWS = 1024
-"""Up to this number of rows, choosing and ordering are one launch of one-warp programs."""
+"""Up to this number of rows, choosing and ordering are one launch."""
 _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256
 _ROW_COLUMNS, _DEEP_PER_SM, _LONG_WIDTH = 64, 2, 2560
 _SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
 
 
 class Gate(NamedTuple):
-    """Activation from gate_up's halves to down's input; see `models.linear.glu`."""
+    """Activation from gate_up's halves; see `models.linear.glu`."""
 
     clamped: bool
     limit: float
 
 
 class TileConfig(NamedTuple):
-    """Blocks of a launch.  block_t: rows; block_n: of N; group: tiles in parallel along N."""
+    """Blocks of a launch.  block_t: rows; block_n: of N; group: tiles in parallel."""
 
     block_t: int
     block_n: int
@@ -64,7 +62,7 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
 def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -> TileConfig:
     """For tiles of one row: narrow blocks, to fill the device.
 
-    all_at_once: two programs per SM hold all items; then, and in wide rows, more bytes are in flight.
+    all_at_once: two programs per SM hold all items; then more bytes are in flight.
     """
     config = tile_config(dtype, width, 16, gated)
     if config.block_k == _BLOCK_K:
@@ -75,7 +73,7 @@ def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -
 
 
 _MOST_OF_TILES = ((16, 12), (32, 24), (64, 80))
-"""Sizes of tiles, each with the largest mean number of an expert's rows, for an H200."""
+"""Sizes of tiles, each with the largest mean number of an expert's rows (H200)."""
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:
@@ -104,8 +102,8 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
 
-    logits: [T, E].  live: [T] bool; ids of other rows are -1.  correction: [E] fp32, in the choice only.
-    Raises ValueError for operands that don't fit.
+    logits: [T, E].  live: [T] bool; other ids are -1.  correction: [E] fp32, in the choice only.  Raises
+    ValueError for operands that don't fit.
     """
     weights, ids, operands, constants = _chosen(logits, live, choice, correction)
     if len(logits):
@@ -124,9 +122,9 @@ def choose_and_order(
     zeros: Zeros,
     rows_to_sort: Callable[[torch.Tensor], RowsToSort | None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`choose`, and `order` of the rows of experts `held`, numbered from its first; one launch if few rows.
+    """`choose`, and `order` of the rows of experts `held`; one launch if few rows.
 
-    rows_to_sort: from the ids, LoRA rows to sort in the same launch; not called above its rows.
+    rows_to_sort: from the ids, LoRA rows to sort in the same launch.
     """
     num_tokens, num_experts = logits.shape
     if not 0 < num_tokens * choice.top_k <= ONE_LAUNCH_MAX_ROWS:
@@ -217,7 +215,7 @@ def _empty_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def adds_deltas(ids: torch.Tensor, num_experts: int) -> bool:
-    """True if `linear` accepts deltas: tiles of 128 rows leave no registers for deltas."""
+    """True if `linear` accepts deltas: tiles of 128 rows leave no registers."""
     return by_rows(ids, num_experts) or rows_of_tiles(ids.numel(), num_experts) < 128
 
 
@@ -233,7 +231,7 @@ def linear(
     """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
     x: [T, H] or [R, H], bf16, fp16 or fp32.  deltas: added before the gate, for x [T, H] and `adds_deltas`.
-    Raises ValueError for operands that don't fit.
+     Raises ValueError for operands that don't fit.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)
@@ -274,7 +272,7 @@ def linear(
 
 
 def launch_constants(config: TileConfig) -> dict[str, Any]:
-    """The configuration as a kernel's constants and compile options."""
+    """The configuration as constants and compile options."""
     return {
         "BLOCK_T": config.block_t,
         "BLOCK_N": config.block_n,
@@ -287,7 +285,7 @@ def launch_constants(config: TileConfig) -> dict[str, Any]:
 
 
 def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
-    """The activation of the halves of each row: [R, 2F] -> [R, F]."""
+    """The activation of each row's halves: [R, 2F] -> [R, F]."""
     out = y.new_empty(y.shape[0], y.shape[1] // 2)
     if out.numel():
         programs = out.shape[0] * -(-out.shape[1] // _COLUMN_BLOCK)
@@ -303,7 +301,7 @@ def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
 
 
 def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
 
     y: [R, N].  weights: [T, K] fp32.
     """

@@ -34,7 +34,7 @@ class Tables(NamedTuple):
 
 
 class Deltas(NamedTuple):
-    """Deltas of an expert site for a fused addition: values [R, C], undefined for modules of rank 0."""
+    """Deltas of an expert site for a fused addition: values [R, C], undefined at rank 0."""
 
     values: torch.Tensor
     token_slots: torch.Tensor
@@ -43,7 +43,7 @@ class Deltas(NamedTuple):
     table_base: int
 
     def from_expert(self, first: int) -> Deltas:
-        """The deltas for a base layer whose expert 0 is `first`."""
+        """The deltas for a base layer with first expert `first`."""
         return self._replace(table_base=self.table_base + 2 * first)
 
 
@@ -51,7 +51,7 @@ class Deltas(NamedTuple):
 class Problem:
     """Shared operands of a site's kernels.
 
-    max_lora_rank: largest possible rank.  padded_rank: of every row in "bgmv".
+    max_lora_rank: largest possible rank.  padded_rank: in "bgmv".
     """
 
     x: torch.Tensor
@@ -81,12 +81,12 @@ class Problem:
 
     @property
     def out_widths(self) -> tuple[int, ...]:
-        """Widths of three modules, 0 for absent modules."""
+        """Widths of three modules, 0 if absent."""
         return (*self.site.out_features, *[0] * (_MAX_MODULES - self.modules))
 
     @property
     def h_width(self) -> int:
-        """Columns of the workspace: the largest rank, rounded up to the zero-writing tile."""
+        """Columns of the workspace: the largest rank, rounded up to a tile."""
         return -(-self.max_lora_rank // 64) * 64
 
     @property
@@ -101,7 +101,7 @@ class Problem:
         return layers * entries, self.layer * entries + self.site.entry_base
 
     def batch_rank(self) -> int:
-        """Largest rank of a row's adapter here; waits for the device."""
+        """Largest rank in this batch; waits for the device."""
         slot, expert = self.segments.described[:, 2].long(), self.segments.described[:, 3].long()
         chosen = slot >= 0
         slot_stride, table_base = self.entry_strides
@@ -129,7 +129,7 @@ def checked_problem(
     max_lora_rank: int | None,
     batch_rank: int | None,
 ) -> Problem:
-    """The operands as a `Problem`.  rows: `segments.rows_for` of the same operands.
+    """The operands as a `Problem`.  rows: `segments.rows_for` of these operands.
 
     max_lora_rank: of all slots; batch_rank: of this batch, unchecked; default: the table's.  Raises
     ValueError for operands that don't fit.
@@ -193,7 +193,7 @@ def checked_problem(
 
 
 def check_output(y: torch.Tensor, problem: Problem, name: str, *, or_fp32: bool = False) -> None:
-    """Raises ValueError unless y has the site's rows and columns, and x's dtype (or fp32) and device."""
+    """Raise ValueError unless y has the site's rows and columns, and x's dtype (or fp32) and device."""
     width = sum(problem.site.out_features)
     dtypes = (problem.x.dtype, torch.float32) if or_fp32 else (problem.x.dtype,)
     if y.dtype not in dtypes or y.device != problem.x.device:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step sorted by (expert, adapter), and tiles: the work lists of the LoRA kernels.
+"""Rows of a step sorted by (expert, adapter), and tiles.
 
-Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
-
-Built on the device with host-known sizes: no waits, and graphs can capture.
+Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.  Built on the device with
+host-known sizes: no waits, and graphs can capture.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moe_lora.kernels.operands import LoraOperands, Zeros
 from moe_lora.kernels.triton import configs
 
 SORT_MAX_ROWS = 4096
-"""Above this number of rows `torch.sort` replaces the counting sort; both are stable."""
+"""Above this number of rows `torch.sort` replaces the counting sort."""
 
 
 class Tiles(NamedTuple):
@@ -55,7 +54,7 @@ class Segments:
     _tiles: dict[int, Tiles] = field(default_factory=dict)
 
     def tiles(self, tile_rows: int) -> Tiles:
-        """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
+        """Tiles of at most `tile_rows` rows; made once per size."""
         if tile_rows not in self._tiles:
             operands = (self.described, self.count, *self.new_tiles(tile_rows), tile_rows)
             configs.start(
@@ -108,9 +107,8 @@ def build_segments(
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-    Numbers from num_slots and num_experts (0 counts as 1) on count as none.  tile_rows, zeros: also cut tiles
-    of this size in the same launch.
-    Raises ValueError for other shapes, dtypes or devices.
+     Numbers from num_slots and num_experts (0 counts as 1) on count as none.  tile_rows, zeros: also cut
+    tiles of this size.  Raises ValueError for other shapes, dtypes or devices.
     """
     check_rows_and_ids(token_slots, ids)
     num_rows = token_slots.numel() if ids is None else ids.numel()
@@ -141,7 +139,7 @@ def build_segments(
 def unsorted_rows(
     token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
-    """Every row in its own place, for the per-row baselines; `count` is R.  Raises as `build_segments`."""
+    """Every row in place, for the per-row baselines; `count` is R.  Raises as `build_segments`."""
     check_rows_and_ids(token_slots, ids)
     slot, expert = _slots_and_experts(token_slots, ids)
     fits = _fits(slot, expert, num_slots, max(1, num_experts))
@@ -153,7 +151,7 @@ def unsorted_rows(
 
 
 def check_rows_and_ids(token_slots: torch.Tensor, ids: torch.Tensor | None) -> None:
-    """Raises ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
+    """Raise ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
     for name, tensor, dims in (("token_slots", token_slots, 1), ("ids", ids, 2)):
         if tensor is None:
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function per kernel: workspace, grid and constants of its launch.
+"""A function per kernel: workspace, grid and constants of a launch.
 
 Legend: R rows, M modules of the site, S separate sums over the input width.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TENSOR_CORE_DTYPES = (torch.bfloat16, torch.float16)
 _RANK_ROWS = 64
 _ALIGNED = 16
-"""Width multiple (elements) at which Triton may assume 16-byte aligned rows."""
+"""Elements: rows of such widths are 16-byte aligned for Triton."""
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
@@ -76,7 +76,7 @@ def wgmma_expand(
 
 
 def tile_rows(x: torch.Tensor, site: Site, decode: bool) -> int:
-    """Rows of `wgmma_shrink`'s tiles at a site; 0 for an unsupported dtype."""
+    """Rows of `wgmma_shrink`'s tiles; 0 for an unsupported dtype."""
     return config_of("wgmma_shrink", x, site, decode)["block_t"] if x.dtype in _TENSOR_CORE_DTYPES else 0
 
 
@@ -150,7 +150,7 @@ def vector_expand(
 
 
 def check_choice(problem: Problem, choice: Choice) -> None:
-    """Raises ValueError if the algorithm cannot serve the dtype."""
+    """Raise ValueError if the algorithm cannot serve the dtype."""
     algorithm = choice.algorithm
     if algorithm != "vector" and problem.x.dtype == torch.float32:
         raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
@@ -166,7 +166,7 @@ def _workspace(problem: Problem, parts: int) -> torch.Tensor:
 
 
 def pipeline(config: Config, aligned: bool) -> Config:
-    """The launched configuration for rows aligned, or not, to 16 elements.
+    """The configuration for rows aligned, or not, to 16 elements.
 
     Only aligned rows can use TMA.  Element-wise loads need many registers: small steps, one stage, more
     threads.

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA deltas on a GPU: shrink, expand, and both at once.
 
-Legend: R rows (T tokens, or T*K at an expert site), C output columns.
+Legend: R rows (T tokens, or T*K at an expert site), C output columns.  Sums are in fp32, in an order by
+widths, rank and dtype alone, without atomics: a row's delta has the same bits in any batch and phase.  Ranks
+1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for x_row @ A.T above 65504.  Launches never
+wait for the device; for capture into a CUDA graph, set `max_lora_rank` to a bound over all replays.
 
-Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta has
-the same bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for
-x_row @ A.T above 65504.  Launches never wait for the device; for capture into a CUDA graph, set
-`max_lora_rank` to a bound over all replays.
-
-algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads); `choose` picks
-by site shape, rank and dtype.
+algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
 """
 
@@ -38,7 +35,7 @@ ALGORITHMS = ("wgmma", "vector")
 
 
 def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
-    """The table's choices for a site; together they cover each rank from 1 on exactly once.
+    """The table's choices for a site; each rank from 1 on is in exactly one.
 
     Raises ValueError for overlaps or missing ranks.
     """
@@ -67,7 +64,7 @@ def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
 
 
 def forced(algorithm: str) -> tuple[Choice, ...]:
-    """One class of all ranks for a named algorithm.  Raises ValueError for an unknown name."""
+    """All ranks by a named algorithm.  Raises ValueError for an unknown name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
     return (Choice(algorithm=algorithm),)
@@ -75,7 +72,7 @@ def forced(algorithm: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """Result of `lora_shrink`: h of each class of ranks, on the device."""
+    """h of each class of ranks, on the device."""
 
     problem: Problem
     kernel: str
@@ -94,10 +91,9 @@ def lora_shrink(
 ) -> Shrunk:
     """h = x_row @ A.T for each row with an adapter and each module of the site.
 
-    x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: the phase, for tiles and grids.
-    segments: `rows_for` of the same rows, to share between sites.  batch_rank: width of workspaces, and the
-    padded rank of "bgmv" (default: read from the device, with a wait).  Modules with a common A are computed
-    once.  Raises ValueError for operands that don't fit.
+    x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: for tiles and grids.  segments:
+    `rows_for` of the same rows, to share between sites.  batch_rank: width of workspaces, and the padded rank
+    of "bgmv" (default: read from the device, with a wait).  Raises ValueError for operands that don't fit.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
@@ -114,7 +110,7 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
 
 
 def deltas_of(shrunk: Shrunk) -> Deltas | None:
-    """The deltas alone, for `experts.linear` to add with the bits of `lora_expand`.
+    """The deltas, for `experts.linear` to add with the bits of `lora_expand`.
 
     None in fp32: scale and addition may fuse in one kernel only.
     """
@@ -137,7 +133,7 @@ def lora_delta(
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
 ) -> None:
-    """out = delta of each row, zero without an adapter; overwrites out.
+    """out = delta of each row, zero without an adapter.
 
     y + out in y's dtype has the bits of `lora_shrink` and `lora_expand`.
     """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BGMV: one row per work item, sums by threads, no tensor cores; and the papers' per-row baselines.
+"""BGMV: one row per item, sums by threads; and the papers' per-row baselines.
 
-Legend: R rows, S separate sums over the input width H, M modules of the site.
-
-A tile's layout over threads decides the order of sums: addresses and strides of x and y are not specialized.
-PADDED: rows at the batch's maximum rank; reads behind a matrix stay inside the arena and are discarded.
+Legend: R rows, S separate sums over the input width H, M modules of the site.  A tile's layout over threads
+decides the order of sums: addresses and strides of x and y are not specialized.  PADDED: rows at the batch's
+maximum rank; reads behind a matrix stay inside the arena and are discarded.
 Source: Punica (arXiv 2310.18547); S-LoRA (arXiv 2311.03285), MBGMV.
 """
 
@@ -73,7 +72,7 @@ def vector_shrink(
 ):
     """h[s, module, position] = part s of x[row] @ A.T, fp32 [S, M, R, h_width].
 
-    An item is a row, BLOCK_R rows of one A, and one of S parts of H.
+    An item is a row, BLOCK_R rows of an A, and a part of H.
     """
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
     per_lane = tl.load(count) * MODULES * SPLIT_K
@@ -133,7 +132,7 @@ def vector_expand(
 ):
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    An item is a row and a column block of one module.
+    An item is a row and a column block of a module.
     """
     blocks = num_blocks(widths, BLOCK_C)
     for item in tl.range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):

@@ -37,7 +37,7 @@ def _hi_and_lo(
     SPLIT_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """h of rank rows r as two [r, tokens] tiles of DTYPE; h_rows: pointers to the tokens' h of part 0."""
+    """h of rank rows r as two [r, tokens] tiles of DTYPE; h_rows: pointers to h of part 0."""
     mask = (r < rank)[:, None] & inside[None, :]
     pointers = h_rows[None, :] + r[:, None]
     h_RT = tl.load(pointers, mask=mask, other=0.0)
@@ -78,7 +78,7 @@ def wgmma_expand(
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
     ONE_LANE: no rank above 64, so h is read once per item.  An item is a tile of tokens and up to
-    BLOCKS_PER_ITEM column blocks of one module.
+    BLOCKS_PER_ITEM column blocks of a module.
     """
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)
     dtype = x.dtype.element_ty

@@ -47,8 +47,8 @@ def wgmma_shrink(
 ):
     """h[s, module, position] = part s of x[row] @ A.T, fp32 [S, M, R, h_width]; undefined from the rank on.
 
-    EVEN: the parts are whole steps.  An item is a tile of tokens, 64 rows of one A, and one of S parts of H;
-    items of the first 64 rank rows come first.
+    EVEN: the parts are whole steps.  An item is a tile of tokens, 64 rows of an A, and a part of H; items of
+    the first 64 rank rows come first.
     """
     num_tiles = tl.load(tiles.num)
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
