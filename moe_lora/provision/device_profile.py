@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device profiles: speed and memory of a device, the input of sizing (fields: docs/reference/profiles.md)."""
+"""Speed and memory of a device, the input of sizing (fields: docs/reference/profiles.md)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Table:
             )
 
     def seconds(self, batch: float) -> float:
-        """Time at this batch; 0 for an empty batch."""
+        """Time at this batch; 0 if empty."""
         if batch <= 0:
             return 0.0
         place = min(max(bisect_left(self.batches, batch), 1), len(self.batches) - 1)
@@ -59,7 +59,7 @@ class Table:
 
 
 class MissingRateError(ConfigError):
-    """The profile lacks a rate for the plan."""
+    """The profile lacks a rate."""
 
 
 MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s": "network between GPUs"}
@@ -104,7 +104,7 @@ class RatedGpu(Gpu):
 
 
 class Sizes(FileContent):
-    """Sizes of a layer for stage times; a dense MLP is one expert, always chosen.  weights: weight format."""
+    """Sizes of a layer; a dense MLP is one expert, always chosen.  weights: weight format."""
 
     model: str = ""
     hidden_size: Count
@@ -128,7 +128,7 @@ class Sizes(FileContent):
 
     @property
     def row_pair_values(self) -> float:
-        """Adapter values of a row's experts: A and B of gate, up and down."""
+        """Adapter values of a row: A and B of gate, up and down."""
         width = self.hidden_size + self.intermediate_size
         return 3.0 * self.num_experts_per_token * width * self.lora_rank
 
@@ -147,7 +147,7 @@ Times = tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...]
 
 
 class ServerTimes(FileContent):
-    """Times of a layer's deltas for one instance, by the instance's batch."""
+    """Times of a layer's deltas, by batch."""
 
     receive: Times
     compute: Times
@@ -155,7 +155,7 @@ class ServerTimes(FileContent):
 
 
 class BaseTimes(FileContent):
-    """Times of a layer's base experts, and of the rest of a layer; None: derived from rates."""
+    """Times of a layer's base experts, and of the rest; None: derived."""
 
     experts: Times
     attention: Times | None = None
@@ -173,7 +173,7 @@ _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 
 class FixedTimes(FileContent):
-    """Microseconds of a stage at any batch; sync_per_rank: for each further rank."""
+    """Microseconds of a stage; sync_per_rank: for each further rank."""
 
     receive: _Latency = 0.0
     compute: _Latency = 0.0
@@ -186,8 +186,8 @@ Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "
 
 
 class _Device(FileContent):
-    """about: origin of the numbers.  ran: plan parts with a run on this device, and the run.  models_run:
-    models with a run of all layers.
+    """about: origin of the numbers.  ran: plan parts with a run here, and the run.  models_run: models with a
+    run of all layers.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -199,7 +199,7 @@ class _Device(FileContent):
 
 
 class MeasuredProfile(_Device):
-    """Measurements of one model at these batches.  server_us: by the EP degree x of the layout."""
+    """Measurements of one model.  server_us: by EP degree x."""
 
     kind: Literal["tables"]
     gpu: Gpu
@@ -210,7 +210,7 @@ class MeasuredProfile(_Device):
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """Tables by their place in the file, e.g. "server_us.4.send"."""
+        """Tables by place in the file, e.g. "server_us.4.send"."""
         listed = {f"server_us.{ep}": stages for ep, stages in self.server_us.items()}
         found = {}
         for place, stages in {**listed, "base_us": self.base_us}.items():
@@ -266,9 +266,7 @@ def _shipped() -> Any:
 
 
 def read_profile(name_or_path: str | Path) -> Profile:
-    """The shipped profile of this name, or the profile in this file.  Raises ConfigError for impossible
-    content.
-    """
+    """The shipped profile of this name, or the file's.  Raises ConfigError for impossible content."""
     path = name_or_path
     if str(path) in shipped_profiles():
         path = _shipped() / f"{path}.json"

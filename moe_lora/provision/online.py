@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provisioning solver on a sliding window over the requests of a running system."""
+"""The provisioning solver on a sliding window of a running system's requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_lora.provision.admission.iar import expected_active
 
 NUM_BUCKETS = 30
 AT_ONCE_S = 0.1
-"""Longest wait of an immediate admission: a LoRA Server's answer takes a round trip between two steps."""
+"""Longest wait of an immediate admission: a LoRA Server answers between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class VisitWindow(Protocol):
 
 
 class Visit:
-    """A request in a window: arrives, starts, then ends or is refused."""
+    """A request in a window: arrives, starts, ends or is refused."""
 
     __slots__ = ("_window", "adapter", "number", "started")
 
@@ -84,12 +84,12 @@ class Visit:
         self._window.refuse(self)
 
     def end(self, timing: RequestTiming | None) -> None:
-        """The request ends.  timing: from the engine, or None."""
+        """End the request.  timing: from the engine, or None."""
         self._window.end(self, timing)
 
 
 class DemandWindow:
-    """Counts requests for adapters over the last window_s, in a ring of buckets.  Not thread-safe."""
+    """Requests for adapters over the last window_s, in a ring of buckets.  Not thread-safe."""
 
     def __init__(self, clock: Clock, window_s: float, num_buckets: int = NUM_BUCKETS) -> None:
         self._clock = clock
@@ -128,7 +128,7 @@ class DemandWindow:
             bucket.num_at_once += timing.adapter_wait_s <= AT_ONCE_S
 
     def demand(self) -> Demand:
-        """A copy of the window's content; the window is up to a bucket shorter than window_s."""
+        """A copy of the window, up to a bucket shorter than window_s."""
         self._advance()
         begin_s = max(self._start_s, self._start_s + self._buckets[0].number * self._bucket_s)
         length_s = self._seen_s - begin_s

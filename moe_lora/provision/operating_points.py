@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operating points: the highest rate of a server within its SLO (LoRAServe, section IV-A)."""
+"""Operating points: a server's highest rate within its SLO (LoRAServe, section IV-A)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServedRequest(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SloGoal(Settings):
-    """Upper limits in seconds: P95 of TTFT (arrival to first token), and mean TPOT."""
+    """Upper limits: P95 of TTFT (arrival to first token), and mean TPOT."""
 
     SECTION = "slo"
 
@@ -48,7 +48,7 @@ class SloGoal(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PointLoad(Settings):
-    """Requests of an operating point: equal lengths, Poisson arrivals, adapters of one rank.
+    """Requests of equal lengths, Poisson arrivals, adapters of one rank.
 
     A run has num_requests, or the arrivals of duration_s if more.
     """
@@ -65,7 +65,7 @@ class PointLoad(Settings):
         return self.prompt_tokens + self.output_tokens
 
     def plan(self, rate_per_s: float, names: Sequence[str], seed: int) -> list[PlannedRequest]:
-        """Poisson arrivals, conditioned on the expected number of requests; adapters are drawn evenly."""
+        """Poisson arrivals, conditioned on the expected number; adapters are drawn evenly."""
         rng = np.random.default_rng(seed)
         count = max(self.num_requests, math.ceil(rate_per_s * self.duration_s))
         arrivals = np.sort(rng.uniform(0.0, count / rate_per_s, size=count))
@@ -89,7 +89,7 @@ class RateRun:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """rate_per_s: highest rate that held; fails_at_per_s: lowest rate that failed."""
+    """rate_per_s: highest rate that held; fails_at_per_s: lowest failed rate."""
 
     lora_rank: int
     rate_per_s: float
@@ -99,7 +99,7 @@ class OperatingPoint:
 
 
 def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> RateRun:
-    """Judge the requests by the SLO; skips the first tenth, on an empty server."""
+    """Judge requests by the SLO; skips the first tenth, on an empty server."""
     served = sorted(requests, key=lambda request: request.arrival_s)
     served = served[len(served) // 10 :]
     ttft = float(np.percentile([one.first_token_s - one.arrival_s for one in served], 95))
@@ -213,9 +213,9 @@ def points_content(
 
 
 def read_operating_points(path: str | Path) -> dict[int, float]:
-    """{rank: tokens/s} from a file of `moe-lora operating-points`, or from a plain {"rank": tokens/s} file.
+    """{rank: tokens/s} from a file of `moe-lora operating-points`, or a plain {"rank": tokens/s} file.
 
-    Raises ConfigError with the file and the fault.
+    Raises ConfigError with the fault.
     """
     content = read_object(path, "moe-lora operating-points MODEL_DIR --out FILE")
     if content.get("format", FORMAT) != FORMAT:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performance models fitted to measured steps: least squares without negative coefficients."""
+"""Performance models fitted to measured steps: nonnegative least squares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, fe
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """Time of a batch's steps.  samples_s: samples behind `seconds`.  held_out: not for fitting."""
+    """Time of a batch's steps.  samples_s: behind `seconds`.  held_out: not for fitting."""
 
     phase: str
     rows: tuple[Row, ...]
@@ -157,10 +157,10 @@ def file_content(
 def read_step_model(
     path: str | Path, *, kernel: str | None = None, form: str = "full", weights: str | None = None
 ) -> StepModel:
-    """The model of this kernel and form from a file of `moe-lora profile-steps`.
+    """The model from a file of `moe-lora profile-steps`.
 
     kernel: None: the only kernel.  form: "full", or "toppings" for equation 2 alone.  weights: required
-    format; None: any.  Raises ConfigError with the file and the fault.
+    format; None: any.  Raises ConfigError with the fault.
     """
     content = read_object(path, "moe-lora profile-steps MODEL_DIR --out FILE")
     if content.get("format") != FORMAT:
@@ -210,22 +210,22 @@ MAX_PROMPT_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests with a common start: a prefill step with their prompts, then decode steps."""
+    """Requests with a common start: a prefill step, then decode steps."""
 
     rows: tuple[Row, ...]
     held_out: bool
 
 
 class TimedEngine(Protocol):
-    """An engine that runs batches and reads a clock."""
+    """Runs batches and reads a clock."""
 
     def run(self, rows: Sequence[Row]) -> tuple[float, list[float]]:
-        """Seconds of the prefill step with these rows, and of the following decode steps."""
+        """Seconds of the prefill step, and of the decode steps."""
         ...
 
 
 def adapter_names(ranks: Sequence[int], num_adapters: int) -> dict[str, int]:
-    """num_adapters adapters of each rank: name -> rank."""
+    """num_adapters names for each rank: name -> rank."""
     return {f"rank{rank}-{index}": rank for rank in ranks for index in range(num_adapters)}
 
 
@@ -281,7 +281,7 @@ def measure(
 ) -> dict[str, list[MeasuredStep]]:
     """By kernel: a prefill and a decode step of each batch, after a warm-up round.
 
-    Kernels take turns in every round.  quantile: of a batch's samples.  Raises ConfigError outside [0, 1].
+    Kernels take turns in every round.  quantile: of samples.  Raises ConfigError outside [0, 1].
     """
     if not 0 <= quantile <= 1:
         raise ConfigError(f"quantile={quantile} must lie between 0 and 1 (0.5: the median)")

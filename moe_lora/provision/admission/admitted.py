@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of requests with an immediate start, by both estimators."""
+"""Share of requests with an immediate start."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
 def smallest_capacity_of(
     estimator: str, probabilities: NDArray[np.float64], global_batch: float, target: float
 ) -> int:
-    """Smallest capacity with IAR >= target.  "corrected" bisects around the answer of "paper" (algorithm
-    1).
+    """Smallest capacity with IAR >= target.  "corrected" bisects around the answer of "paper"
+    (algorithm 1).
     """
     near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
@@ -50,7 +50,7 @@ NUM_POINTS = 25
 def iar_curves(
     probabilities: NDArray[np.float64], global_batch: float, up_to: int
 ) -> dict[str, list[tuple[int, float]]]:
-    """(capacity, IAR) points by estimator, from 1 to up_to adapters."""
+    """(capacity, IAR) points by estimator."""
     most = min(up_to, int(np.count_nonzero(probabilities)))
     capacities = sorted({round(place) for place in np.linspace(1, most, min(NUM_POINTS, most))})
     return {
@@ -105,7 +105,7 @@ class NeededCapacity:
         return smallest_capacity_of(self._estimator, self._probabilities, batch, self._target)
 
     def largest_load(self, slots: int, most: int) -> int:
-        """Largest global batch <= most with the target share for `slots` adapters; 0 without any."""
+        """Largest global batch <= most with the target share for `slots` adapters; 0: none."""
         if slots >= np.count_nonzero(self._probabilities):
             return most
 

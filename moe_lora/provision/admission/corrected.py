@@ -26,7 +26,7 @@ from .iar import BELOW_ONE
 NUM_NODES = 40
 LARGEST_RATE = 40.0  # above this rate an adapter is always active
 
-# Legendre nodes in v = u^(1/3), u in (0, 1): dense near 0, the steep end of the integrand.
+# Legendre nodes in v = u^(1/3): dense near 0, the steep end.
 _ABSCISSAE, _WEIGHTS = np.polynomial.legendre.leggauss(NUM_NODES)
 _V = (_ABSCISSAE + 1) / 2
 _U = _V**3
@@ -71,7 +71,7 @@ class DemandState(NamedTuple):
 
 
 class SlotDemand:
-    """Shares of time per adapter, and the chain's rates, by number of wanting adapters."""
+    """Shares of time per adapter, and rates, by number of wanting adapters."""
 
     def __init__(self, probabilities: np.ndarray, global_batch: float, capacity: int) -> None:
         self.num_adapters, self.capacity = len(probabilities), capacity
@@ -98,7 +98,7 @@ class SlotDemand:
         )
 
     def _num_waiting(self, queued: np.ndarray, length: int) -> float:
-        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]), with W Erlang of k stages of rate mu r_i."""
+        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]), W Erlang of k stages of rate mu r_i."""
         since = (length + 1) / (2 * self._throughput * self._others_speed)
         return float((self._counts * queued) @ (1 + self._rates * since))
 
@@ -118,7 +118,7 @@ class SlotDemand:
             others_ends = np.maximum(num_ends - ends, ROUNDING * num_ends)
             others_active = np.maximum(num_active - active, ROUNDING * num_active)
             self._others_speed = others_ends / others_active * (num_active / num_ends)
-            # mu of k queued and M active adapters: sum_i ends_i W_i = k.
+            # mu of k queued and M active: sum_i ends_i W_i = k.
             before = self._throughput
             self._throughput = self.capacity / num_active * float(self._counts @ (ends / self._others_speed))
             if abs(self._throughput - before) <= TOLERANCE * before:
@@ -190,7 +190,7 @@ def _demand(popularity: Probabilities, global_batch: float, capacity: int) -> Sl
 
 
 def _refused(demand: SlotDemand) -> tuple[float, float]:
-    """sum_{n >= M} Pr[n] P(adapter of a request not active | n), and the mean number of waiting requests."""
+    """sum_{n >= M} Pr[n] P(adapter of a request not active | n), and mean waiting requests."""
     capacity, num_adapters = demand.capacity, demand.num_adapters
     below = capacity - _distances(capacity)[::-1]
     above = capacity + _distances(num_adapters - capacity)

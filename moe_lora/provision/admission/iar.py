@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immediate admissibility rate (IAR) of a cache of adapters, and the smallest cache for a target IAR.
+"""Immediate admissibility rate (IAR) of a cache, and the smallest cache for a target.
 
 Legend: X_j = 1 with probability q_j, S = sum of X_j, S_i = S without adapter i, v = sum q_j (1 - q_j).
 Source: InfiniLoRA section 4.2.1, equations 1 to 4 and algorithm 1.
@@ -34,7 +34,7 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
     """turned_away = sum_i mass_i (1 - q_i) Pr[S_i >= capacity] and full = Pr[S >= capacity].
 
     q: [G] probabilities by group.  counts: [G] members, real numbers.  mass: [G] weights, total at most 1.
-    Reads generating functions at roots of unity: error below 1e-13 (Bernstein), plus rounding.
+     Reads generating functions at roots of unity: error below 1e-13 (Bernstein), plus rounding.
     """
     mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
     log_inverse = math.log(2 / OUTSIDE)
@@ -57,7 +57,7 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
 
 
 def _angles(order: int, variance: float) -> np.ndarray:
-    """Points 2 pi k / order in (0, pi) without a negligible characteristic function."""
+    """Points 2 pi k / order in (0, pi), without negligible points."""
     cosine = 1 - NEGLIGIBLE / max(variance - 0.25, 1e-9)  # without one variable: 1/4 less variance
     last = math.pi if cosine <= -1 else math.acos(cosine)
     count = min((order - 1) // 2, math.floor(last * order / (2 * math.pi)) + 1)
@@ -98,7 +98,7 @@ COLD = 1e-13  # rates with a smaller sum count as 0
 class RateGroups:
     """sum_i f(lambda_i) ~ counts @ f(rates) and sum_i p_i f(lambda_i) ~ mass @ f(rates), for smooth f.
 
-    rates: [G] requests of one adapter in a global batch.  counts: [G], total: number of adapters; possibly
+    rates: [G] requests of an adapter in a global batch.  counts: [G], total: number of adapters; possibly
     negative.  mass: [G], total 1.
     """
 
@@ -172,7 +172,7 @@ class AdmissibilityModel:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
         self.groups = groups = group_rates(used, global_batch)
-        # A search returns to known capacities, and starts from the thresholds of neighbours.
+        # A search returns to known capacities and their neighbours.
         self._expected_resident = cache(lambda tau: float(groups.counts @ poisson_tail(groups.rates, tau)))
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
@@ -180,7 +180,7 @@ class AdmissibilityModel:
         self.overflow = lru_cache(RECENT)(self._overflow)
 
     def threshold(self, capacity: int) -> float:
-        """tau >= 0 with a mean of `capacity` resident adapters; 0 if fewer are active."""
+        """tau >= 0 with a mean of `capacity` residents; 0 if fewer are active."""
         if capacity >= self.expected_active:
             return 0.0
         if capacity not in self._taus:
@@ -195,7 +195,7 @@ class AdmissibilityModel:
         return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
 
     def rate(self, capacity: int) -> float:
-        """IAR; 1 exactly if and only if every used adapter fits."""
+        """IAR; 1 if and only if every used adapter fits."""
         if capacity >= self.num_used:
             return 1.0
         return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
@@ -283,8 +283,8 @@ def immediate_admissibility_rate(popularity: Probabilities, global_batch: float,
     """IAR(M) = sum_i p_i [q_i + (1 - q_i) Pr[at most M - 1 further adapters are resident]], in [0, 1].
 
     popularity: [N], sum 1 within a millionth.  global_batch: requests in service.  capacity: M; the result is
-    1.0 if and only if every used adapter fits, else within 1e-9, and may fall with growing M.
-    Raises ValueError for bad arguments.  Source: InfiniLoRA equations 2 to 4.
+    1.0 if and only if every used adapter fits, else within 1e-9, and may fall with growing M.  Raises
+    ValueError for bad arguments.  Source: InfiniLoRA equations 2 to 4.
     """
     return _model(popularity, global_batch).rate(checked_capacity(capacity))
 
@@ -300,7 +300,7 @@ def min_capacity(popularity: Probabilities, global_batch: float, target: float) 
 
 
 def expected_active(popularity: Probabilities, global_batch: float) -> float:
-    """sum_i 1 - exp(-lambda_i), lambda_i = global_batch p_i: mean number of adapters in use.
+    """sum_i 1 - exp(-lambda_i), lambda_i = global_batch p_i: mean adapters in use.
 
     Raises ValueError for bad arguments.
     """
@@ -336,7 +336,7 @@ def checked_probabilities(popularity: Probabilities) -> np.ndarray:
 
 
 def checked_global_batch(global_batch: float) -> float:
-    """Mean requests in service over all instances.  Raises ValueError unless finite and > 0."""
+    """Mean requests in service.  Raises ValueError unless finite and > 0."""
     real = isinstance(global_batch, numbers.Real) and not isinstance(global_batch, bool)
     if not (real and math.isfinite(global_batch) and global_batch > 0):
         raise ValueError(f"global_batch={global_batch!r} is not allowed; give requests in service, > 0")

@@ -37,7 +37,7 @@ _STEPS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """num_servers for ranks up to lora_rank, each at `load` (1: its whole capacity)."""
+    """num_servers for ranks up to lora_rank, each at `load` (1: full)."""
 
     lora_rank: int
     num_servers: int
@@ -47,8 +47,7 @@ class Cap:
 def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_servers: int) -> list[Cap]:
     """Caps of least worst load; then of least worst load on the remaining servers, and so on.
 
-    demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing with the rank.  Ranks
-    fall.
+    demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing.  Ranks fall.
     """
     ranks = sorted((rank for rank in demand if demand[rank] > 0), reverse=True)
     caps: list[Cap] = []
@@ -94,14 +93,14 @@ def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> li
 
 
 def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence[int]) -> tuple[float, int]:
-    """The load, and the index of the highest rank with full servers at this load."""
+    """The load, and index of the highest rank with servers at this load."""
     loads = np.cumsum(tokens) / np.cumsum(np.multiply(counts, points))
     place = int(np.argmax(loads >= loads.max() / (1 + ROUNDING)))
     return float(loads[place]), place
 
 
 class Filling:
-    """Fills servers of given highest rank (caps) and room (tokens/s); adapters stay in place if possible."""
+    """Fills servers of given highest rank (caps) and room (tokens/s); adapters stay if possible."""
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
         self._slots = slots
@@ -153,8 +152,8 @@ class Filling:
                 self._put(adapter, roomiest, rest)
 
     def _place_idle(self, adapters: Iterable[int]) -> None:
-        """Adapters without demand stay, or go to the emptiest server of at least their rank: a later
-        request must not raise a server's rank.
+        """Adapters without demand stay, or go to the emptiest server of at least their rank: a later request
+        must not raise a server's rank.
         """
         heaps: dict[int, list[tuple[int, int]]] = {}
         for adapter in adapters:
@@ -197,8 +196,7 @@ def least_caps(problem: PlacementProblem) -> list[Cap]:
 class Slots:
     """Caps for numbered servers, and the shares under the caps.
 
-    by_rank: (rank, adapters with demand) by falling rank.  had: previous servers by adapter, greatest share
-    first.
+    by_rank: (rank, adapters with demand) by falling rank.  had: previous servers, greatest share first.
     """
 
     def __init__(self, problem: PlacementProblem, before: Shares) -> None:
@@ -216,15 +214,13 @@ class Slots:
         }
 
     def fill(self, caps: Sequence[Cap], slack: float) -> Shares:
-        """Shares under these caps, one per server, with loads up to (1 + slack) times the caps' loads."""
+        """Shares under a cap per server, with loads up to (1 + slack) times the caps'."""
         per_s = self.problem.tokens_per_s
         room = [cap.load * (1 + slack) * per_s[cap.lora_rank] if cap.load else 0.0 for cap in caps]
         return Filling(self, [cap.lora_rank for cap in caps], room).fill()
 
     def least_moved(self, caps: Sequence[Cap]) -> list[Cap]:
-        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower ranks half, of higher
-        ranks 0.
-        """
+        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower ranks half, of higher 0."""
         slots = [cap for cap in caps for _ in range(cap.num_servers)]
         slots += [Cap(lora_rank=0, num_servers=1, load=0.0)] * (len(self.problem.servers) - len(slots))
         if not self.before:
@@ -309,7 +305,7 @@ def within_bytes(
     moved: dict[int, None] = {}
 
     def next_from(queue: list[int]) -> int | None:
-        """The best adapter to leave the server; drops adapters beyond the budget."""
+        """The best adapter to leave; drops adapters beyond the budget."""
         while queue:
             adapter = queue.pop()
             if adapter not in moved and cost[adapter] <= left:
@@ -343,7 +339,7 @@ def _leaving(
 
 
 def _whole(row: dict[int, float]) -> dict[int, float]:
-    """Shares that sum to 1: the share of a removed server goes to the rest."""
+    """Shares that sum to 1: a removed server's share goes to the rest."""
     total = sum(row.values())
     return {min(row): 1.0} if total <= 0 else {server: share / total for server, share in row.items()}
 
@@ -353,8 +349,8 @@ _SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalPlacement:
-    """worst_load: of a server, padded to the highest rank by default.  optimum: least worst load of any
-    table.  target_utilisation: mean load without padding, the bound of the linear program.
+    """worst_load: padded to the highest rank by default.  optimum: least worst load of any table.
+    target_utilisation: mean load without padding, the linear program's bound.
     """
 
     table: Table
@@ -371,8 +367,7 @@ def optimal_placement(
 
     slack: accepts loads up to (1 + slack) times the optimum to save copies.  max_copied_bytes: hard limit,
     never worse than staying.  With K ranks in demand on S >= K servers, optimum <= target utilisation · min(S
-    / (S - K + 1), highest / lowest operating point).
-    Raises ValueError for negative arguments.
+    / (S - K + 1), highest / lowest operating point).  Raises ValueError for negative arguments.
     """
     if not slack >= 0:
         raise ValueError(f"slack={slack} must be 0 or more; 0.05 lets loads be 5 % above the optimum")
@@ -407,7 +402,7 @@ def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
 
 
 def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Iterator[Shares]:
-    """Part of the way without further slack, and the whole way at the least affordable slack, if any."""
+    """Part of the way without further slack, and the whole way at the least affordable slack."""
     problem, before = slots.problem, slots.before
     yield within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes)
     filled = cache(lambda more: slots.fill(caps, slack + more))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAServe's placement (Algorithm 1): servers of an adapter, and the share phi of requests on each."""
+"""LoRAServe's placement (Algorithm 1): servers of an adapter, with shares phi of requests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from .placement_problem import (
 class RankPlacement:
     """Algorithm 1's table.
 
-    rank_budgets: servers per rank, after the repair.  overshoot: surplus of servers by rounding, before the
-    repair.
+    rank_budgets: servers per rank, after the repair.  overshoot: surplus of servers by rounding, before.
     """
 
     table: Table
@@ -53,6 +52,7 @@ def place_adapters(
     adapters: name -> rank.  servers: in a fixed order.  operating_points: rank -> tokens/s of a server with
     this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
     adapters move.  Names break ties.
+
     Raises ValueError for no or doubled servers, bad numbers, ranks outside of the operating points, and
     demand for an unknown adapter.
     """
@@ -132,9 +132,7 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: fill a server to the target, then the next; returns the remaining
-        shares.
-        """
+        """Fractional bin packing: fill a server to the target, then the next; returns remaining shares."""
         left = []
         servers = iter(own)
         server = next(servers, None)
@@ -214,9 +212,7 @@ def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -
 
 @_by_names
 def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
-    """By rank, an equal number of adapters on each server; ignores demand and `before` (LoRAServe, section
-    V-D).
-    """
+    """By rank, an equal number of adapters on each server; ignores demand (LoRAServe, section V-D)."""
     order = np.argsort(problem.ranks, kind="stable").tolist()
     num_servers = len(problem.servers)
     return problem.table({a: {place * num_servers // len(order): 1.0} for place, a in enumerate(order)})
@@ -245,7 +241,7 @@ def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[
 
 @_by_names
 def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
-    """Each adapter on one server: heaviest first, on the least loaded server (InfiniLoRA, section 6.1).
+    """Each adapter on one server: heaviest first, on the least loaded (InfiniLoRA, section 6.1).
 
     Servers then exchange names to move few bytes from `before`.
     """
@@ -257,7 +253,7 @@ def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
 
 @_by_names
 def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Table:
-    """Each adapter on all servers, in equal shares.  Source: Toppings section 5, as LoRAServe section V-D."""
+    """Each adapter on all servers, in equal shares (Toppings section 5, as LoRAServe section V-D)."""
     row = dict.fromkeys(range(len(problem.servers)), 1.0)
     return problem.table(dict.fromkeys(range(len(problem.names)), row))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input and quality of a placement: adapters with ranks and demands, servers, operating points."""
+"""Input and quality of a placement."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moe_lora.core.records import PlacementQuality
 
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
-"""Routing table: adapter -> [(server, share phi of its requests)]; phi of an adapter sum to 1."""
+"""Routing table: adapter -> [(server, share phi)]; phi of an adapter sum to 1."""
 Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
 Shares: TypeAlias = dict[int, dict[int, float]]
-"""A table by numbers: adapter -> server -> phi > 0 (0 allowed for an adapter's only server)."""
+"""A table by numbers: adapter -> server -> phi > 0 (0 allowed for an only server)."""
 ROUNDING = 1e-9
 """Least share of an adapter, or of a server's room: float sums differ by less."""
 
@@ -43,12 +43,12 @@ class PlacementProblem:
 
     @property
     def target_utilisation(self) -> float:
-        """Mean load of a server, a bound on the worst load (LoRAServe Algorithm 1, lines 7-14)."""
+        """Mean load of a server, a bound on the worst (LoRAServe Algorithm 1, lines 7-14)."""
         return math.fsum(self.load) / len(self.servers)
 
     @cached_property
     def columns(self) -> NDArray[np.int64]:
-        """[A] Index of each adapter's rank among the occurring ranks, rising."""
+        """[A] Index of each adapter's rank among occurring ranks."""
         return np.searchsorted(np.array(list(self.tokens_per_s)), self.ranks)
 
     def without_padding(self) -> PlacementProblem:
@@ -70,7 +70,7 @@ class PlacementProblem:
         return found
 
     def shares(self, table: Placed | None) -> Shares:
-        """The table by numbers; skips unknown adapters and servers."""
+        """The table by numbers; skips unknown names."""
         if table is None:
             return {}
         number = {server: index for index, server in enumerate(self.servers)}
@@ -83,8 +83,8 @@ class PlacementProblem:
 
 
 def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
-    """Tokens/s of a server with this rank alone; 1 / (tokens/s) is linear between known ranks (Toppings
-    equation 2).
+    """Tokens/s of a server with this rank alone; 1 / (tokens/s) is linear between ranks (Toppings equation
+    2).
 
     Raises ValueError outside of these ranks.
     """

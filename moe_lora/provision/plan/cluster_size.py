@@ -36,11 +36,11 @@ MOST_STEP_TOKENS, LEAST_STEP_TOKENS = 8192, 64
 """Bounds of a step's token budget, a multiple of the second."""
 GRID = 1.05
 PARTS_OF_A_ROW = 16
-"""Batches count in parts of a row: a mean step of prompts may have less than one decode row."""
+"""A mean step of prompts may have less than one decode row."""
 
 
 class Cluster:
-    """A model on a device with SLOs: the inputs to size.  capacity_of: M* of a global batch, by estimator."""
+    """A model on a device with SLOs: the inputs to size.  capacity_of: M* of a global batch."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
@@ -118,7 +118,7 @@ class Cluster:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """Every EPx-PPy allowed by the model and its instances, by number of ranks.
+        """Every allowed EPx-PPy, by number of ranks.
 
         Raises ConfigError if an instance's GPUs can't share the experts.
         """
@@ -126,13 +126,13 @@ class Cluster:
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))
 
     def slots(self, layout: Layout) -> int:
-        """Adapter slots of a server with this layout."""
+        """Adapter slots of a server."""
         inputs = self.inputs
         return int(server_bytes(inputs.profile.gpu) / inputs.mix.bytes_on_rank(inputs.shape, layout))
 
     @cached_property
     def kv_requests(self) -> float:
-        """Requests whose KV fits beside an instance's weights.  Raises ConfigError for too large weights."""
+        """Requests whose KV fits beside the weights.  Raises ConfigError for too large weights."""
         shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
         usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
         weights = base_bytes(shape, self.inputs.weights)
@@ -148,8 +148,8 @@ class Cluster:
     def max_batch(self) -> tuple[float, str]:
         """Most mean decode rows of an instance without LoRA, and the limit: "tpot" or "kv".
 
-        KV holds b + 4 sqrt(b) requests: four standard deviations of a Poisson count.
-        Raises SloError if a single row exceeds the SLO, ConfigError if the model does not fit.
+        KV holds b + 4 sqrt(b) requests: four standard deviations of a Poisson count.  Raises SloError if a
+        single row exceeds the SLO, ConfigError if the model does not fit.
         """
         room = self.kv_requests
         parts = 1 if self.inputs.prompts is None else PARTS_OF_A_ROW
@@ -203,7 +203,7 @@ class Cluster:
             tpot_s = longer_s(rows)
             if self.inputs.prompts is None or rows <= before:
                 continue
-            # A secant shortens the long way with prompts; times are convex here: it stays below the solution.
+            # A secant shortens the way; times are convex here: it stays below the solution.
             slope = (tpot_s - before_s) * per_instance / (rows - before)
             if slope < 1:
                 further = rows + (tpot_s * per_instance - rows) / (1 - slope)
@@ -213,21 +213,21 @@ class Cluster:
         return rows
 
     def batch(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
-        """Planned rows of an instance: steady rows and the margin."""
+        """Steady rows of an instance, and the margin."""
         return self.steady_rows(layout, num_instances, loads=loads) * (1 + self.margin)
 
     def tokens_at(self, layout: Layout, num_instances: int, global_batch: float) -> float:
-        """Output tokens per second of the load behind a plan for this global batch."""
+        """Output tokens per second of the load behind a global batch."""
         running = global_batch / (1 + self.margin)
         return running / self.step_s(layout, num_instances, running / num_instances)[0]
 
     def load_s(self, layout: Layout) -> float:
-        """Load time of an adapter, over the link of the fullest rank."""
+        """Load time of an adapter, on the fullest rank."""
         inputs = self.inputs
         return self._link.seconds(inputs.mix.bytes_on_rank(inputs.shape, layout))
 
     def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
-        """The loads of this request rate on the fullest rank of the layout."""
+        """The loads of this request rate on the fullest rank."""
         misses = self._miss_share(self.slots(layout))
         return LoadQueue(
             loads_per_s=requests_per_s * self.inputs.adapter_share * misses,
@@ -286,7 +286,7 @@ class Cluster:
         return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
 
     def check_prompts(self) -> None:
-        """Raises SloError if the base model alone is too slow for the 95th-percentile prompt."""
+        """Raise SloError if the base model alone is too slow for the 95th-percentile prompt."""
         prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
         if prompts is None:
             return
@@ -316,7 +316,7 @@ class Cluster:
         return LinkTime(profile.gpu.needed("load_bytes_per_s", profile.name))
 
     def base_holds(self, batch: float) -> bool:
-        """True if the base model alone decodes `batch` rows within the TPOT SLO."""
+        """True if the base model alone decodes `batch` rows within the SLO."""
         return self.stages.attention_s(batch) + self.stages.experts_s(batch) <= self.layer_budget_s
 
     def _layouts(self) -> Iterator[Layout]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheaper of coupled instances and of instances beside a LoRA Server, with reasons."""
+"""The cheaper of coupled instances and of instances beside a LoRA Server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDLE = 0.02
 
 
 class CoupledSearch:
-    """Numbers of instances, with best splits and replays.  loads_of: from a rate to the loads of a replay."""
+    """Numbers of instances, with splits and replays.  loads_of: from a rate to a replay's loads."""
 
     def __init__(self, cluster: Cluster, loads_of: Callable[[float], Sequence[PlannedLoad]]) -> None:
         self._cluster, self._coupled = cluster, Coupled(cluster)
@@ -40,9 +40,7 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The smallest place with all goals met.  Raises SloError with the missed goals without such a
-        place.
-        """
+        """The smallest place with all goals met.  Raises SloError with the missed goals."""
         inputs = self._cluster.inputs
         number = inputs.instances
         if inputs.gpus is not None:
@@ -57,7 +55,7 @@ class CoupledSearch:
         return self._bisected(first)
 
     def replayed(self, place: SizedCluster) -> list[Replay]:
-        """Replays of the last load, or of the first missed load."""
+        """Replays of the last load, or of the first missed."""
         if place not in self._found:
             for load in self._loads:
                 self._found[place] = replays(self._cluster, place, load, to_the_end=False)
@@ -66,7 +64,7 @@ class CoupledSearch:
         return self._found[place]
 
     def fewest(self) -> int:
-        """The number of instances by the models.  Raises SloError if no number suffices."""
+        """The modelled number of instances.  Raises SloError if none suffices."""
         low, high = self._least() - 1, self._least()
         while self._nearness(high) > 1:
             if self._coupled.prompt_share(high) < IDLE and high > 64:
@@ -96,7 +94,7 @@ class CoupledSearch:
         return inputs.rate_per_s * (1 + inputs.load_margin)
 
     def holding(self, num_instances: int) -> SizedCluster | None:
-        """A split with all goals met, of this number of instances."""
+        """A split of this number of instances with all goals met."""
         if not self._loads:
             self._loads = self._loads_of(self._rate_per_s(num_instances))
         if num_instances not in self._held:
@@ -129,7 +127,7 @@ class CoupledSearch:
         return found
 
     def _first_miss(self, low: int, high: int) -> int:
-        """A number below `high` with a missed goal, in growing steps; at least `low`."""
+        """A number below `high` with a missed goal, at least `low`."""
         step = 1
         while high - step > low and self.holding(high - step) is not None:
             step *= 2
@@ -177,7 +175,7 @@ class CoupledSearch:
 
 
 MOST = 4
-"""Models size a LoRA Server up to this factor of the coupled GPUs."""
+"""Models size a LoRA Server up to this factor of coupled GPUs."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
@@ -330,7 +328,7 @@ _NO_SERVER: dict[str, Any] = {
 
 
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
-    """The plan of a place; counts of adapters are per instance."""
+    """The plan of a place; adapter counts are per instance."""
     inputs, coupled = cluster.inputs, Coupled(cluster)
     num_instances = place.num_instances
     batch = coupled.batch(num_instances)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity of adapters on a LoRA Server, and of KV on an instance; queues of adapter loads."""
+"""Capacity of adapters on a LoRA Server, and of KV; queues of loads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import Gpu
 
 _KNOWN = Path(__file__).parents[1] / "known_models.json"
-"""InfiniLoRA's table 3: parts of each model's config.json, and settings."""
+"""InfiniLoRA's table 3: parts of config.json, and settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
     """A shape with its settings in table 3.
 
-    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are the published
-    model's.  note: differences from the published model, and assumptions.
+    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are published.  note:
+    differences from the published model, and assumptions.
     """
 
     name: str
@@ -65,7 +65,7 @@ def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
 
 
 def known_model(name: str) -> KnownModel:
-    """The named model, in any case.  Raises ConfigError with the known names."""
+    """The named model, in any case.  Raises ConfigError if unknown."""
     for model in KNOWN_MODELS:
         if model.name.lower() == name.lower():
             return model
@@ -90,7 +90,7 @@ _EXPERT_TARGETS = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMix:
-    """Adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
+    """A workload's adapters: (LoRA rank, share of requests) pairs, and form.
 
     adapter_ranks: (LoRA rank, share of adapters); memory counts the larger mean.  form: "separate": gate and
     up have an A each; "shared": one A (PEFT's fused form).  Raises ConfigError for shares that do not sum to
@@ -164,7 +164,7 @@ def server_bytes(gpu: Gpu) -> float:
 
 
 STEPS_TO_FIRST_TOKEN = 2.95
-"""Steps in P95 decode TTFT: 0.95 of the current, one for the lease, the request's first."""
+"""Steps in P95 decode TTFT: 0.95 of the current, one for the lease, the first."""
 _TAIL = 0.05
 _PRECISION = 1e-6
 _MAX_ROUNDS = 1000
@@ -246,7 +246,7 @@ class LoadQueue:
         return step_s
 
     def p95_ttft_s(self, step_s: float, num_instances: int) -> float:
-        """P95 TTFT of requests with a slot: of steps alone, or the backlog's quantile and two steps."""
+        """P95 TTFT with a slot: of steps alone, or the backlog's quantile and two steps."""
         unhindered_s = STEPS_TO_FIRST_TOKEN * step_s
         decay = self.decay_per_s
         if decay == 0.0 or math.isinf(step_s):

@@ -36,7 +36,7 @@ from .verify import Replay
 
 
 def check_budget(inputs: PlanInputs, split: Split) -> None:
-    """Raises SloError if the best split holds less than the load."""
+    """Raise SloError if the best split holds less than the load."""
     if inputs.global_batch is not None:
         held, asked, unit = float(split.global_batch), inputs.global_batch, "requests at once"
     else:
@@ -52,7 +52,7 @@ def check_budget(inputs: PlanInputs, split: Split) -> None:
 
 
 def check_instances(cluster: Cluster, num_instances: int) -> None:
-    """Raises SloError with the sufficient number if num_instances is too small."""
+    """Raise SloError with the sufficient number if too small."""
     most, limit = cluster.max_batch
     least = fewest_instances(cluster)
     if num_instances >= least:
@@ -83,7 +83,7 @@ _COUPLED = (
 
 
 def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = False) -> tuple[str, ...]:
-    """Assumptions of a plan, one sentence each: adapter form, load, popularity, hardware, model."""
+    """A plan's assumptions, one sentence each."""
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
     other_bytes = replace(mix, form=other).adapter_bytes(shape)
@@ -148,7 +148,7 @@ def layer_ms(cluster: Cluster, chosen: Candidate) -> dict[str, float]:
 
 
 def table_1_metrics(inputs: PlanInputs, layout: Layout, batch: float) -> dict[str, float] | None:
-    """Table 1's metrics of a batch with an even choice of experts; None without experts."""
+    """Table 1's metrics with an even choice of experts; None without experts."""
     shape = inputs.shape
     if not shape.num_experts:
         return None
@@ -167,13 +167,13 @@ class Plan:
 
     kind: "lora_server" or "coupled".  capacity: M* for the global batch and all smaller.  iar: share of
     immediate starts with M*; slots_iar: with `slots`.  mean_wait_s: without an immediate start.
-    loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
-    binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
-    if requests would queue for adapters.  prompt_share: of an instance's time, in full steps.
-    max_num_batched_tokens: None if another device computes prompts.  running_per_instance, tpot_s: steady
-    state at rate_per_s.  global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with
-    the margin.  checked: replays behind the choice.  lower_bound: GPUs at peak rates.  compared: reason for
-    this kind.  ran, never_ran: parts with and without a run on this hardware.
+     loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
+     binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
+    if requests would queue for adapters.  prompt_share: of an instance's time.  max_num_batched_tokens: None
+    if another device computes prompts.  running_per_instance, tpot_s: steady state at rate_per_s.
+     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  checked:
+    replays behind the choice.  lower_bound: GPUs at peak rates.  compared: reason for this kind.  ran,
+    never_ran: parts with and without a run on this hardware.
     """
 
     capacity: int
@@ -228,7 +228,7 @@ class Plan:
 def make_plan(inputs: PlanInputs) -> Plan:
     """The smallest cluster for the load, or the best split of `inputs.gpus`.
 
-    Raises SloError if no cluster holds the SLOs, ConfigError for inputs without a size, ValueError for a bad
+    Raises SloError if no cluster holds, ConfigError for inputs without a size, ValueError for a bad
     popularity.
     """
     checked_probabilities(inputs.probabilities)

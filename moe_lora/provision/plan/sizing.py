@@ -24,8 +24,8 @@ ROUND = 8
 class Candidate:
     """A layout under a load: capacity, times, and met constraints.
 
-    batch: rows of an instance.  capacity: needed adapters.  step_s: with waits for the loads of `queue`.
-    p95_ttft_s: of requests with a slot.
+    batch: rows of an instance.  capacity: needed adapters.  step_s: with waits for `queue`.  p95_ttft_s: of
+    requests with a slot.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def longest_s(self) -> float:
-        """Longest stage of a server's round over all instances (equation 6)."""
+        """Longest stage of a round over all instances (equation 6)."""
         return self.round.longest[1] * math.ceil(self.num_instances / self.layout.pp)
 
 
@@ -84,7 +84,7 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
 
 
 def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
-    """Every layout with its steady batch, except layouts forbidden by the base model or KV."""
+    """Every layout with its steady batch, except if forbidden by the base model or KV."""
     alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
         loaded(cluster, layout, num_instances)
@@ -141,7 +141,7 @@ def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
 def most_running(
     cluster: Cluster, ep: int | None, batch: float, in_time: Callable[[int], bool], kv_requests: float
 ) -> int:
-    """See `most_rows`; ep: of the LoRA Server, None: deltas on the instance."""
+    """See `most_rows`; ep: None: deltas on the instance."""
     running = batch * cluster.in_service
     least = math.ceil(running + 4 * math.sqrt(running))
     most = min(MOST_ROWS, int(kv_requests))
@@ -155,7 +155,7 @@ def most_running(
 
 
 def shortfall(cluster: Cluster, found: Sequence[Candidate]) -> str:
-    """Text of a refusal: the first constraint missed by every layout, at the closest layout."""
+    """A refusal: the first constraint missed by every layout, at the closest layout."""
     best_round = min(found, key=lambda one: one.round.total_s)
     if not any(one.met[EQ5] for one in found):
         batch = best_round.batch
@@ -223,23 +223,21 @@ def _first_token(cluster: Cluster, found: Sequence[Candidate]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSize:
-    """The chosen layout.  gpus_by_constraint: fewest ranks by constraint alone."""
+    """The chosen layout.  gpus_by_constraint: fewest ranks by one constraint."""
 
     chosen: Candidate
     gpus_by_constraint: Mapping[str, int]
 
     @property
     def binding(self) -> str:
-        """The constraint of most ranks; ties: the first of CONSTRAINTS."""
+        """The constraint of most ranks; ties: the first."""
         return max(self.gpus_by_constraint, key=lambda name: self.gpus_by_constraint[name], default=MEMORY)
 
 
 def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
-    """The fewest ranks that meet all constraints, with the shortest round; ties: the smaller sync scope x
-    (table 1).
+    """The fewest ranks that meet all constraints, with the shortest round; ties: the smaller x (table 1).
 
-    found: by number of ranks.  num_gpus: exact number of ranks.  Raises SloError with the term, budget and
-    excess.
+    found: by number of ranks.  num_gpus: exact number.  Raises SloError with the term, budget and excess.
     """
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
@@ -259,7 +257,7 @@ def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int 
 
 
 def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
-    """The layout with the ranks of each constraint, for constraints met in `found`."""
+    """The layout with the ranks of each constraint met in `found`."""
     needs = {
         name: next(one.layout.num_ranks for one in found if one.met[name])
         for name in CONSTRAINTS
@@ -269,7 +267,7 @@ def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
 
 
 def fewest_instances(cluster: Cluster) -> int:
-    """Least L with the load's batches within the base model's time and KV on some layout."""
+    """Least L with batches within the base model's time and KV on some layout."""
     degrees = [layout for layout in cluster.layouts if layout.pp == 1]
 
     def enough(num_instances: int) -> bool:
@@ -333,7 +331,7 @@ class Split:
 
 
 def best_split(cluster: Cluster) -> Split:
-    """The split of the inputs' GPUs of highest rate, or of largest batch for a given global batch.
+    """The split of highest rate, or of largest batch for a given global batch.
 
     Ties: fewer server GPUs, then the shorter round.  Raises SloError if no split works.
     """
@@ -379,7 +377,7 @@ def best_split(cluster: Cluster) -> Split:
 
 
 def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
-    """L, the largest load within (5), (6) and the first token's time, and its limit; None: no load."""
+    """L, the largest load within (5), (6) and the first token's time, and the limit; None: no load."""
     assert cluster.inputs.gpus is not None
     num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:

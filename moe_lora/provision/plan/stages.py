@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the parts of a layer: a profile's times, scaled to a model's sizes.
+"""Times of the parts of a layer: a profile's, scaled to a model.
 
 Legend: p GPUs of an instance, x the EP degree of the LoRA Server, E experts.
 """
@@ -32,7 +32,7 @@ US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token rows of a step: decode rows, prompt tokens, number of their prompts, and attended pairs."""
+    """A step: decode rows, prompt tokens, number of prompts, and attended pairs."""
 
     rows: float
     prompt_tokens: float = 0.0
@@ -46,7 +46,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptsPerRow:
-    """Prompt tokens, prompts and attended pairs per decode row of a mean step."""
+    """Prompt work per decode row of a mean step."""
 
     tokens: float = 0.0
     prompts: float = 0.0
@@ -61,7 +61,7 @@ NO_PROMPTS = PromptsPerRow()
 
 @dataclass(frozen=True, slots=True)
 class ServerRound:
-    """A layer's deltas for one instance: inputs to the LoRA Server, computation, deltas back."""
+    """A layer's deltas for an instance: inputs to the LoRA Server, computation, deltas back."""
 
     receive_s: float
     compute_s: float
@@ -81,7 +81,7 @@ class ServerRound:
 
 
 def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: str = "none") -> Sizes:
-    """Sizes of a model for stage times; a dense MLP counts as one expert."""
+    """Sizes for stage times; a dense MLP counts as one expert."""
     return Sizes(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -97,9 +97,9 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
 class StageTimes:
     """Times of a layer on a profile's device, in seconds.  Scaling: docs/reference/profiles.md.
 
-    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  prompts: prompt work per decode
-    row.  Methods with a batch time a mean step, prompts included.  Raises ConfigError if the profile has no
-    rates and is of another model or format.
+    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  prompts: per decode row.  Methods
+    with a batch time a mean step, prompts included.  Raises ConfigError if the profile has no rates and is of
+    another model or format.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class StageTimes:
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
-        """Receive, compute and send of a mean step's rows at a stage of x ranks."""
+        """Receive, compute and send of a mean step at a stage of x ranks."""
         return self.server_of(ep, self.prompts.step(batch))
 
     def server_of(self, ep: int, step: StepTokens) -> ServerRound:
-        """Receive, compute and send of a step's rows at a stage of x ranks.
+        """Receive, compute and send of a step at a stage of x ranks.
 
         A prompt reads its adapter once.  Raises ConfigError for a profile without network times.
         """
@@ -133,7 +133,7 @@ class StageTimes:
         return replace(found, compute_s=found.compute_s + self._prompt_deltas_s(ep, step))
 
     def local_deltas_s(self, step: StepTokens) -> float:
-        """Deltas of a step's rows on the instance's own GPUs."""
+        """Deltas on the instance's own GPUs."""
         gpus, rows = self._sizes.instance_gpus, step.rows + step.prompts
         if isinstance(self._profile, RooflineProfile):
             compute_s = self._compute_roofline(self._profile, gpus, rows)
@@ -178,7 +178,7 @@ class StageTimes:
         return 2 * step.prompt_tokens * self._sizes.row_pair_values / (gpus * flop_per_s)
 
     def experts_s(self, batch: float) -> float:
-        """Base GEMMs of the experts in a mean step."""
+        """Base GEMMs of a mean step's experts."""
         return self.experts_of(self.prompts.step(batch))
 
     def experts_of(self, step: StepTokens) -> float:
@@ -244,7 +244,7 @@ class StageTimes:
 
     @cached_property
     def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+        """Every GPU reads all attention weights (data-parallel), and the KV of its rows."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
@@ -260,7 +260,7 @@ class StageTimes:
     def _server_roofline(
         self, profile: RooflineProfile, ep: int, rows_moved: float, rows_read: float
     ) -> ServerRound:
-        """Bytes over the busiest NIC, beside the ranks' computation."""
+        """Bytes over the busiest NIC, beside the computation."""
         sizes, fixed, gpu = self._sizes, profile.fixed_us, profile.gpu
         rate = gpu.needed("net_bytes_per_s", profile.name)
         net = rate * (profile.efficiency.net or 1.0) * min(ep, sizes.instance_gpus)
@@ -306,7 +306,7 @@ class StageTimes:
 
 
 class SimulatedLayers:
-    """`LayerModel` by `StageTimes`.  ep: of the LoRA Server; None: the instance computes its deltas.
+    """`LayerModel` by `StageTimes`.  ep: None: the instance computes deltas.
 
     A single request with an adapter makes every row count as a row with an adapter.
     """
@@ -316,7 +316,7 @@ class SimulatedLayers:
         self._found: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and busy seconds of the LoRA Server in the layer."""
+        """Seconds of a layer, and busy seconds of the LoRA Server in it."""
         key = step.num_rows, step.num_prompt_tokens, step.num_prompts, step.num_with_adapter > 0
         found = self._found.get(key)
         if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays of a cluster and its load in the simulator, from a steady state."""
+"""Replays of a cluster and its load, from a steady state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .sizing import most_rows
 from .stages import SimulatedLayers
 
 NUM_REQUESTS = 12_000
-"""Requests of a check per arrival kind; a search uses two thirds."""
+"""Requests of a check per arrival kind."""
 WARM_UP_SHARE = 0.2
 ARRIVALS = {
     "trace": "the trace's own arrivals",
@@ -49,8 +49,8 @@ class Replay:
     """Result of an arrival kind; None without requests.
 
     admitted_at_once: share of requests with an immediate slot, the IAR.  waited_for_adapter, waited_for_room:
-    share with a wait for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
-    stopped: goals out of reach.
+    with a wait for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
+     stopped: goals out of reach.
     """
 
     arrivals: str
@@ -74,7 +74,7 @@ _SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """Requests by arrival kind, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
+    """Requests by arrival kind, and adapters by popularity.  rate_per_s: of Poisson arrivals."""
 
     rate_per_s: float
     requests: Mapping[str, Sequence[PlannedRequest]]
@@ -84,7 +84,7 @@ class PlannedLoad:
 def planned_load(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int | None = None, seed: int = 0
 ) -> PlannedLoad:
-    """The requests of each applicable arrival kind, NUM_REQUESTS by default.
+    """The requests of each arrival kind, NUM_REQUESTS by default.
 
     Adapters come from the trace if the popularity does, else from a draw.
     """
@@ -122,7 +122,7 @@ def planned_load(
 
 
 def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
-    """Requests with a common first block get the adapter of the first: KV depends on the adapter."""
+    """Requests with a common first block get one adapter: KV depends on the adapter."""
     adapters: dict[int, str | None] = {}
     return [
         replace(one, adapter=adapters.setdefault(one.hash_ids[0], one.adapter)) if one.hash_ids else one
@@ -178,7 +178,7 @@ def _running(cluster: Cluster, place: SizedCluster) -> float:
 
 
 def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    """Instances, and a LoRA Server of the layout or slots on each instance."""
+    """Instances, and a LoRA Server or slots on each instance."""
     if place.layout is None:
         return _coupled_system(cluster, place, popular)
     inputs, layout = cluster.inputs, place.layout
@@ -234,7 +234,7 @@ def _instance(cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_reque
 
 @dataclass(frozen=True)
 class SampledStage(StageTime):
-    """Exact seconds by number of rows from 0, in place of a line."""
+    """Exact seconds by number of rows from 0."""
 
     times_s: Sequence[float]
 
@@ -272,7 +272,7 @@ class _Watch:
 
 
 def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
-    """`number` requests from before the first arrival, with their remaining tokens.
+    """`number` requests from before the first arrival, with remaining tokens.
 
     Length l has a share proportional to l times its frequency; the remaining part is uniform.
     """
@@ -292,7 +292,7 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
 
 
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """The trace repeated, with a mean gap between repetitions; a single request once.
+    """The trace repeated, with a mean gap between; a single request once.
 
     Repetitions share no block.
     """
@@ -334,7 +334,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Tolerance of a target: points of a share, and a part of a time."""
+    """Tolerance of a target: points of a share, part of a time."""
 
     share: float = 0.0
     time: float = 0.0
@@ -348,8 +348,8 @@ OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
 class Verdict:
     """A target in the replay of an arrival kind.
 
-    found, held and missed_by are None without judged requests.  missed_by: 0 if the goal is kept.  held:
-    within the tolerance.
+    found, held and missed_by are None without judged requests.  missed_by: 0 if kept.  held: within the
+    tolerance.
     """
 
     target: str
@@ -361,7 +361,7 @@ class Verdict:
 
 
 def verdicts(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> list[Verdict]:
-    """A verdict per target and arrival kind; by target."""
+    """A verdict per target and arrival kind."""
     return [_judged(inputs, target, replay, tolerance) for target in TARGETS for replay in replays]
 
 
@@ -384,7 +384,7 @@ def holds(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = 
 
 
 def missed_texts(judged: Iterable[Verdict]) -> list[str]:
-    """Texts of missed targets with amount and arrival kind."""
+    """Missed targets with amount and arrival kind."""
     by_goal = {target.goal: target for target in TARGETS}
     said = []
     for verdict in judged:

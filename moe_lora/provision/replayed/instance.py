@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated LLM instance: continuous batching, the real admission policy, modelled step times.
 
-Equal steps form one event, a `Stretch`, cut by anything that may change the next step.
+Equal steps form one event, a `Stretch`, cut by changes of the next step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .system_config import InstanceConfig
 class StepTime:
     """Time of a step with decode rows, prompt tokens, or both.
 
-    By a profile, by layer times, or by a model: a decode step plus a prefill step, as one layer.  remote: a
-    LoRA Server computes the deltas.
+    By a profile, by layer times, or by a model: a decode step plus a prefill step.  remote: a LoRA Server
+    computes the deltas.
     """
 
     def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
@@ -34,7 +34,7 @@ class StepTime:
         self._remote = remote
 
     def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        """Seconds of a layer's rows with an idle LoRA Server, and of the deltas.
+        """Seconds of a layer with an idle LoRA Server, and of the deltas.
 
         Only layer times include prompts.
         """
@@ -56,7 +56,7 @@ class StepTime:
         return 0.0 if prefill is None else prefill.seconds(running.num_prompt_tokens)
 
     def step_s(self, layer_s: float, server_s: float = 0.0) -> float:
-        """A step with layers of layer_s; server_s, for all instances, is a lower limit of a layer's time."""
+        """server_s, for all instances, is a lower limit of a layer's time."""
         return self._config.num_layers * max(layer_s, server_s)
 
 
@@ -110,7 +110,7 @@ class Stretch:
 
 
 class SimInstance:
-    """`InstanceView`; needs `connect` to an adapter source before the first request."""
+    """`InstanceView`; needs `connect` before the first request."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class SimInstance:
         return self._outstanding_tokens - done * self._running.num_rows
 
     def add(self, request: SimRequest) -> None:
-        """Queue a request.  Raises CapacityError for a request too large for the instance."""
+        """Queue a request.  Raises CapacityError for a too large request."""
         room = self._config.kv_tokens
         if room is not None and request.num_tokens > room:
             raise CapacityError(

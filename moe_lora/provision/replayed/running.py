@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of an instance: waiting, in prefill, decoding, finished."""
+"""An instance's requests: waiting, in prefill, decoding, finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SimRequest:
     adapter: None: base model.  num_cached: prompt tokens with earlier KV.  admitted_s: after the queue and
     any blocking adapter load.  decode_ttft_s: queue, adapter load and first decode step, without prefill
     (InfiniLoRA section 2.3, footnote).  at_once: starts with the first step after arrival.
-    waited_for_adapter: no slot was free.
+     waited_for_adapter: no slot was free.
     """
 
     index: int
@@ -49,7 +49,7 @@ class SimRequest:
 
     @property
     def num_left(self) -> int:
-        """Output tokens to generate, for a waiting request."""
+        """Output tokens to generate, if waiting."""
         return self.output_tokens
 
     @property
@@ -73,8 +73,8 @@ class SimRequest:
 class RunningRequests:
     """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere.  num_rows:
-    decode rows of the next step.
+    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere.  num_rows: of
+    the next step.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
@@ -99,7 +99,7 @@ class RunningRequests:
 
     @property
     def is_idle(self) -> bool:
-        """True if the next step would be empty."""
+        """True if the next step is empty."""
         return not self.num_rows and not self._prompts
 
     @property
@@ -109,22 +109,22 @@ class RunningRequests:
 
     @property
     def has_room(self) -> bool:
-        """True if the next step has room for a row or prompt token."""
+        """True if the next step has room."""
         limit = self._prefill_tokens
         return limit is None or self.num_rows + self.num_prompt_tokens < limit
 
     def work(self, request: SimRequest) -> int:
-        """Total decode rows and prompt tokens of a request."""
+        """Decode rows and prompt tokens of a request."""
         if self._prefill_tokens is None:
             return request.output_tokens
         return max(1, request.prompt_tokens) + request.output_tokens - 1
 
     def join_at(self, moment_s: float, request: SimRequest) -> None:
-        """Start the request with the first step after moment_s."""
+        """Start with the first step after moment_s."""
         self._joining.append((moment_s, request))
 
     def join(self, now_s: float) -> list[SimRequest]:
-        """Requests with a join time up to now; the caller starts them."""
+        """Requests with a join time up to now."""
         joined = [request for moment_s, request in self._joining if moment_s <= now_s]
         if joined:
             self._joining = [later for later in self._joining if later[0] > now_s]
@@ -141,7 +141,7 @@ class RunningRequests:
             self._plan(request)
 
     def continue_prompts(self) -> None:
-        """Plan prompt tokens of the next step, oldest prompt first."""
+        """Plan prompt tokens of the next step, oldest first."""
         self.num_prompt_tokens = self.num_prompt_pairs = 0
         self.prompts.clear()
         for request in self._prompts:
@@ -154,7 +154,7 @@ class RunningRequests:
         return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
 
     def stamp_first_decode(self, end_s: float) -> None:
-        """Stamp the end of the next step on requests with their first decode step there."""
+        """Stamp the end of the next step on requests with a first decode step there."""
         for request in self._fresh:
             if self._prefill_tokens is None:
                 request.first_token_s = end_s
@@ -230,7 +230,7 @@ class WaitingRequests:
         self._freed = True
 
     def next_step(self) -> None:
-        """A step starts, with or without room for further requests."""
+        """A step starts, with or without room."""
         self._num_steps += 1
 
     def candidates(self) -> Iterable[SimRequest]:
@@ -244,7 +244,7 @@ class WaitingRequests:
     def scanned(
         self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
     ) -> None:
-        """Mark started candidates.  whole: the rest lack only an adapter slot.  turned_away: adapters
+        """Mark started candidates.  whole: the rest lack only a slot.  turned_away: adapters
         without a slot.
         """
         for request in started:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter sources of a simulated instance: the interface, and the load link."""
+"""Adapter sources of a simulated instance, and the load link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .system_config import AdapterBytes, LocalConfig, bytes_of
 class SimAdapter:
     """An adapter in the view of an instance.
 
-    first_layer_s, last_layer_s: load times of these layers.  told_s: time of the grant at the instance.
+    first_layer_s, last_layer_s: load times.  told_s: of the grant at the instance.
     """
 
     name: str
@@ -36,7 +36,7 @@ class AdapterSource(ABC):
     """Counts requests per adapter of an instance, and makes adapters ready.
 
     loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
-    starvation_s: inf if handled elsewhere.
+     starvation_s: inf if handled elsewhere.
     """
 
     loads_first = False
@@ -48,11 +48,11 @@ class AdapterSource(ABC):
 
     @abstractmethod
     def hold(self, adapter: SimAdapter) -> bool:
-        """Make the adapter ready, or start to, and pin; False without room.  Sets the adapter's times."""
+        """Make the adapter ready, or start to, and pin; False without room.  Sets the times."""
 
     @abstractmethod
     def let_go(self, adapter: SimAdapter) -> bool:
-        """Its last running request ended; True if another adapter may find room now."""
+        """The last running request ended; True if another adapter may find room."""
 
     def work(self, layer_s: float, delta_s: float) -> float:
         """Set the instance's times per layer, total and on the server.  Returns the server's time for all
@@ -76,7 +76,7 @@ class AdapterSource(ABC):
             adapter.num_waiting += 1
 
     def acquire(self, request: SimRequest) -> bool:
-        """Make the adapter ready and pin for the request; False without room."""
+        """Make the adapter ready and pin; False without room."""
         adapter = self.adapter(request)
         if adapter is None:
             return True
@@ -88,7 +88,7 @@ class AdapterSource(ABC):
         return True
 
     def release(self, request: SimRequest) -> bool:
-        """The request has ended; True if another adapter may find room now."""
+        """The request has ended; True if another adapter may find room."""
         adapter = self.adapter(request)
         if adapter is None:
             return False
@@ -120,7 +120,7 @@ class LoadLink:
         self.num_loads = 0
 
     def load(self, now_s: float, num_bytes: float) -> tuple[float, float]:
-        """Times of the first and the last part; later loads delay the last parts."""
+        """Times of the first and the last part; later loads delay last parts."""
         load_s = self._link.seconds(num_bytes)
         self._free_s = max(self._free_s, now_s) + load_s
         self._under_way = [end_s for end_s in self._under_way if end_s > now_s]
@@ -155,11 +155,11 @@ class LocalAdapters(AdapterSource):
             self._resident[name] = self._adapters[name] = SimAdapter(name, last_used_s=float(before))
 
     def begin_with(self, names: Iterable[str]) -> None:
-        """Set the host's adapters.  Without this call the host has all."""
+        """Set the host's adapters.  Without this call: all."""
         self._on_host = set(names)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Set the placement: the host drops the rest, and fetches missing adapters at first use."""
+        """The host drops the rest, and fetches missing adapters at first use."""
         if self._on_host is not None:
             self._on_host &= set(names)
 

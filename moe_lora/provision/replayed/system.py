@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated system: requests, a router, instances and one event queue."""
+"""A simulated system: requests, a router, instances, one event queue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .system_config import AdapterBytes, PlacementConfig, SimLoraServerConfig, S
 
 
 class SimLoraServer:
-    """Uses the real leader's lease table (capacity in slots, not in pages)."""
+    """Uses the real leader's lease table (capacity in slots, not pages)."""
 
     def __init__(
         self, config: SimLoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
@@ -45,15 +45,15 @@ class SimLoraServer:
         self._table.prefill(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
-        """Access for a further instance.  on_grant: an awaited adapter is ready or loading.
-        on_contention: layer times may change.
+        """Access for a further instance.  on_grant: an awaited adapter is ready or loading.  on_contention:
+        layer times may change.
         """
         client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
         return client
 
     def acquire(self, instance: str, name: str) -> None:
-        """Give the instance its lease, now or later."""
+        """Give the instance a lease, now or later."""
         self._table.register(name, {})
         self._table.acquire(instance, name, self.clock.now_s())
         self._carry_out()
@@ -88,7 +88,7 @@ class SimLoraServer:
 
 
 class RemoteAdapters(AdapterSource):
-    """`AdapterSource` of an instance: an adapter is ready while the instance has a lease.
+    """`AdapterSource` of an instance: an adapter is ready with a lease.
 
     Only the lease table stops requests behind a starving request: instances could block each other forever.
     """
@@ -160,7 +160,7 @@ class SimPlacement:
         self._meter = DemandMeter(config.mean_output_tokens)
 
     def begin(self) -> None:
-        """Install the first table and the hosts' adapters."""
+        """Install the first table and adapters."""
         for source, names in zip(self._sources, self._place(0.0), strict=True):
             source.begin_with(names)
         self._events.at(self._interval_s, self._step)
@@ -259,14 +259,13 @@ class System:
         return max((request.finish_s for request in self.requests), default=0.0)
 
     def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
-        """The named attribute of every request with arrival >= since_s."""
+        """The named attribute of requests with arrival >= since_s."""
         return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
 
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
         """Summary of requests with arrival >= since_s; None for empty means.
 
-        admitted_at_once, waited_for_adapter and waited_for_room sum to 1.  ttft, decode_ttft: as in
-        `SimRequest`.
+        admitted_at_once, waited_for_adapter and waited_for_room sum to 1.
         """
         at_once = self.column("at_once", since_s)
         for_adapter = self.column("waited_for_adapter", since_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a simulated system, and prefix hits on an instance."""
+"""Configuration of a simulated system, and prefix hits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .running import SimRequest
 
 
 class PrefixHits(Protocol):
-    """Prefix hits of prompts; a request computes at least one prompt token."""
+    """Prefix hits; a request computes at least one prompt token."""
 
     def match(self, request: SimRequest) -> int:
-        """Tokens of the prompt with KV on the instance."""
+        """Prompt tokens with KV on the instance."""
         ...
 
     def add(self, request: SimRequest, free_tokens: float) -> None:
@@ -74,7 +74,7 @@ AdapterBytes: TypeAlias = float | Mapping[str, float]
 
 
 def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
-    """Bytes of the adapter.  Raises ConfigError for an unknown name."""
+    """Bytes of the adapter.  Raises ConfigError if unknown."""
     if not isinstance(adapter_bytes, Mapping):
         return adapter_bytes
     if name not in adapter_bytes:
@@ -111,10 +111,10 @@ class StepRows(Protocol):
 
 
 class LayerModel(Protocol):
-    """Times of an instance's equal layers, including prompt tokens."""
+    """Times of equal layers, including prompt tokens."""
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and busy seconds of the LoRA Server for this instance in a layer."""
+        """Seconds of a layer, and busy seconds of the LoRA Server for this instance."""
         ...
 
 
@@ -161,9 +161,8 @@ class InstanceConfig(Settings):
 class LocalConfig(Settings):
     """Every instance has `capacity` adapter slots and loads at load_bytes_per_s (inf: at once).
 
-    fetch_bytes_per_s: from another host's memory.  starvation_s: after this wait younger requests stop.
-    blocking: a load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted
-    first.
+    fetch_bytes_per_s: from another host.  starvation_s: after this wait younger requests stop.  blocking: a
+    load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted first.
     """
 
     capacity: int = setting(least=1)
@@ -185,8 +184,8 @@ class LocalConfig(Settings):
 class SimLoraServerConfig(LocalConfig):
     """One LoRA Server of `capacity` slots for all instances.
 
-    load_bytes_per_s: of all its GPUs.  num_stages: groups of GPUs on different layers (y of EPx-PPy).
-    control_s: round trip of a lease; steps do not wait for leases.
+    load_bytes_per_s: of all GPUs.  num_stages: groups of GPUs on different layers (y of EPx-PPy).  control_s:
+    round trip of a lease; steps do not wait.
     """
 
     num_stages: int = setting(1, least=1)
@@ -195,8 +194,8 @@ class SimLoraServerConfig(LocalConfig):
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
-"""(tokens per adapter in the last interval, its seconds) -> {adapter: [(instance, phi), ...]}; first
-without both.
+"""(tokens per adapter in the last interval, its seconds) -> {adapter: [(instance, phi), ...]}; first without
+both.
 """
 
 
