@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA kernels of the operands' device: CPU library, Triton on CUDA, else the reference.
+"""The LoRA kernels of a device: CPU library, Triton on CUDA, else the reference.
 
-Legend: T token rows, N output width, K experts per token.  kernel: "sgmv" (ours), "bgmv" (Punica) or "mbgmv"
-(S-LoRA); see `cpu.cpu`.
+kernel: "sgmv" (ours), "bgmv" (Punica) or "mbgmv" (S-LoRA); legend: see `cpu.cpu`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class SharedSegments:
         return known[2]
 
     def to_sort(self, operands: LoraOperands, decode: bool) -> RowsToSort:
-        """Result of `of` for "sgmv" at an expert site, filled by the caller."""
+        """`of` for "sgmv" at an expert site, filled by the caller."""
         from moe_lora.kernels.triton.lora.segments import rows_to_sort
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -78,7 +77,7 @@ def lora_shrink(
     """h = x_row @ A.T of each row with an adapter.
 
     decode: for tiles and grids on CUDA, never for the result.  batch_rank: largest rank of this batch, if
-    known.  Raises ValueError for operands that don't fit.
+    known.  Raises ValueError for bad operands.
     """
     x = operands.x
     if x.is_cpu:
@@ -124,8 +123,8 @@ def lora_delta(
 ) -> None:
     """out = delta of each row, zero without an adapter.
 
-    max_lora_rank: over replays of a captured CUDA graph; None: of current slots.  out: [T, N] or [T*K, N] in
-    x's dtype; y + out has the bits of shrink and expand.
+    max_lora_rank: over replays of a CUDA graph; None: of current slots.  out: [T, N] or [T*K, N] in x's
+    dtype; y + out has the bits of shrink and expand.
     """
     x = operands.x
     if x.is_cpu:

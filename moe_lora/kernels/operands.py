@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and step tables of the operations.
+"""Layouts and step tables.
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.
 """
@@ -25,8 +25,7 @@ class KvLayout:
     """Layout of K and V in the arena: a page holds `block_size` tokens of every layer.
 
     Byte address of K: page * page_bytes + layer * layer_bytes + (head * block_size + token) * head_dim *
-    itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page, for layers
-    of another layout.
+    itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page.
     """
 
     num_layers: int
@@ -55,7 +54,7 @@ class KvLayout:
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayout:
-    """Layout of a model's KV; with heads of two sizes, of the layers with a window."""
+    """Layout of a model's KV; with heads of two sizes, of layers with a window."""
     layout = KvLayout(
         num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
@@ -70,7 +69,7 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayou
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
     """Layouts of the layers with a window, and of the full layers in the same pages.
 
-    Full layers are numbered from the first multiple of their size behind the others.
+    Full layers are numbered from the first multiple of their size behind.
     """
     first = replace(layout, num_layers=layout.num_layers - len(sizes.layers))
     full = replace(layout, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
@@ -82,10 +81,9 @@ class SlotTable:
     """Offsets and ranks of resident adapters' matrices in the arena.
 
     a_offset, b_offset: [N, L, X] int64 bytes (A: `lora_rank` rows of d_in; B transposed: `lora_rank` rows of
-    d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the arena's device
-    are never read back.  ranks: [N, X] int32, on the host: largest over the layers, loads in progress
-    included.  end_bytes: end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by
-    the copier.
+    d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the device are never
+    read back.  ranks: [N, X] int32, on the host: largest over the layers, loads in progress included.
+    end_bytes: end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by the copier.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -120,7 +118,7 @@ class SlotTable:
 
         table: [X, 3] int64 on the host: offsets of A and B in elements, and rank.  scale: [X] fp32.  Entries
         beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0 hides the rest.
-         Raises ValueError for impossible offsets and ranks.
+        Raises ValueError for impossible offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -169,10 +167,10 @@ class SlotTable:
 
 
 class LoraOperands(NamedTuple):
-    """Operands of the LoRA operations of a site.
+    """Operands of LoRA operations at a site.
 
     x: [T, H], or [T*K, H] with a row per expert.  ids: [T, K] int32, -1 = no expert; None at a dense site.
-     Output row t*K + k belongs to ids[t, k].  layer: row of the slot table.  token_slots: [T] int32, -1 = no
+    Output row t*K + k belongs to ids[t, k].  layer: of the slot table.  token_slots: [T] int32, -1 = no
     adapter.  arena: flat uint8, matrices of x's dtype.
     """
 
@@ -186,10 +184,10 @@ class LoraOperands(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """Bounds of a step's lengths, on the host, for launches.
+    """Bounds of a step's lengths, on the host.
 
     has_single, has_several: some sequence has one row, more than one.  longest_single: most tokens of a
-    sequence with one row.  single_tokens: most tokens together; None: longest_single each.
+    sequence with one row.  single_tokens: most in sum; None: longest_single each.
     """
 
     has_single: bool
@@ -210,9 +208,9 @@ class StepBounds(NamedTuple):
 class StepTables:
     """A step's batch, int32, on the arena's device for operations.
 
-    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens including this step's rows; 0:
-    padding.  block_tables: [S, B] pages.  decode: one token per sequence; launches may differ, the order of
-    sums may not.  bounds: of lengths on a device.
+    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens with this step's rows; 0: padding.
+    block_tables: [S, B] pages.  decode: one token per sequence; launches may differ, the order of sums may
+    not.  bounds: of lengths on a device.
     """
 
     query_start: torch.Tensor
@@ -253,8 +251,8 @@ class AttentionOperands(NamedTuple):
     """Operands of paged attention of a layer.
 
     q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype; head h reads kv head h //
-    (heads / kv heads).  sinks: [heads] logits without a value in the softmax (GPT-OSS).  window: each row
-    sees the last `window` tokens; 0 = all.
+    (heads / kv heads).  sinks: [heads] logits without a value (GPT-OSS).  window: each row sees the last
+    `window` tokens; 0 = all.
     """
 
     q: torch.Tensor
@@ -273,7 +271,7 @@ _ZEROS, _LINE = 1 << 16, 32
 
 
 class Zeros:
-    """Zero integers on a device: one fill serves many launches.
+    """Zero integers: one fill serves many launches.
 
     For one stream, and for replays of a graph captured meanwhile.
     """

@@ -3,8 +3,7 @@
 
 Operations on the arena or the LoRA tables take a channel: int64 [handle, layer, address of a `StepCalls` or
 0], declared mutated: torch.compile then keeps the order begin < base GEMM < add_to and KV writes.  `begin`
-also declares x mutated, and `add_to` names x to keep its memory.  On CPU `lora_linear` replaces the three;
-C++ tries first (csrc/operations.cpp).
+also declares x mutated, and `add_to` names x to keep its memory.  On CPU `lora_linear` replaces the three.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _next_handle = itertools.count(1)
 
 
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
-    """A channel per layer, valid during the handler's life.
+    """A channel per layer, during the handler's life.
 
-    handler: runs an engine's channel operations.  calls: tables for C++.
+    handler: runs channel operations.  calls: tables for C++.
     """
     handle = next(_next_handle)
     _handlers[handle] = handler
@@ -121,7 +120,7 @@ def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int)
 
 
 def fuses_sites(x: torch.Tensor) -> bool:
-    """True if a LoRA site is one operation, `lora_linear`: on CPU the overhead equals the cost."""
+    """True if a LoRA site is one operation, `lora_linear`: for low overhead."""
     return x.is_cpu
 
 
@@ -238,7 +237,7 @@ def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+    """`reference.sum_experts`.
 
     Under a compiler plain terms, to fuse with residual and norm.
     """

@@ -31,7 +31,7 @@ def page_lock(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
 
 def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """[num_bytes] uint8, page-locked during the tensor's life.  Raises RuntimeError or OSError on failure.
+    """[num_bytes] uint8, page-locked during its life.  Raises RuntimeError or OSError on failure.
 
     Own memory: torch's allocator rounds up to a power of two.
     """
@@ -44,7 +44,7 @@ def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Staging:
-    """Copies from memory without page lock, e.g. mapped files, to a device.
+    """Copies from memory without page lock, e.g. mapped files.
 
     One page-locked buffer fills while the device reads another.  For one thread.
     """

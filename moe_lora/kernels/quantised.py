@@ -27,7 +27,7 @@ class Format:
     """Format of weights.
 
     name: int8, int4, fp8 (E4M3) or mxfp4; "-dynamic" also quantises inputs to 8 bits, row by row.
-     group_size: inputs per scale, 0: all.  row_group: outputs per scale (fp8).
+    group_size: inputs per scale, 0: all.  row_group: outputs per scale (fp8).
     """
 
     name: str
@@ -103,8 +103,8 @@ Unpacked = tuple[torch.Tensor, torch.Tensor]
 class QuantisedOperand(NamedTuple):
     """Quantised weights of a matrix, or of E, in the layout of `put`.
 
-    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits.  zero: int8 [..., N, G], zero points
-    other than 0.
+    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits.  zero: int8 [..., N, G], zero
+    points.
     """
 
     form: Format

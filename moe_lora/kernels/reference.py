@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of every operation in plain torch: oracle of tests, and fallback.
+"""The meaning of every operation in torch: oracle of tests, and fallback.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token.
 """
@@ -38,7 +38,7 @@ def expert_linear(
 
 
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
 
     y: [T*K, N].  weights: [T, K] fp32.
     """
@@ -58,7 +58,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over dequantised weights.
 
-    A dynamic format's inputs are dequantised too, in fp64, then rounded.
+    A dynamic format's inputs are dequantised too, in fp64.
     """
     if not weight.form.dynamic:
         plain = quantised.dequantise(weight, num_out, x.shape[1], x.dtype)
@@ -90,7 +90,7 @@ def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torc
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), with A and B of row i's adapter.
 
     In fp32, then rounded to dtype (default: x's): y = round(y + delta) has the same bits for a delta from
-    elsewhere.  Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero without an adapter.
+    elsewhere.  Returns [T or T*K, sum(out_features)]; zero without an adapter.
     Source: Punica (arXiv 2310.18547), SGMV.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
@@ -138,7 +138,7 @@ def norm(
 def rotate(
     x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, neighbours: bool = False
 ) -> torch.Tensor:
-    """Rotary embedding of the first R of head_dim, in halves or neighbours.  cos, sin: [T, R / 2] fp32."""
+    """Rotary embedding of the first R of head_dim.  cos, sin: [T, R / 2] fp32."""
     num_dims = 2 * cos_TD.shape[1]
     if neighbours:
         pairs = x_TND[..., :num_dims].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -170,7 +170,7 @@ def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> t
 
 
 def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a layer as views of the arena: [pages, kv heads, block_size, head_dim] each."""
+    """K and V of a layer in the arena: [pages, kv heads, block_size, head_dim] each."""
     typed = arena.view(layout.dtype)
     itemsize = layout.dtype.itemsize
     page, values = layout.page_bytes // itemsize, layout.value_bytes // itemsize
@@ -183,7 +183,7 @@ def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.T
 def paged_attention(operands: AttentionOperands) -> torch.Tensor:
     """Write K and V to pages, then causal attention of each row over its sequence.
 
-    Returns [T, heads, head_dim]; rows of padding are zero.  Softmax in fp32.
+    Returns [T, heads, head_dim]; padding is zero.  Softmax in fp32.
     """
     q, k, v, _, _, _, layer, step, layout, arena = operands
     keys, values = kv_views(arena, layout, layer)

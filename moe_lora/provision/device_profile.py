@@ -68,8 +68,8 @@ MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s":
 class Gpu(FileContent):
     """A GPU, or a rank on CPUs.  Peak rates; None: unknown.
 
-    instance_memory_share: for weights, KV and adapters of an instance.  server_memory_share: for adapters of
-    a LoRA Server.  load_bytes_per_s: host to device.
+    instance_memory_share: for weights, KV and adapters.  server_memory_share: of a LoRA Server.
+    load_bytes_per_s: host to device.
     """
 
     memory_gib: Positive
@@ -128,7 +128,7 @@ class Sizes(FileContent):
 
     @property
     def row_pair_values(self) -> float:
-        """Adapter values of a row: A and B of gate, up and down."""
+        """A and B of gate, up and down, for a row."""
         width = self.hidden_size + self.intermediate_size
         return 3.0 * self.num_experts_per_token * width * self.lora_rank
 
@@ -186,8 +186,8 @@ Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "
 
 
 class _Device(FileContent):
-    """about: origin of the numbers.  ran: plan parts with a run here, and the run.  models_run: models with a
-    run of all layers.
+    """about: origin of the numbers.  ran: plan parts with a run here, and the run.  models_run: with a run of
+    all layers.
     """
 
     name: Annotated[str, Field(min_length=1)]

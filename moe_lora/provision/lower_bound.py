@@ -25,7 +25,7 @@ from moe_lora.core.shape import ModelShape
 class Work:
     """Work of a mean request.  Pairs are of a token and an attended token.
 
-    computed_tokens: prompt tokens without prefix hits, and output tokens except the last.
+    computed_tokens: prompt without prefix hits, and output except the last.
     """
 
     computed_tokens: float
@@ -34,7 +34,7 @@ class Work:
 
 
 def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
-    """Mean work of (prompt, prefix hit, output) tokens; at least one request."""
+    """Mean work of (prompt, prefix hit, output) tokens."""
     computed = prompt_pairs = decode_pairs = 0
     for prompt, hit, output in lengths:
         own = prompt - hit
@@ -51,7 +51,7 @@ def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: for operations, KV reads, weights."""
+    """The bound, and GPUs for operations, KV reads, weights."""
 
     gpus: int
     flop_gpus: float
@@ -81,7 +81,7 @@ def lower_bound(
     """The bound in GPUs.
 
     rate_per_s: requests.  adapter_rank: mean, 0 for the base model.  flop_per_s, bytes_per_s, memory_bytes:
-    peak, of a GPU.
+    of a GPU.
     """
     width, inner, chosen = shape.hidden_size, shape.intermediate_size, max(1, shape.num_experts_per_token)
     heads = shape.num_heads + shape.num_kv_heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provisioning solver on a sliding window of a running system's requests."""
+"""The provisioning solver on a sliding window of requests."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class Demand:
     """Requests in a window.
 
     counts: [seen adapters].  global_batch: mean requests in service; time to the first token counts at the
-    request's end.  num_timed: ended requests with a known admission time.  num_at_once: with immediate
-    admission.
+    end.  num_timed: ended, with a known admission time.  num_at_once: with immediate admission.
     """
 
     counts: np.ndarray
@@ -80,11 +79,11 @@ class Visit:
         self._window.start(self)
 
     def refuse(self) -> None:
-        """The request could not run and does not count."""
+        """Drop a request that could not run."""
         self._window.refuse(self)
 
     def end(self, timing: RequestTiming | None) -> None:
-        """End the request.  timing: from the engine, or None."""
+        """timing: from the engine, or None."""
         self._window.end(self, timing)
 
 
@@ -170,9 +169,9 @@ SHRINK_ABOVE = 1.25
 
 
 def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1) -> Outlook:
-    """Solve the provisioning model for the observed demand.
+    """Solve the provisioning model for the demand.
 
-    num_pools: pools of `capacity` adapters.  Without requests IAR is 1 and one slot suffices.
+    num_pools: of `capacity` adapters.  Without requests IAR is 1 and one slot suffices.
     """
     batch = demand.global_batch / num_pools
     active, needed = 0.0, 1
@@ -197,7 +196,7 @@ def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1
 
 
 def resized(found: Outlook, *, min_capacity: int, max_capacity: int) -> int:
-    """The next capacity within the bounds: the need and a tenth (MARGIN).
+    """The next capacity: the need and a tenth (MARGIN).
 
     Stays without requests, and within a quarter (SHRINK_ABOVE) above the need.
     """

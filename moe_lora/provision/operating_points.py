@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operating points: a server's highest rate within its SLO (LoRAServe, section IV-A)."""
+"""A server's highest rate within its SLO (LoRAServe, section IV-A)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServedRequest(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SloGoal(Settings):
-    """Upper limits: P95 of TTFT (arrival to first token), and mean TPOT."""
+    """P95 of TTFT (arrival to first token), and mean TPOT."""
 
     SECTION = "slo"
 
@@ -48,7 +48,7 @@ class SloGoal(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PointLoad(Settings):
-    """Requests of equal lengths, Poisson arrivals, adapters of one rank.
+    """Equal lengths, Poisson arrivals, adapters of one rank.
 
     A run has num_requests, or the arrivals of duration_s if more.
     """
@@ -89,7 +89,7 @@ class RateRun:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """rate_per_s: highest rate that held; fails_at_per_s: lowest failed rate."""
+    """Highest rate that held, and lowest failed rate."""
 
     lora_rank: int
     rate_per_s: float
@@ -125,7 +125,7 @@ def find_operating_point(
 ) -> OperatingPoint:
     """Double or halve the rate to bracket the SLO, then bisect (geometrically) to within tolerance.
 
-    run(rate, seed): a short run; a rate holds if more than half of `repeats` runs do.  Raises ConfigError for
+    run(rate, seed): a short run; a rate holds if more than half of `repeats` do.  Raises ConfigError for
     impossible settings, SloError without a bracket.
     """
     if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
@@ -213,7 +213,7 @@ def points_content(
 
 
 def read_operating_points(path: str | Path) -> dict[int, float]:
-    """{rank: tokens/s} from a file of `moe-lora operating-points`, or a plain {"rank": tokens/s} file.
+    """{rank: tokens/s} from a file of `moe-lora operating-points`, or plain {"rank": tokens/s}.
 
     Raises ConfigError with the fault.
     """

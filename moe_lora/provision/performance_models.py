@@ -31,9 +31,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps.
+    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps; None for equal times.
 
-    mean_error: mean |t - t'| / t of held-out steps.  R^2 is None for equal times.
+    mean_error: mean |t - t'| / t of held-out steps.
     """
 
     num_fitted: int
@@ -159,8 +159,8 @@ def read_step_model(
 ) -> StepModel:
     """The model from a file of `moe-lora profile-steps`.
 
-    kernel: None: the only kernel.  form: "full", or "toppings" for equation 2 alone.  weights: required
-    format; None: any.  Raises ConfigError with the fault.
+    kernel: None: the only kernel.  form: "full", or "toppings" for equation 2.  weights: required format;
+    None: any.  Raises ConfigError with the fault.
     """
     content = read_object(path, "moe-lora profile-steps MODEL_DIR --out FILE")
     if content.get("format") != FORMAT:
@@ -210,7 +210,7 @@ MAX_PROMPT_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests with a common start: a prefill step, then decode steps."""
+    """Requests with a common start: a prefill, then decode steps."""
 
     rows: tuple[Row, ...]
     held_out: bool
@@ -220,7 +220,7 @@ class TimedEngine(Protocol):
     """Runs batches and reads a clock."""
 
     def run(self, rows: Sequence[Row]) -> tuple[float, list[float]]:
-        """Seconds of the prefill step, and of the decode steps."""
+        """Seconds of the prefill step, and of decode steps."""
         ...
 
 
@@ -281,7 +281,7 @@ def measure(
 ) -> dict[str, list[MeasuredStep]]:
     """By kernel: a prefill and a decode step of each batch, after a warm-up round.
 
-    Kernels take turns in every round.  quantile: of samples.  Raises ConfigError outside [0, 1].
+    Kernels take turns.  quantile: of samples.  Raises ConfigError outside [0, 1].
     """
     if not 0 <= quantile <= 1:
         raise ConfigError(f"quantile={quantile} must lie between 0 and 1 (0.5: the median)")

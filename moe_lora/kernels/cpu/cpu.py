@@ -5,8 +5,8 @@ Legend: T token rows, H input width, N output width, E experts, K experts per to
 Of the gated delta rule: P pages of a layer's state, C channels of the convolution, W its width, N value
 heads, K size of a key head, V of a value head.
 
-Calls release the GIL.  A row's bits depend neither on further rows nor on the number of threads.  LoRA
-kernels, equal in bits:
+Calls release the GIL.  A row's bits depend neither on further rows nor on threads.  LoRA kernels, equal in
+bits:
 
 - "sgmv" (ours): rows of one (adapter, expert) form a segment, at true rank.
 - "bgmv" (Punica, arXiv 2310.18547): row by row, padded to the batch's largest rank (Toppings, equation 2).
@@ -39,7 +39,7 @@ _shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_l
 
 
 class CpuShrunk:
-    """x @ A.T of a site's rows, with a plan; consumed by one `lora_expand`."""
+    """x @ A.T of a site's rows; consumed by one `lora_expand`."""
 
     __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
 
@@ -51,7 +51,7 @@ class CpuShrunk:
         self.dtype = dtype
 
     def redeem(self) -> int:
-        """The library's address, once.  Raises ValueError the second time."""
+        """The library's address.  Raises ValueError the second time."""
         address, self._address = self._address, 0
         if not address:
             raise ValueError("this CpuShrunk was expanded before; call lora_shrink for another")
@@ -63,10 +63,10 @@ class CpuShrunk:
 
 
 def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
-    """h = x_row @ A.T in fp32, for each row with an adapter and each module of the site.
+    """h = x_row @ A.T in fp32, for each row with an adapter and each module.
 
     x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  Modules with a common
-    A are computed once.  Raises ValueError for operands that don't fit, or a matrix outside the arena.
+    A are computed once.  Raises ValueError for bad operands, or a matrix outside the arena.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     code = dtype_code(x)
@@ -121,14 +121,14 @@ def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -
 
     The delta is rounded to y's dtype first: `lora_delta` gives the same bits.  y: [T, N] or [T*K, N] in x's
     dtype, or fp32 with an unrounded delta; rows may be strided.  subtract: y -= delta.  Raises ValueError for
-    a y that doesn't fit or a consumed CpuShrunk.
+    a bad y or a consumed CpuShrunk.
     """
     dtype = torch.float32 if y.dtype == torch.float32 else shrunk.dtype
     _redeem(shrunk, y, "y", dtype, -1.0 if subtract else 1.0)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
-    """out = delta of `lora_expand`, zero for a row without an adapter.
+    """out = delta of `lora_expand`, zero without an adapter.
 
     out: [T, N] or [T*K, N] in x's dtype, rows may be strided; unchanged by a ValueError.
     """
@@ -159,9 +159,7 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (64, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Most rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for
-stable bits.
-"""
+"""Most rows for `linear`.  AVX-512 and AMX: faster than torch up to there.  AVX2: for stable bits."""
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
 """For weights-only formats; above, a step dequantises the whole matrix."""
 
@@ -169,7 +167,7 @@ QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_b
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias.  x: [T, H], rows may be strided.  weight: [N, H].  bias: [N].  Returns [T, N].
 
-    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for operands that don't fit.
+    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for bad operands.
     """
     code = dtype_code(x)
     rows, width = x.shape
@@ -196,10 +194,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
+    """`reference.expert_linear` in fp32 or bf16.
 
     x: [T, H] or [T*K, H], rows may be strided.  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.
-     Returns [T*K, N].  Raises ValueError for an id outside -1 .. E-1, or operands that don't fit.
+    Returns [T*K, N].  Raises ValueError for an id outside -1 .. E-1, or bad operands.
     """
     code = dtype_code(x)
     tokens, top_k = ids.shape
@@ -228,7 +226,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over weights in the layout of `quantised.put`.
 
-    Bits equal those over dequantised weights; a dynamic format follows torchao, with exact integer sums.
+    Bits equal those over dequantised weights; a dynamic format follows torchao, with exact sums.
     """
     form, data = weight.form, weight.data
     code = dtype_code(x)
@@ -294,9 +292,9 @@ def fits(
 
 
 class StepAttention:
-    """`paged_attention` of a step: reads tables and arena once, not per layer.
+    """`paged_attention` of a step: reads tables and arena once.
 
-    Raises ValueError for tables that don't fit.
+    Raises ValueError for bad tables.
     """
 
     def __init__(self, step: StepTables, layout: KvLayout, arena: torch.Tensor) -> None:
@@ -321,9 +319,9 @@ class StepAttention:
         scale: float,
         window: int,
     ) -> torch.Tensor:
-        """Write K and V to pages, then causal attention as `reference.paged_attention`.
+        """`reference.paged_attention`.
 
-        Rows may be strided.  Returns [T, heads, head_dim].  Raises ValueError for operands that don't fit.
+        Rows may be strided.  Returns [T, heads, head_dim].  Raises ValueError for bad operands.
         """
         layout = self._layout
         code = dtype_code(q)
@@ -372,8 +370,9 @@ def delta_rule(
     end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64,
     the state before in arena [pages, bytes], unchanged.  Returns out [T, N, V], zero outside the spans, and
     the states after, then at marks: fp32 [S + M, P, numbers of a page] from the last W - 1 rows of qkv, then
-    S [N, K, V].  Bits do not depend on cuts, further sequences or threads.  Raises ValueError for operands
-    that don't fit.  Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
+    S [N, K, V].  Bits do not depend on cuts, further sequences or threads.  Raises ValueError for bad
+    operands.
+    Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
     """
     num_rows, num_heads = beta_TN.shape
     (num_seqs, num_pages), (spans_S3, marks_M2) = pages_SP.shape, spans

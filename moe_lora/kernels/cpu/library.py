@@ -152,7 +152,7 @@ def dtype_code(x: torch.Tensor) -> int:
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Elements from row to row.  Raises ValueError unless rows are contiguous."""
+    """Elements from row to row.  Raises ValueError unless contiguous."""
     stride = x.stride()
     inner = len(stride) == 3 and x.shape[1] > 1 and stride[1] != x.shape[2]
     if inner or (stride[-1] != 1 and x.shape[-1] > 1):
@@ -171,7 +171,7 @@ def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
 
 
 def check_rows(x: torch.Tensor, tokens: int, top_k: int) -> None:
-    """Raises ValueError unless x has a row per token or per output."""
+    """Raise ValueError unless x has a row per token or output."""
     if x.shape[0] != tokens and x.shape[0] != tokens * top_k:
         raise ValueError(
             f"x has {x.shape[0]} rows; {tokens} tokens x {top_k} experts need {tokens} or {tokens * top_k}"
@@ -236,7 +236,7 @@ _libc = ctypes.CDLL(None)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages behind a new CPU tensor, for fewer TLB misses."""
+    """Ask for huge pages behind a CPU tensor, for fewer TLB misses."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or not tensor.is_cpu or tensor.nbytes < _LEAST_BYTES:
         return
@@ -246,7 +246,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def give_memory_back(tensor: torch.Tensor) -> None:
-    """Free the pages behind a contiguous CPU tensor; values are undefined until written."""
+    """Free the pages behind a contiguous CPU tensor."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of next tokens, and masks of logits, on CPU; calls release the GIL."""
+"""Draws of next tokens, and masks of logits; calls release the GIL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .library import checked, lib
 
 
 def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """As `kernels.triton.sampling.draw`, unless two scores are within rounding."""
+    """`kernels.triton.sampling.draw`, unless scores are within rounding."""
     num_rows, vocab = logits.shape
     tokens_S = torch.empty(num_rows, dtype=torch.int64)
     settings_at = checked(settings, "settings", torch.float32, 3 * num_rows)
@@ -25,7 +25,7 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) ->
 def mask(logits_SV: torch.Tensor, rows: Sequence[int], words: Sequence[np.ndarray]) -> None:
     """Set logits without a bit to -inf: bit i of words[n][w] is token 32 w + i in row rows[n].
 
-    logits: [S, V].  words: [ceil(V / 32)] uint32.  Raises ValueError for operands that don't fit.
+    logits: [S, V].  words: [ceil(V / 32)] uint32.  Raises ValueError for bad operands.
     """
     num_rows, vocab = logits_SV.shape
     rows_N, words_NW = np.array(rows, np.int64), np.stack(words)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA site of a step in one call of the library: base weights and deltas.
+"""A LoRA site of a step in one call of the library.
 
-Legend: T token rows, H input width, N output width, E experts, K experts per token.
+Legend: see `cpu`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ _ANY_NUMBER = 2**63 - 1
 
 @dataclass(frozen=True, eq=False)
 class LoraRows:
-    """The rows with deltas at a site.
-
-    site: None without rows.  keeps: buffers of the library's view.
-    """
+    """Rows with deltas at a site; site: None without rows."""
 
     table: library.SiteRows
     address: int
@@ -70,10 +67,10 @@ NO_ROWS = LoraRows(_NO_TABLE, ctypes.addressof(_NO_TABLE))
 
 
 class SiteLinear:
-    """x @ weight.T + bias + deltas of a site in a layer, for x of one dtype.
+    """x @ weight.T + bias + deltas of a site in a layer.
 
     weight: [N, H] or [E, N, H], or a quantised operand.  bias: [N] or [E, N].  first_expert: model number of
-    the first expert; None: a dense site.  Raises ValueError for operands that don't fit.
+    the first expert; None: a dense site.  Raises ValueError for bad operands.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class SiteLinear:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor | None, rows: LoraRows) -> torch.Tensor | None:
         """[T, N], or [T*K, N] with ids; None for unsupported operands.
 
-        x: [T, H] or [T*K, H].  ids: [T, K] int32, model numbers, -1: no expert.
+        x: [T, H] or [T*K, H].  ids: [T, K] int32, model numbers, -1: none.
         """
         num_rows, width = x.shape
         if ids is None:
@@ -184,7 +181,7 @@ class _StepCalls(ctypes.Structure):
 
 
 class StepCalls:
-    """An engine's tables.  address: for channels, valid during this object's life."""
+    """An engine's tables.  address: for channels, during this object's life."""
 
     def __init__(self, num_layers: int) -> None:
         self._sites = (_SeenSite * (num_layers * _MAX_SITES))()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meta-parameters of launches: tables `configs/<gpu name>.json`, and an override.
 
-Parameters that fix a row's order of sums (the algorithm, and `ORDER_FIXING`) must not depend on the phase: a
-step mixes decode rows and prefill chunks.
+Parameters that fix a row's order of sums must not depend on the phase: a step mixes decode rows and prefill
+chunks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "vector_expand": ("block_r", "block_c", *_COMMON),
 }
 """Meta-parameters by kernel.  `block_t`: tokens of a tile; `block_r`: rank rows; `block_k`: input columns per
-step; `split_k`: most separate sums over the input width; `part_k`: least columns of a sum; `tma`: weights by
-TMA; `block_c`: output columns; `blocks_per_item`: column blocks per item.
+step; `split_k`: most separate sums; `part_k`: least columns of a sum; `tma`: weights by TMA; `block_c`:
+output columns; `blocks_per_item`: column blocks.
 """
 KERNEL_NAMES = tuple(PARAMETERS)
 ORDER_FIXING: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ the whole layout decides.
 
 
 def check_config(kernel: str, config: Config) -> None:
-    """Raise ValueError for an unknown kernel, and a missing, unknown or impossible meta-parameter."""
+    """Raise ValueError for an unknown kernel, and a missing or impossible meta-parameter."""
     if kernel not in PARAMETERS:
         raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
     if set(config) != set(PARAMETERS[kernel]):
@@ -168,9 +168,7 @@ def _first_fit(entries: Iterable[ConfigEntry], wanted: tuple[Any, ...]) -> Confi
 
 @cache
 def load_table(gpu_name: str) -> ConfigTable:
-    """The table of this GPU (`torch.cuda.get_device_name()`), or the fallback.  Raises ValueError for a bad
-    table.
-    """
+    """The table of this GPU, or the fallback.  Raises ValueError for a bad table."""
     path = table_path(gpu_name)
     path = path if path.exists() else table_path(FALLBACK)
     data = json.loads(path.read_text())
@@ -213,7 +211,7 @@ def kernels(name: str) -> ModuleType:
 
 
 def interpreted() -> bool:
-    """True if Triton interprets kernels on CPU tensors (TRITON_INTERPRET=1)."""
+    """True if Triton interprets kernels (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -261,7 +259,7 @@ def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
 
 
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-    """Launch `programs` programs of a kernel on its tensors' device.  meta: constants and compile options."""
+    """Launch `programs` programs of a kernel.  meta: constants and compile options."""
     import triton
 
     if interpreted():

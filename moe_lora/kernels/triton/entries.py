@@ -21,7 +21,7 @@ NOT_SPECIALIZED = (
 def wait_for_kernel_before():
     """Wait for the previous kernel's writes; then the next kernel may start.
 
-    First call in a kernel of `configs.DEPENDENT`; from sm_90 on.
+    First call in a kernel of `configs.DEPENDENT`.
     """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -62,7 +62,7 @@ def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
 
 @triton.jit
 def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
-    """(module, first column in the module, module width, module's first column in y) of a block."""
+    """(module, first column in it, module width, module's first column in y) of a block."""
     # Selects, not branches: the compiler then keeps the alignment of 16.
     first1 = tl.cdiv(widths[0], BLOCK_C)
     first2 = first1 + tl.cdiv(widths[1], BLOCK_C)

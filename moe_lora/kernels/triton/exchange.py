@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels around one-sided puts: waiting for signals, admitting rows to slots, adding answers.
 
-A wait ends at its bound, or when `state` is set, and records the end there: later work on the stream is void,
-and the host sees the state.  Legend: T token rows of a step, R rows of an answer, N output width.
+A wait ends at its bound, or when `state` is set, and records the end there: later work on the stream is void.
+Legend: T token rows of a step, R rows of an answer, N output width.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -42,8 +42,7 @@ def wait_signals(
 ):
     """Wait until signals first, first + stride, .. (count of them) advance by `more` since the last wait.
 
-    status: per signal BLOCKS counts of missing rows, two int64 apart; a count above 0 sets STALE.  One
-    program.
+    status: per signal BLOCKS counts of missing rows, two int64 apart; above 0: STALE.  One program.
     """
     for number in range(count):
         signal = first + number * stride

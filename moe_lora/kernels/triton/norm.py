@@ -46,7 +46,7 @@ def norm(
 ) -> torch.Tensor:
     """As `reference.norm`.  x: [R, H], bf16, fp16 or fp32.  weight, bias: [H].
 
-    A row's bits don't depend on further rows.  Raises ValueError for operands that don't fit.
+    A row's bits don't depend on further rows.  Raises ValueError for bad operands.
     """
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.dtype not in configs.DTYPE_NAMES:
         raise ValueError(

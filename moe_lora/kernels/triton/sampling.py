@@ -2,7 +2,7 @@
 """Triton kernels that draw next tokens after temperature, top-k, top-p and min-p.
 
 Legend: S sequences, V vocabulary, P parts of the vocabulary.  Bisection finds cuts, fp64 sums masses, the
-noise is numpy's Philox of seed and position.  A row's token does not depend on further rows.
+noise is numpy's Philox.  A row's token does not depend on further rows.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ GRID_RATIO = 1.25
 class NeededCapacity:
     """M*(LB): smallest capacity with the target IAR at LB and every smaller load; IAR is not monotone in LB.
 
-    probabilities: [N].  adapter_share: requests with an adapter, over LB.
+    probabilities: [N].  adapter_share: of requests.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class NeededCapacity:
         self._found: list[tuple[float, float, int]] = []  # load, smaller or equal load of largest need, M*
 
     def __call__(self, global_batch: float) -> int:
-        """M* in adapters.  Skips loads with at most half the slots in use."""
+        """Skips loads with at most half the slots in use."""
         for load, peak, needed in self._found:
             if peak <= global_batch <= load:
                 return needed
@@ -105,7 +105,7 @@ class NeededCapacity:
         return smallest_capacity_of(self._estimator, self._probabilities, batch, self._target)
 
     def largest_load(self, slots: int, most: int) -> int:
-        """Largest global batch <= most with the target share for `slots` adapters; 0: none."""
+        """Largest global batch <= most with the target share; 0: none."""
         if slots >= np.count_nonzero(self._probabilities):
             return most
 

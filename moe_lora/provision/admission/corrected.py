@@ -71,7 +71,7 @@ class DemandState(NamedTuple):
 
 
 class SlotDemand:
-    """Shares of time per adapter, and rates, by number of wanting adapters."""
+    """Shares of time and rates, by number of wanting adapters."""
 
     def __init__(self, probabilities: np.ndarray, global_batch: float, capacity: int) -> None:
         self.num_adapters, self.capacity = len(probabilities), capacity

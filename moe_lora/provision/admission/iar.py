@@ -33,8 +33,8 @@ class Overflow(NamedTuple):
 def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int) -> Overflow:
     """turned_away = sum_i mass_i (1 - q_i) Pr[S_i >= capacity] and full = Pr[S >= capacity].
 
-    q: [G] probabilities by group.  counts: [G] members, real numbers.  mass: [G] weights, total at most 1.
-     Reads generating functions at roots of unity: error below 1e-13 (Bernstein), plus rounding.
+    q: [G] probabilities.  counts: [G] members, real numbers.  mass: [G] weights, total at most 1.  Reads
+    generating functions at roots of unity: error below 1e-13 (Bernstein), plus rounding.
     """
     mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
     log_inverse = math.log(2 / OUTSIDE)
@@ -57,7 +57,7 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
 
 
 def _angles(order: int, variance: float) -> np.ndarray:
-    """Points 2 pi k / order in (0, pi), without negligible points."""
+    """Points 2 pi k / order in (0, pi), except negligible."""
     cosine = 1 - NEGLIGIBLE / max(variance - 0.25, 1e-9)  # without one variable: 1/4 less variance
     last = math.pi if cosine <= -1 else math.acos(cosine)
     count = min((order - 1) // 2, math.floor(last * order / (2 * math.pi)) + 1)
@@ -98,8 +98,7 @@ COLD = 1e-13  # rates with a smaller sum count as 0
 class RateGroups:
     """sum_i f(lambda_i) ~ counts @ f(rates) and sum_i p_i f(lambda_i) ~ mass @ f(rates), for smooth f.
 
-    rates: [G] requests of an adapter in a global batch.  counts: [G], total: number of adapters; possibly
-    negative.  mass: [G], total 1.
+    rates: [G] requests of an adapter in a global batch.  counts: [G], possibly negative.  mass: [G], total 1.
     """
 
     rates: np.ndarray
@@ -110,7 +109,7 @@ class RateGroups:
 def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
     """Groups of equal rates.  Above 2048 distinct rates, crowded panels move to 16 Chebyshev points.
 
-    probabilities: [N], > 0.  On a panel, Poisson tails are polynomials of degree 15 within 1e-11 (tested).
+    probabilities: [N], > 0.  On a panel, Poisson tails are polynomials of degree 15 within 1e-11.
     """
     rates = probabilities * global_batch
     cold = rates < COLD / len(rates)
@@ -218,7 +217,7 @@ MARGIN = 1e-8  # of the bounds over the errors of their sums
 def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
     """Smallest capacity with model.rate(capacity) >= target.
 
-    IAR may fall below the expected number of active adapters: skips stretches by `least_turned_away`.
+    IAR may fall below the expected active adapters: skips stretches by `least_turned_away`.
     """
     first_monotone = max(1, math.ceil(model.expected_active))
     found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
@@ -258,7 +257,7 @@ def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> 
 
 
 def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
-    """Lower bound of 1 - IAR over capacities from begin to end, below the expected number of active adapters.
+    """Lower bound of 1 - IAR over capacities from begin to end, below the expected active adapters.
 
     S has variance at least v = sum q_i (1 - q'_i), with residencies q, q' at both ends.  With h =
     `largest_probability` and d = `largest_step`, T_i = Pr[S_i >= M] obeys:
@@ -282,9 +281,9 @@ def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
 def immediate_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
     """IAR(M) = sum_i p_i [q_i + (1 - q_i) Pr[at most M - 1 further adapters are resident]], in [0, 1].
 
-    popularity: [N], sum 1 within a millionth.  global_batch: requests in service.  capacity: M; the result is
-    1.0 if and only if every used adapter fits, else within 1e-9, and may fall with growing M.  Raises
-    ValueError for bad arguments.  Source: InfiniLoRA equations 2 to 4.
+    popularity: [N], sum 1 within a millionth.  global_batch: requests in service.  The result is 1.0 if and
+    only if every used adapter fits, else within 1e-9, and may fall with growing M.  Raises ValueError for bad
+    arguments.  Source: InfiniLoRA equations 2 to 4.
     """
     return _model(popularity, global_batch).rate(checked_capacity(capacity))
 

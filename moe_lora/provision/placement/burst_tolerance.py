@@ -14,8 +14,8 @@ from .placement_problem import Placed, Server, Table
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """free_bytes: per server, for adapters and requests.  request_bytes: does not change the placement.
-    max_adapters: per device; None: limited by memory.
+    """free_bytes: per server.  request_bytes: does not change the placement.  max_adapters: per device; None:
+    limited by memory.
     """
 
     free_bytes: Mapping[Server, float]
@@ -28,7 +28,7 @@ def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[
     """Adapter -> servers to preload the adapter on; none without load.
 
     The adapter of lowest burst tolerance gets servers of most free memory, until the lowest would fall.
-     loads: in any unit.  Raises ValueError for a load that is no number >= 0.
+    Raises ValueError for a load that is no number >= 0.
     """
     bad = next((name for name, load in loads.items() if not 0 <= load < math.inf), None)
     if bad is not None:
@@ -82,7 +82,7 @@ def place_by_burst_tolerance(
 def place_and_preload(
     adapters: Iterable[str], demand: Mapping[str, float], memory: DeviceMemory
 ) -> tuple[Table, dict[Server, list[str]]]:
-    """`preload` as a table of equal shares, and adapters to preload by server, heaviest load first.
+    """`preload` as a table of equal shares, and adapters by server, heaviest load first.
 
     Without demand adapters count alike.  Further adapters go to the server of fewest.
     """

@@ -47,7 +47,7 @@ class Cap:
 def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_servers: int) -> list[Cap]:
     """Caps of least worst load; then of least worst load on the remaining servers, and so on.
 
-    demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing.  Ranks fall.
+    demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing.
     """
     ranks = sorted((rank for rank in demand if demand[rank] > 0), reverse=True)
     caps: list[Cap] = []
@@ -93,14 +93,14 @@ def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> li
 
 
 def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence[int]) -> tuple[float, int]:
-    """The load, and index of the highest rank with servers at this load."""
+    """The load, and index of the highest rank at this load."""
     loads = np.cumsum(tokens) / np.cumsum(np.multiply(counts, points))
     place = int(np.argmax(loads >= loads.max() / (1 + ROUNDING)))
     return float(loads[place]), place
 
 
 class Filling:
-    """Fills servers of given highest rank (caps) and room (tokens/s); adapters stay if possible."""
+    """Fills servers of given caps and room (tokens/s); adapters stay if possible."""
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
         self._slots = slots
@@ -153,7 +153,7 @@ class Filling:
 
     def _place_idle(self, adapters: Iterable[int]) -> None:
         """Adapters without demand stay, or go to the emptiest server of at least their rank: a later request
-        must not raise a server's rank.
+        must not raise a rank.
         """
         heaps: dict[int, list[tuple[int, int]]] = {}
         for adapter in adapters:
@@ -194,7 +194,7 @@ def least_caps(problem: PlacementProblem) -> list[Cap]:
 
 
 class Slots:
-    """Caps for numbered servers, and the shares under the caps.
+    """Caps for numbered servers, and shares.
 
     by_rank: (rank, adapters with demand) by falling rank.  had: previous servers, greatest share first.
     """
@@ -214,7 +214,7 @@ class Slots:
         }
 
     def fill(self, caps: Sequence[Cap], slack: float) -> Shares:
-        """Shares under a cap per server, with loads up to (1 + slack) times the caps'."""
+        """Shares with loads up to (1 + slack) times the caps'."""
         per_s = self.problem.tokens_per_s
         room = [cap.load * (1 + slack) * per_s[cap.lora_rank] if cap.load else 0.0 for cap in caps]
         return Filling(self, [cap.lora_rank for cap in caps], room).fill()
@@ -237,8 +237,8 @@ class Slots:
         return [slots[int(one)] for one in slot]
 
     def as_they_are(self) -> list[Cap]:
-        """Caps from each server's present highest rank, at the least feasible load; the highest covers all
-        demand.
+        """Caps from servers' present highest rank, at the least feasible load; the highest covers
+        all demand.
         """
         problem = self.problem
         ranks = [rank for rank in problem.tokens_per_s if problem.demand[problem.ranks == rank].sum() > 0]
@@ -256,7 +256,7 @@ class Slots:
 
 
 def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
-    """Shares of the same adapters on the same servers with the least worst load; copies nothing.
+    """Shares of the same adapters on the same servers with the least worst load.
 
     A linear program: minimise T subject to loads <= T.
     """
@@ -349,8 +349,8 @@ _SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalPlacement:
-    """worst_load: padded to the highest rank by default.  optimum: least worst load of any table.
-    target_utilisation: mean load without padding, the linear program's bound.
+    """worst_load: padded to the highest rank by default.  optimum: of any table.  target_utilisation: mean
+    load without padding.
     """
 
     table: Table
@@ -365,9 +365,9 @@ def optimal_placement(
 ) -> OptimalPlacement:
     """Least worst load first, then fewest bytes copied from `before`.
 
-    slack: accepts loads up to (1 + slack) times the optimum to save copies.  max_copied_bytes: hard limit,
-    never worse than staying.  With K ranks in demand on S >= K servers, optimum <= target utilisation · min(S
-    / (S - K + 1), highest / lowest operating point).  Raises ValueError for negative arguments.
+    slack: accepts loads up to (1 + slack) times the optimum.  max_copied_bytes: hard limit, never worse than
+    staying.  With K ranks in demand on S >= K servers, optimum <= target utilisation · min(S / (S - K + 1),
+    highest / lowest operating point).  Raises ValueError for negative arguments.
     """
     if not slack >= 0:
         raise ValueError(f"slack={slack} must be 0 or more; 0.05 lets loads be 5 % above the optimum")
@@ -402,7 +402,7 @@ def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
 
 
 def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Iterator[Shares]:
-    """Part of the way without further slack, and the whole way at the least affordable slack."""
+    """Part of the way, and the whole way at the least affordable slack."""
     problem, before = slots.problem, slots.before
     yield within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes)
     filled = cache(lambda more: slots.fill(caps, slack + more))

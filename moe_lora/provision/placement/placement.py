@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAServe's placement (Algorithm 1): servers of an adapter, with shares phi of requests."""
+"""LoRAServe's placement (Algorithm 1): servers of an adapter, with shares phi."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .placement_problem import (
 class RankPlacement:
     """Algorithm 1's table.
 
-    rank_budgets: servers per rank, after the repair.  overshoot: surplus of servers by rounding, before.
+    rank_budgets: servers per rank, after the repair.  overshoot: surplus by rounding, before.
     """
 
     table: Table
@@ -51,7 +51,7 @@ def place_adapters(
 
     adapters: name -> rank.  servers: in a fixed order.  operating_points: rank -> tokens/s of a server with
     this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
-    adapters move.  Names break ties.
+    adapters move.
 
     Raises ValueError for no or doubled servers, bad numbers, ranks outside of the operating points, and
     demand for an unknown adapter.
@@ -80,7 +80,7 @@ def place_by_rank(
 
 
 def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
-    """Servers of each rank: round(rank's load / target utilisation), and the error of the rounded sum.
+    """Servers of each rank: round(rank's load / target utilisation), and the error of the sum.
 
     Our repair, absent in the paper: the rank rounded up most loses a server, the rank rounded down most gains
     one.
@@ -221,9 +221,8 @@ def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
 def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
     """Adapter -> instance: the heaviest adapter first, to the instance of least load (ties: fewest adapters).
 
-    loads: in any unit, >= 0.  The heaviest instance carries at most 4/3 - 1/(3 num_instances) times the
-    optimum (Graham 1969, LPT).  Source: InfiniLoRA, section 6.1.  Raises ValueError for num_instances < 1 and
-    impossible loads.
+    The heaviest instance carries at most 4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
+    Source: InfiniLoRA, section 6.1.  Raises ValueError for num_instances < 1 and impossible loads.
     """
     if num_instances < 1:
         raise ValueError(f"num_instances={num_instances} must be 1 or more")
@@ -243,7 +242,7 @@ def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[
 def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
     """Each adapter on one server: heaviest first, on the least loaded (InfiniLoRA, section 6.1).
 
-    Servers then exchange names to move few bytes from `before`.
+    Servers then exchange names to move few bytes.
     """
     loads = dict(zip(problem.names, problem.load.tolist(), strict=True))
     owner = balanced_assignment(loads, len(problem.servers))

@@ -22,7 +22,7 @@ Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
 Shares: TypeAlias = dict[int, dict[int, float]]
 """A table by numbers: adapter -> server -> phi > 0 (0 allowed for an only server)."""
 ROUNDING = 1e-9
-"""Least share of an adapter, or of a server's room: float sums differ by less."""
+"""Least share, or room of a server: float sums differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class PlacementProblem:
         return np.searchsorted(np.array(list(self.tokens_per_s)), self.ranks)
 
     def without_padding(self) -> PlacementProblem:
-        """The problem for servers indifferent to rank: tokens are loads of one rank."""
+        """The problem for servers indifferent to rank."""
         highest = max(self.tokens_per_s, default=1)
         return replace(
             self, ranks=np.full_like(self.ranks, highest), demand=self.load, tokens_per_s={highest: 1.0}
@@ -86,7 +86,7 @@ def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
     """Tokens/s of a server with this rank alone; 1 / (tokens/s) is linear between ranks (Toppings equation
     2).
 
-    Raises ValueError outside of these ranks.
+    Raises ValueError outside.
     """
     ranks = sorted(points)
     if not ranks[0] <= lora_rank <= ranks[-1]:
@@ -106,8 +106,7 @@ def placement_problem(
 ) -> PlacementProblem:
     """Check the input.  Missing demand is 0, missing bytes are proportional to the rank.
 
-    An operating point above a smaller rank's is lowered: measurements are noisy.  Raises ValueError with the
-    fault.
+    An operating point above a smaller rank's is lowered: measurements are noisy.  Raises ValueError.
     """
     if not servers:
         raise ValueError("servers is empty; name at least one")

@@ -30,7 +30,7 @@ BUSIEST = 1.1
 """Replays clusters up to this modelled link utilisation."""
 SEEDS = 0, 2
 CHUNKS, LEAST_REQUESTS = 4, 1500
-"""Prompts above CHUNKS steps reduce the requests of a search, down to LEAST_REQUESTS."""
+"""Prompts above CHUNKS steps reduce a search's requests, down to LEAST_REQUESTS."""
 GROWTH = 10
 """After a miss, tries a tenth more GPUs; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
@@ -97,7 +97,7 @@ class PlaceSearch:
         raise SloError(refusal)
 
     def shortfall(self, place: SizedCluster, most: int) -> str:
-        """A refusal: the place's missed goals.  most: largest tried number of GPUs."""
+        """A refusal: the missed goals.  most: largest tried number of GPUs."""
         said = missed_texts(verdicts(self._inputs, self.replayed(place)))
         return (
             f"simulated, none of {self.num_replayed} clusters of up to {most} GPUs holds it; the models' "
@@ -147,7 +147,7 @@ class PlaceSearch:
 def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The plan of `make_plan`, or the nearest that holds in replays of the trace and of Poisson arrivals.
 
-    Raises SloError without a plan, and as `make_plan`.
+    Raises SloError without a plan.
     """
     modelled: Plan | None = None
     refusal = ""
@@ -180,7 +180,7 @@ def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Pl
 def searched_loads(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
 ) -> list[PlannedLoad]:
-    """Loads of the search in two draws: two thirds of the requests of a check, then all.
+    """Loads of the search in two draws: two thirds of a check's requests, then all.
 
     With prompts half of these; fewer above CHUNKS steps.
     """

@@ -40,7 +40,7 @@ PARTS_OF_A_ROW = 16
 
 
 class Cluster:
-    """A model on a device with SLOs: the inputs to size.  capacity_of: M* of a global batch."""
+    """The inputs to size.  capacity_of: M* of a global batch."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
@@ -72,7 +72,7 @@ class Cluster:
 
     @cached_property
     def in_service(self) -> float:
-        """Requests with an adapter and KV over decoding requests; the rest are in prefill."""
+        """Requests with an adapter and KV over decoding requests."""
         prompts = self.inputs.prompts
         if prompts is None:
             return 1.0
@@ -82,7 +82,7 @@ class Cluster:
     def step_tokens(self, ep: int | None, rows: float) -> int:
         """Most rows of a step within the TPOT SLO, with `rows` decode rows; at least LEAST_STEP_TOKENS.
 
-        ep: of the LoRA Server; None: deltas on the instance.
+        ep: None: deltas on the instance.
         """
 
         def in_time(parts: int) -> bool:
@@ -149,7 +149,7 @@ class Cluster:
         """Most mean decode rows of an instance without LoRA, and the limit: "tpot" or "kv".
 
         KV holds b + 4 sqrt(b) requests: four standard deviations of a Poisson count.  Raises SloError if a
-        single row exceeds the SLO, ConfigError if the model does not fit.
+        row exceeds the SLO, ConfigError if the model does not fit.
         """
         room = self.kv_requests
         parts = 1 if self.inputs.prompts is None else PARTS_OF_A_ROW
@@ -172,7 +172,7 @@ class Cluster:
     def steady_rows(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
         """Rows B of an instance in steady state: B = tokens per second * tpot_s(B) / L (Little's law).
 
-        Without a solution, the first B over a limit.  loads: include waits for adapter loads.
+        Without a solution, the first B over a limit.  loads: include waits for loads.
         """
         inputs = self.inputs
         if inputs.global_batch is not None:
@@ -217,7 +217,7 @@ class Cluster:
         return self.steady_rows(layout, num_instances, loads=loads) * (1 + self.margin)
 
     def tokens_at(self, layout: Layout, num_instances: int, global_batch: float) -> float:
-        """Output tokens per second of the load behind a global batch."""
+        """Output tokens per second behind a global batch."""
         running = global_batch / (1 + self.margin)
         return running / self.step_s(layout, num_instances, running / num_instances)[0]
 
@@ -236,7 +236,7 @@ class Cluster:
         )
 
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
-        """A step with `batch` rows, including waits for loads, and the loads.
+        """A step with `batch` rows and waits for loads, and the loads.
 
         A closed system: longer steps ask for fewer adapters.
         """

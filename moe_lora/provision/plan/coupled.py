@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coupled instances: adapters beside the weights, KV in the rest."""
+"""Coupled instances: adapters beside weights and KV."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Coupled:
         return [SizedCluster(None, num_instances, one) for one in slots]
 
     def nearness(self, place: SizedCluster) -> float:
-        """The largest prediction over its goal; infinite for an impossible place."""
+        """The largest prediction over its goal; infinite: impossible."""
         inputs, cluster = self._inputs, self._cluster
         batch = self.batch(place.num_instances)
         if math.isinf(batch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity of adapters on a LoRA Server, and of KV; queues of loads."""
+"""Capacity of adapters and of KV; queues of loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KnownModel:
     """A shape with its settings in table 3.
 
     Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are published.  note:
-    differences from the published model, and assumptions.
+    differences, and assumptions.
     """
 
     name: str
@@ -90,7 +90,7 @@ _EXPERT_TARGETS = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMix:
-    """A workload's adapters: (LoRA rank, share of requests) pairs, and form.
+    """(LoRA rank, share of requests) pairs of a workload's adapters, and form.
 
     adapter_ranks: (LoRA rank, share of adapters); memory counts the larger mean.  form: "separate": gate and
     up have an A each; "shared": one A (PEFT's fused form).  Raises ConfigError for shares that do not sum to
@@ -197,8 +197,8 @@ class LoadQueue:
     """An M/D/1 queue of loads on a LoRA Server's links.
 
     Legend: lambda = loads_per_s, D = load_s, rho = lambda D, L instances, t seconds of a step, t0 without
-    waits, l layers.  misses: share of adapter requests with a load.  Backlog for rho < 1: P(> x) = exp(-theta
-    x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman).
+    waits, l layers.  misses: share of requests with a load.  Backlog for rho < 1: P(> x) = exp(-theta x),
+    lambda (exp(theta D) - 1) = theta (Lundberg, Kingman).
     """
 
     loads_per_s: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a load and two SLOs to a cluster: GPUs, layout, reasons."""
+"""From a load and two SLOs to a cluster."""
 
 from __future__ import annotations
 
@@ -167,13 +167,13 @@ class Plan:
 
     kind: "lora_server" or "coupled".  capacity: M* for the global batch and all smaller.  iar: share of
     immediate starts with M*; slots_iar: with `slots`.  mean_wait_s: without an immediate start.
-     loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
-     binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
+    loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
+    binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
     if requests would queue for adapters.  prompt_share: of an instance's time.  max_num_batched_tokens: None
-    if another device computes prompts.  running_per_instance, tpot_s: steady state at rate_per_s.
-     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  checked:
-    replays behind the choice.  lower_bound: GPUs at peak rates.  compared: reason for this kind.  ran,
-    never_ran: parts with and without a run on this hardware.
+    if another device computes prompts.  running_per_instance, tpot_s: at rate_per_s.  global_batch,
+    batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  checked: replays behind
+    the choice.  compared: reason for this kind.  ran, never_ran: parts with and without a run on this
+    hardware.
     """
 
     capacity: int
@@ -301,8 +301,7 @@ def shared_fields(
 ) -> dict[str, Any]:
     """Fields of a plan of either kind.
 
-    batch, running: of an instance, with and without the margin.  needed: capacity, and requests with an
-    adapter in service.
+    batch, running: with and without the margin.  needed: capacity, and requests with an adapter in service.
     """
     inputs, (capacity, active) = cluster.inputs, needed
     rate_per_s, load = inputs.rate_per_s, batch * place.num_instances

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest LoRA Server for a load, and the smallest cluster (InfiniLoRA section 4.2.2)."""
+"""The smallest LoRA Server, and the smallest cluster (InfiniLoRA section 4.2.2)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ ROUND = 8
 class Candidate:
     """A layout under a load: capacity, times, and met constraints.
 
-    batch: rows of an instance.  capacity: needed adapters.  step_s: with waits for `queue`.  p95_ttft_s: of
-    requests with a slot.
+    batch: rows of an instance.  step_s: with waits for `queue`.  p95_ttft_s: with a slot.
     """
 
     layout: Layout
@@ -50,7 +49,7 @@ class Candidate:
 
 
 def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: int, batch: float) -> Candidate:
-    """This layout with M = capacity and L = num_instances of `batch` rows each."""
+    """This layout with M = capacity and L = num_instances of `batch` rows."""
     served = cluster.stages.server(layout.ep, batch)
     slots = cluster.slots(layout)
     step_s, queue = cluster.step_s(layout, num_instances, batch)
@@ -114,7 +113,7 @@ def with_capacity(one: Candidate, capacity: int) -> Candidate:
 def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
     """The layout with the steady batch of steps and loads, for one adapter.
 
-    If waits for loads make the batch too large: the batch without waits, and LOADS is not met.
+    If waits make the batch too large: the batch without waits, and LOADS is not met.
     """
     batch = cluster.batch(layout, num_instances, loads=True)
     if batch <= cluster.max_batch[0]:
@@ -155,7 +154,7 @@ def most_running(
 
 
 def shortfall(cluster: Cluster, found: Sequence[Candidate]) -> str:
-    """A refusal: the first constraint missed by every layout, at the closest layout."""
+    """A refusal: the first constraint missed by every layout."""
     best_round = min(found, key=lambda one: one.round.total_s)
     if not any(one.met[EQ5] for one in found):
         batch = best_round.batch
@@ -237,7 +236,7 @@ class ServerSize:
 def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
     """The fewest ranks that meet all constraints, with the shortest round; ties: the smaller x (table 1).
 
-    found: by number of ranks.  num_gpus: exact number.  Raises SloError with the term, budget and excess.
+    num_gpus: exact number.  Raises SloError with the term, budget and excess.
     """
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
@@ -267,7 +266,7 @@ def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
 
 
 def fewest_instances(cluster: Cluster) -> int:
-    """Least L with batches within the base model's time and KV on some layout."""
+    """Least L with batches within the base model's time and KV."""
     degrees = [layout for layout in cluster.layouts if layout.pp == 1]
 
     def enough(num_instances: int) -> bool:
@@ -319,8 +318,7 @@ def _load(cluster: Cluster, num_instances: int) -> float:
 class Split:
     """L instances beside a server of `layout`, and the largest load.
 
-    global_batch: concurrent requests.  tokens_per_s: output tokens.  binding: first constraint of a larger
-    batch, or "instances".
+    binding: first constraint of a larger batch, or "instances".
     """
 
     layout: Layout
@@ -377,7 +375,7 @@ def best_split(cluster: Cluster) -> Split:
 
 
 def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
-    """L, the largest load within (5), (6) and the first token's time, and the limit; None: no load."""
+    """L, the largest load within (5), (6) and the first token's time, and the limit."""
     assert cluster.inputs.gpus is not None
     num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the parts of a layer: a profile's, scaled to a model.
+"""Times of a layer's parts: a profile's, scaled to a model.
 
 Legend: p GPUs of an instance, x the EP degree of the LoRA Server, E experts.
 """
@@ -61,7 +61,7 @@ NO_PROMPTS = PromptsPerRow()
 
 @dataclass(frozen=True, slots=True)
 class ServerRound:
-    """A layer's deltas for an instance: inputs to the LoRA Server, computation, deltas back."""
+    """Deltas of a layer: inputs to the LoRA Server, computation, deltas back."""
 
     receive_s: float
     compute_s: float
@@ -97,9 +97,8 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
 class StageTimes:
     """Times of a layer on a profile's device, in seconds.  Scaling: docs/reference/profiles.md.
 
-    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  prompts: per decode row.  Methods
-    with a batch time a mean step, prompts included.  Raises ConfigError if the profile has no rates and is of
-    another model or format.
+    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  Methods with a batch time a mean
+    step, prompts included.  Raises ConfigError if the profile has no rates and is of another model or format.
     """
 
     def __init__(
@@ -121,11 +120,11 @@ class StageTimes:
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
-        """Receive, compute and send of a mean step at a stage of x ranks."""
+        """A mean step at a stage of x ranks."""
         return self.server_of(ep, self.prompts.step(batch))
 
     def server_of(self, ep: int, step: StepTokens) -> ServerRound:
-        """Receive, compute and send of a step at a stage of x ranks.
+        """A step at a stage of x ranks.
 
         A prompt reads its adapter once.  Raises ConfigError for a profile without network times.
         """

@@ -50,7 +50,7 @@ NOT_REPLAYED = (
 class Latencies:
     """Judged requests on a simulator; None without requests.
 
-    in_slo: share within the plan's TTFT and TPOT.  prefix_hits: share of prompt tokens.
+    in_slo: share within TTFT and TPOT.  prefix_hits: share of prompt tokens.
     """
 
     simulator: str
@@ -91,7 +91,7 @@ def both(
     seed: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Latencies]:
-    """Latencies of FAST and of REAL under Poisson arrivals of the plan's rate.
+    """Latencies of FAST and of REAL under Poisson arrivals.
 
     show: called with requests done on REAL, and in all.  Raises CapacityError for a request without room.
     """
@@ -227,7 +227,7 @@ def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
 
 
 def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: float) -> Iterator[TurnRequest]:
-    """Requests with token ids, equal for blocks of equal hash and for the stated share."""
+    """Requests with token ids, equal for blocks of equal hash and the stated share."""
     make_hits = system.instance.prefix_hits
     hits = None if make_hits is None else make_hits()
     share = hits.share if isinstance(hits, StatedHits) else 0.0

@@ -48,9 +48,9 @@ TAIL = 0.05
 class Replay:
     """Result of an arrival kind; None without requests.
 
-    admitted_at_once: share of requests with an immediate slot, the IAR.  waited_for_adapter, waited_for_room:
-    with a wait for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
-     stopped: goals out of reach.
+    admitted_at_once: share with an immediate slot, the IAR.  waited_for_adapter, waited_for_room: with a wait
+    for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.  stopped: goals out
+    of reach.
     """
 
     arrivals: str
@@ -135,7 +135,7 @@ def replays(
 ) -> list[Replay]:
     """A replay per arrival kind; the first fifth of the time is not judged.
 
-    to_the_end: False stops at the first replay with goals out of reach.
+    to_the_end: False stops at the first with goals out of reach.
     """
     config = system_of(cluster, place, load.popular)
     found = []
@@ -272,7 +272,7 @@ class _Watch:
 
 
 def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
-    """`number` requests from before the first arrival, with remaining tokens.
+    """`number` requests from before the first arrival.
 
     Length l has a share proportional to l times its frequency; the remaining part is uniform.
     """
@@ -312,7 +312,7 @@ def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class Target(NamedTuple):
-    """A goal of the plan, and the replay's value.
+    """A goal, and the replay's value.
 
     share: found must be at least the goal; else at most.
     """
@@ -348,8 +348,7 @@ OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
 class Verdict:
     """A target in the replay of an arrival kind.
 
-    found, held and missed_by are None without judged requests.  missed_by: 0 if kept.  held: within the
-    tolerance.
+    found, held, missed_by: None without judged requests.  missed_by: 0 if kept.  held: within the tolerance.
     """
 
     target: str

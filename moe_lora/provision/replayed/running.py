@@ -19,9 +19,8 @@ class SimRequest:
     """A simulated request with timestamps (seconds; NaN: not yet).
 
     adapter: None: base model.  num_cached: prompt tokens with earlier KV.  admitted_s: after the queue and
-    any blocking adapter load.  decode_ttft_s: queue, adapter load and first decode step, without prefill
-    (InfiniLoRA section 2.3, footnote).  at_once: starts with the first step after arrival.
-     waited_for_adapter: no slot was free.
+    any blocking load.  decode_ttft_s: queue, load and first decode step, without prefill (InfiniLoRA section
+    2.3, footnote).  at_once: starts with the first step after arrival.  waited_for_adapter: no slot was free.
     """
 
     index: int
@@ -73,8 +72,7 @@ class SimRequest:
 class RunningRequests:
     """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere.  num_rows: of
-    the next step.
+    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
@@ -154,7 +152,7 @@ class RunningRequests:
         return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
 
     def stamp_first_decode(self, end_s: float) -> None:
-        """Stamp the end of the next step on requests with a first decode step there."""
+        """Stamp the end of the next step on requests with a first decode step."""
         for request in self._fresh:
             if self._prefill_tokens is None:
                 request.first_token_s = end_s

@@ -20,7 +20,7 @@ from .system_config import AdapterBytes, LocalConfig, bytes_of
 class SimAdapter:
     """An adapter in the view of an instance.
 
-    first_layer_s, last_layer_s: load times.  told_s: of the grant at the instance.
+    told_s: time of the grant at the instance.
     """
 
     name: str
@@ -36,7 +36,7 @@ class AdapterSource(ABC):
     """Counts requests per adapter of an instance, and makes adapters ready.
 
     loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
-     starvation_s: inf if handled elsewhere.
+    starvation_s: inf if handled elsewhere.
     """
 
     loads_first = False
@@ -55,9 +55,7 @@ class AdapterSource(ABC):
         """The last running request ended; True if another adapter may find room."""
 
     def work(self, layer_s: float, delta_s: float) -> float:
-        """Set the instance's times per layer, total and on the server.  Returns the server's time for all
-        instances.
-        """
+        """Set times per layer, total and on the server.  Returns the server's time for all instances."""
         return 0.0
 
     def adapter(self, request: SimRequest) -> SimAdapter | None:
@@ -108,8 +106,7 @@ class AdapterSource(ABC):
 class LoadLink:
     """Loads over a link, in parts of 1 / num_layers.
 
-    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else whole adapters in
-    sequence.
+    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else whole adapters.
     """
 
     def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:
@@ -133,7 +130,7 @@ class LoadLink:
 
 
 class LocalAdapters(AdapterSource):
-    """Adapters of a coupled instance: `capacity` slots, idle adapters evicted.
+    """Adapters of a coupled instance: `capacity` slots.
 
     link: from host memory.  fetches: from further hosts, in sequence.
     """

@@ -45,8 +45,8 @@ class SimLoraServer:
         self._table.prefill(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
-        """Access for a further instance.  on_grant: an awaited adapter is ready or loading.  on_contention:
-        layer times may change.
+        """Access for an instance.  on_grant: an awaited adapter is ready or loading.  on_contention: layer
+        times may change.
         """
         client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
@@ -138,8 +138,7 @@ class RemoteAdapters(AdapterSource):
 class SimPlacement:
     """Runs a planner every interval on the virtual clock, routes by its table, and updates hosts.
 
-    Tokens count at arrival; placing takes no time.  An instance fetches new adapters at first use.  held:
-    adapters per instance, by table.
+    Tokens count at arrival; placing takes no time.  held: adapters per instance, by table.
     """
 
     def __init__(
@@ -196,9 +195,9 @@ def simulate(
 ) -> System:
     """The system after every request's last token; deterministic.
 
-    requests: by arrival.  give_up: called per finished request; True ends the simulation.  Raises ValueError
-    for unsorted requests or no output tokens, CapacityError for a request too long for an instance,
-    ConfigError for a placement without a placement router.
+    requests: by arrival.  give_up: per finished request; True ends the simulation.  Raises ValueError for
+    unsorted requests or no output tokens, CapacityError for a too long request, ConfigError for a placement
+    without a placement router.
     """
     system = System(config, give_up)
     system.replay(requests)
@@ -208,7 +207,7 @@ def simulate(
 class System:
     """Instances, adapter sources, and the router.
 
-    requests: in order of finish.  stopped: ended before the last request.
+    requests: in order of finish.  stopped: before the last request.
     """
 
     def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:

@@ -97,8 +97,8 @@ def _not_negative(place: str, value: float) -> None:
 class StepRows(Protocol):
     """The token rows of a step.
 
-    num_rows: decode rows.  num_prompts: prompts with tokens in the step.  num_prompt_pairs: pairs of a prompt
-    token and an attended token.  num_with_adapter: requests.
+    num_rows: decode rows.  num_prompts: with tokens in the step.  num_prompt_pairs: of a prompt token and an
+    attended token.  num_with_adapter: requests.
     """
 
     num_rows: int
@@ -114,7 +114,7 @@ class LayerModel(Protocol):
     """Times of equal layers, including prompt tokens."""
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and busy seconds of the LoRA Server for this instance."""
+        """Seconds of a layer, and busy seconds of the LoRA Server."""
         ...
 
 
@@ -124,7 +124,7 @@ class InstanceConfig(Settings):
 
     profile: of one of num_layers equal layers; or steps: times of whole steps by rank; or layers: layer times
     with prompts.  kv_tokens: None: unlimited.  prefill: time of a step's prompt tokens; None, without `steps`
-    and `layers`: prompts are computed elsewhere (InfiniLoRA section 2.1).  prefix_hits: None: no reuse.
+    and `layers`: computed elsewhere (InfiniLoRA section 2.1).  prefix_hits: None: no reuse.
     """
 
     profile: StepProfile | None = None
@@ -184,8 +184,8 @@ class LocalConfig(Settings):
 class SimLoraServerConfig(LocalConfig):
     """One LoRA Server of `capacity` slots for all instances.
 
-    load_bytes_per_s: of all GPUs.  num_stages: groups of GPUs on different layers (y of EPx-PPy).  control_s:
-    round trip of a lease; steps do not wait.
+    load_bytes_per_s: of all GPUs.  num_stages: y of EPx-PPy.  control_s: round trip of a lease; steps do not
+    wait.
     """
 
     num_stages: int = setting(1, least=1)
@@ -201,9 +201,7 @@ both.
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Settings):
-    """planner: makes a run's planner, called every interval_s.  mean_output_tokens: before any
-    observation.
-    """
+    """planner: called every interval_s.  mean_output_tokens: before any observation."""
 
     planner: Callable[[], Planner]
     interval_s: float = setting(30.0, above=0)
@@ -214,8 +212,8 @@ class PlacementConfig(Settings):
 class SystemConfig(Settings):
     """Equal instances and their adapters.
 
-    lora_ranks: for step times; unnamed adapters count as base model.  placement: renewed during the run, for
-    a `PhiRouting` router; None: every host has all adapters.
+    lora_ranks: for step times; unnamed adapters count as base model.  placement: renewed for a `PhiRouting`
+    router; None: every host has all adapters.
     """
 
     num_instances: int = setting(least=1)

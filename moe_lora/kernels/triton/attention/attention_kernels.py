@@ -3,8 +3,8 @@
 
 Legend: N heads, G heads of a kv head, D head_dim, P parts.  A program of `attend` holds consecutive rows of a
 sequence times the G heads of a kv head (GQA packing), and walks over key blocks at multiples of BLOCK_N
-(online softmax, fp32, base 2).  Invisible blocks leave a row's sums unchanged: a row depends on its own
-sequence alone.
+(online softmax, fp32, base 2).  Invisible blocks leave sums unchanged: a row depends on its own sequence
+alone.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (parts), PagedAttention (arXiv 2309.06180).
 """
 
@@ -57,7 +57,7 @@ def _num_parts(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Parts of each sequence of one row, at least one; else 0."""
+    """Parts of each sequence of one row; else 0."""
     inside = seq < num_seqs
     start = tl.load(query_start + seq, mask=inside, other=0)
     rows = tl.load(query_start + seq + 1, mask=inside, other=0) - start
@@ -121,7 +121,7 @@ def _walk(
 ):
     """Maximum, sum and products of a tile's rows after the keys from `first` to `last`.
 
-    MASKED: some row does not see all keys; bits of further rows stay.  factor: of logits, in base 2.
+    MASKED: some row does not see all keys; bits of further rows stay.  factor: in base 2.
     """
     top, total, acc_MD = sums_so_far
     column = tl.arange(0, acc_MD.shape[1])
@@ -197,8 +197,7 @@ def attend(
     """out = softmax(scale * q @ K.T) @ V of a tile, or the sums of a part.
 
     SINGLE: a program per part of a sequence of one row and kv head; else per tile of ROWS rows and kv head,
-    for sequences of several rows.  Several parts leave sums [P, N, D] and weights [P, N, 2] (maximum, sum) to
-    `join_parts`.
+    for sequences of several rows.  Several parts leave sums [P, N, D] and weights [P, N, 2] (maximum, sum).
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -319,7 +318,7 @@ def join_parts(
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out of a head of a sequence of one row, from sums of parts, in order."""
+    """out of a head of a sequence of one row: its parts, in order."""
     if DEPENDENT:
         wait_for_kernel_before()
     seq, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS

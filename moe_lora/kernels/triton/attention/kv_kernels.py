@@ -40,7 +40,7 @@ def _rotated(
 ):
     """Pairs of numbers of heads: norm over head_dim if NORMS, then rotation; rounded after each.
 
-    first, second: [heads, D / 2].  turned: pairs with rotation.
+    first, second: [heads, D / 2].  turned: with rotation.
     """
     dtype = first.dtype
     if NORMS:
@@ -97,8 +97,8 @@ def write_kv(
     """Write K and V of up to BLOCK_H heads of a row to its page.
 
     ROTATES: also rotate K, and Q of HEADS heads to rotated_q [T, N, D]; programs of a row: Q, then K, then V.
-     SINGLE: every sequence has one row.  ROTATED_DIMS: the first R of D, in pairs of NEIGHBOURS or of halves.
-     rotation: cos and sin [T, R / 2], norm weights of q and k [D].
+    SINGLE: every sequence has one row.  ROTATED_DIMS: the first R of D, in pairs of NEIGHBOURS or of halves.
+    rotation: cos and sin [T, R / 2], norm weights [D].
     """
     if DEPENDENT:
         wait_for_kernel_before()

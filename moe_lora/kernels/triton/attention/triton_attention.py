@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a GPU: write (and rotate) K and V, then attend.
+"""Paged attention on a GPU.  Legend: T token rows, N heads, D head_dim.
 
-Legend: T token rows, N heads, D head_dim.  Sequences of one row split keys into parts of `PART_TOKENS`;
-sequences of several rows go in tiles, in a separate launch: a decoding sequence keeps its bits in any batch.
+Sequences of one row split keys into parts of `PART_TOKENS`; sequences of several rows go in tiles, in a
+separate launch: a decoding sequence keeps its bits in any batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AttentionTiles:
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, *, single: bool) -> AttentionTiles:
-    """The fastest tried tiles on an H200; fp32 multiplies without tensor cores, in small tiles.
+    """The fastest tried tiles on an H200; fp32 multiplies without tensor cores.
 
     Triton keeps (num_stages - 1) // 2 key blocks in shared memory.
     """
@@ -55,10 +55,10 @@ def paged_attention(
     single: AttentionTiles | None = None,
     several: AttentionTiles | None = None,
 ) -> torch.Tensor:
-    """As `reference.paged_attention`: [T, N, D]; rows of padding are zero.
+    """As `reference.paged_attention`: [T, N, D].
 
     Rows may be strided.  The step's `bounds` must cover its lengths.  rotation: of q and k, before.  Raises
-    ValueError for operands that don't fit.
+    ValueError for bad operands.
     """
     _check(operands)
     if rotation is not None:
@@ -210,7 +210,7 @@ def _rows_of(operands: AttentionOperands, tiles: AttentionTiles) -> int:
 
 
 def _pages(operands: AttentionOperands) -> tuple[torch.Tensor, int, int, int]:
-    """The arena in the layout's dtype; in elements: page size, offsets of the layer's K and V."""
+    """The arena in the layout's dtype; in elements: page size, offsets of K and V."""
     layout, itemsize = operands.layout, operands.layout.dtype.itemsize
     half = layout.layer_bytes // 2 // itemsize
     start = operands.layer * 2 * half

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of experts: choice, grouping of rows by expert, linear layers, activation, sum.
-
-Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
+"""Triton kernels of experts.  Legend: see `experts`.
 
 Tiles add along H in the same steps of the same instruction: a row's bits don't depend on the batch.
 """
@@ -17,7 +15,7 @@ from moe_lora.kernels.triton.lora.segment_kernels import sort_block
 
 @triton.jit
 def _in_best_groups(ranked_E, e, num_experts, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """[EXPERTS] bool: experts of the TOP_GROUPS groups of largest sums of two scores; ties: the first."""
+    """[EXPERTS] bool: experts of the TOP_GROUPS groups of largest sums of two scores."""
     lowest = -float("inf")
     group_E = e // (num_experts // GROUPS)
     sum_E = tl.where(e < num_experts, lowest, lowest)
@@ -55,7 +53,7 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """A token's TOP_K experts, ascending by number, and weights: see `experts.choose`.
+    """A token's TOP_K experts, ascending, and weights: see `experts.choose`.
 
     SCORES: 0 logits, 1 softmax, 2 sigmoids.
     """
@@ -167,7 +165,7 @@ def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
     """order: first position of each expert's rows, of rows without expert, and R; then the row at each
     position.
 
-    [E + 2 + R], stable.  first: number of the first expert.  A program per expert, and one for rows without.
+    [E + 2 + R], stable.  first: number of the first expert.  A program per expert, and one for the rest.
     """
     _order(tl.program_id(0), ids, order, num_rows, first, num_experts, BLOCK)
 
@@ -234,7 +232,7 @@ def choose_and_order(
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
     all tokens without deadlock: programs take items in order, so a token is done or at a running program.
-     counters: [2] int32, zeros: the next item, and finished tokens.  first, num_held: ordered experts.
+    counters: [2] int32, zeros: the next item, and finished tokens.  first, num_held: ordered experts.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -365,7 +363,7 @@ def _with_deltas(
     ROWS_PER_INPUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """round(y + delta) of a tile's rows in columns n of a half, [n, rows], in fp32; y without a delta."""
+    """round(y + delta) of a tile's rows in columns n, [n, rows], in fp32; y without a delta."""
     slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
     entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
     rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
@@ -412,9 +410,8 @@ def expert_linear(
 ):
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero without an expert.
 
-    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas if HAS_DELTAS.
-     x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K
-    divides H.
+    GATED: then `gated` of the two halves of N, each rounded before, and again after deltas.  x: [R /
+    ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -486,9 +483,7 @@ def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.con
 def sum_experts(
     y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R, columns], weights: [T,
-    K] fp32.
-    """
+    """`reference.sum_experts`.  y: [R, columns], weights: [T, K] fp32."""
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over experts.
+"""Experts on a GPU: grouped GEMMs, the gated activation, the sum over experts.
 
 Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.  Sums are in
 fp32, in an order by H and dtype alone, without atomics: a row has the same bits in any batch.
@@ -46,7 +46,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
-    """Tiles of at most block_t rows; block_k, by dtype and width alone, fixes the order of sums."""
+    """Tiles of at most block_t rows; block_k, by dtype and width, fixes the order of sums."""
     if dtype == torch.float32:
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
     if width % _BLOCK_K:
@@ -62,7 +62,7 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
 def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -> TileConfig:
     """For tiles of one row: narrow blocks, to fill the device.
 
-    all_at_once: two programs per SM hold all items; then more bytes are in flight.
+    all_at_once: two programs per SM hold all items.
     """
     config = tile_config(dtype, width, 16, gated)
     if config.block_k == _BLOCK_K:
@@ -82,7 +82,7 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
 
 
 class GateChoice(NamedTuple):
-    """How a gate chooses `top_k` experts of a token.
+    """How a gate chooses `top_k` experts.
 
     scores: 0 softmax of the chosen logits, 1 softmax of all, 2 sigmoids.  norm: p of the p-norm that divides
     the chosen scores of 1 and 2, 0 = not divided.  Of num_groups equal groups, the top_groups with the
@@ -100,10 +100,10 @@ class GateChoice(NamedTuple):
 def choose(
     logits: torch.Tensor, live: torch.Tensor, choice: GateChoice, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
+    """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row; ties: the first.
 
     logits: [T, E].  live: [T] bool; other ids are -1.  correction: [E] fp32, in the choice only.  Raises
-    ValueError for operands that don't fit.
+    ValueError for bad operands.
     """
     weights, ids, operands, constants = _chosen(logits, live, choice, correction)
     if len(logits):
@@ -122,9 +122,9 @@ def choose_and_order(
     zeros: Zeros,
     rows_to_sort: Callable[[torch.Tensor], RowsToSort | None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`choose`, and `order` of the rows of experts `held`; one launch if few rows.
+    """`choose`, and `order` of the rows of experts `held`; one launch if few.
 
-    rows_to_sort: from the ids, LoRA rows to sort in the same launch.
+    rows_to_sort: LoRA rows to sort in the same launch.
     """
     num_tokens, num_experts = logits.shape
     if not 0 < num_tokens * choice.top_k <= ONE_LAUNCH_MAX_ROWS:
@@ -197,7 +197,7 @@ def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
 def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
     """[E + 2 + R] int32: see `expert_kernels.order_rows`; not filled for `by_rows`.
 
-    ids: [T, K] int32; numbers outside of the E experts from `first` on count as none.
+    ids: [T, K] int32; numbers outside of the E from `first` on count as none.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2:
         raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
@@ -228,10 +228,10 @@ def linear(
     gate: Gate | None = None,
     deltas: Deltas | None = None,
 ) -> torch.Tensor:
-    """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
+    """`reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
-    x: [T, H] or [R, H], bf16, fp16 or fp32.  deltas: added before the gate, for x [T, H] and `adds_deltas`.
-     Raises ValueError for operands that don't fit.
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  deltas: added before the gate, if `adds_deltas` and x [T, H].
+    Raises ValueError for bad operands.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)
@@ -301,10 +301,7 @@ def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
 
 
 def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
-
-    y: [R, N].  weights: [T, K] fp32.
-    """
+    """`reference.sum_experts`.  y: [R, N].  weights: [T, K] fp32."""
     num_tokens, top_k = weights.shape
     out = y.new_empty(num_tokens, y.shape[1])
     if out.numel():

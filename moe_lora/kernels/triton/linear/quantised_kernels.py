@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of linear layers over quantised weights; see `quantised_linear`.
+"""Triton kernels of linear layers over quantised weights.
 
 Legend: R rows, N output width, H input width, S separate sums over the inputs.  PACKED: two values of 4 bits
 in a byte.
@@ -33,7 +33,7 @@ def bf16_of(bits, INTERPRETED: tl.constexpr):
 def values_of(stored, part: tl.constexpr, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
     """Exact values before zero and scale: fp32, or bf16 for 4 bits.
 
-    4-bit codes go into the bits of bf16 numbers, without conversion.
+    4-bit codes go into the bits of bf16 numbers.
     """
     if NAME == "int8":
         values = stored.to(tl.float32)
@@ -125,7 +125,7 @@ def quantised_tiles(
 ):
     """out[row] = x[row / X_DIVISOR] @ weight.T + bias, or with APART out[s, row] = part s of the product.
 
-    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  An item is a tile of rows and a block of
+    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  An item is a tile of rows, a block of
     outputs, and a part if APART.
     """
     dtype = x.dtype.element_ty

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers over quantised weights: `cpu.quantised_linear` for a GPU.
+"""Linear layers over quantised weights on a GPU.
 
 Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width.  A tile
 becomes round(scale * q) in x's dtype, with the bits of `quantised.dequantise`.  H, format and dtype fix the
-order of fp32 sums; with few tiles the parts are separate programs, in the same order.
+order of fp32 sums; with few tiles the parts are separate programs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def quantised_linear(
     """x @ dequantised weight.T + bias, of one matrix or (with ids) of the rows' experts.
 
     x: [T, H] or [T*K, H], bf16, fp16 or fp32, rows contiguous.  bias: [N] or [E, N].  ids: [T, K] int32,
-    outside 0..E-1 gives a zero row.  Returns [R, N].  Raises ValueError for operands that don't fit, and for
-    a dynamic format.
+    outside 0..E-1 gives a zero row.  Returns [R, N].  Raises ValueError for bad operands, and for a dynamic
+    format.
     """
     _check(x, weight, bias, ids, num_out)
     return launch(x, weight, bias, ids, num_out)

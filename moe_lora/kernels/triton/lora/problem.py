@@ -129,10 +129,10 @@ def checked_problem(
     max_lora_rank: int | None,
     batch_rank: int | None,
 ) -> Problem:
-    """The operands as a `Problem`.  rows: `segments.rows_for` of these operands.
+    """The operands as a `Problem`.  rows: `segments.rows_for` of these.
 
     max_lora_rank: of all slots; batch_rank: of this batch, unchecked; default: the table's.  Raises
-    ValueError for operands that don't fit.
+    ValueError for bad operands.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     if x.device.type != "cuda" and not configs.interpreted():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step sorted by (expert, adapter), and tiles.
+"""Rows of a step sorted by (expert, adapter), and tiles.  Legend: see `problem`.
 
-Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.  Built on the device with
-host-known sizes: no waits, and graphs can capture.
+Built on the device with host-known sizes: no waits, and graphs can capture.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Segments:
     """Rows in sorted order, or in the given order.
 
     rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, first
-    and last + 1 position of the segment, slot and expert (-1, -1 without an adapter).  count: [1] int32 rows
-    with an adapter.
+    and last + 1 position of the segment, slot and expert (-1, -1: none).  count: [1] int32 rows with an
+    adapter.
     """
 
     rows: torch.Tensor
@@ -107,8 +106,8 @@ def build_segments(
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-     Numbers from num_slots and num_experts (0 counts as 1) on count as none.  tile_rows, zeros: also cut
-    tiles of this size.  Raises ValueError for other shapes, dtypes or devices.
+    Numbers from num_slots and num_experts (0 counts as 1) on count as none.  tile_rows, zeros: also cut
+    tiles.  Raises ValueError for other shapes, dtypes or devices.
     """
     check_rows_and_ids(token_slots, ids)
     num_rows = token_slots.numel() if ids is None else ids.numel()

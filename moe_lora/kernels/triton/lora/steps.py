@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function per kernel: workspace, grid and constants of a launch.
-
-Legend: R rows, M modules of the site, S separate sums over the input width.
-"""
+"""A function per kernel: workspace, grid and constants.  Legend: see `wgmma_shrink`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _ALIGNED = 16
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
-    """h of all rows in parts: [S, M, R, h_width] fp32, undefined from a row's rank on."""
+    """h of all rows: [S, M, R, h_width] fp32, undefined from a row's rank on."""
     x, rows, width = problem.x, problem.segments.rows, problem.x.shape[1]
     config = pipeline(problem.config("wgmma_shrink"), width % _ALIGNED == 0)
     split_k = num_parts(config, width)
@@ -96,7 +93,7 @@ def _column_groups(problem: Problem, config: Config) -> int:
 
 
 def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
-    """h of all rows in parts: [S, M, R, h_width] fp32; baselines launch without persistence."""
+    """h of all rows: [S, M, R, h_width] fp32; baselines launch without persistence."""
     config, segments, x = problem.config("vector_shrink"), problem.segments, problem.x
     rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
@@ -168,8 +165,7 @@ def _workspace(problem: Problem, parts: int) -> torch.Tensor:
 def pipeline(config: Config, aligned: bool) -> Config:
     """The configuration for rows aligned, or not, to 16 elements.
 
-    Only aligned rows can use TMA.  Element-wise loads need many registers: small steps, one stage, more
-    threads.
+    Only aligned rows can use TMA.  Element-wise loads need many registers: small steps, more threads.
     """
     if aligned:
         return config

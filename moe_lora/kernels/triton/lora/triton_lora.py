@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA deltas on a GPU: shrink, expand, and both at once.
+"""LoRA deltas on a GPU.  Legend: R rows (T tokens, or T*K at an expert site), C output columns.
 
-Legend: R rows (T tokens, or T*K at an expert site), C output columns.  Sums are in fp32, in an order by
-widths, rank and dtype alone, without atomics: a row's delta has the same bits in any batch and phase.  Ranks
-1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for x_row @ A.T above 65504.  Launches never
-wait for the device; for capture into a CUDA graph, set `max_lora_rank` to a bound over all replays.
+Sums are in fp32, in an order by widths, rank and dtype alone, without atomics: a row's delta has the same
+bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for x_row @
+A.T above 65504.  Launches never wait for the device; for a CUDA graph, set `max_lora_rank` to a bound over
+all replays.
 
 algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
@@ -35,7 +35,7 @@ ALGORITHMS = ("wgmma", "vector")
 
 
 def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
-    """The table's choices for a site; each rank from 1 on is in exactly one.
+    """The table's choices for a site; each rank is in exactly one.
 
     Raises ValueError for overlaps or missing ranks.
     """
@@ -89,11 +89,11 @@ def lora_shrink(
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
 ) -> Shrunk:
-    """h = x_row @ A.T for each row with an adapter and each module of the site.
+    """h = x_row @ A.T for each row with an adapter and each module.
 
-    x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: for tiles and grids.  segments:
-    `rows_for` of the same rows, to share between sites.  batch_rank: width of workspaces, and the padded rank
-    of "bgmv" (default: read from the device, with a wait).  Raises ValueError for operands that don't fit.
+    x: bf16, fp16 or fp32, rows contiguous (row stride free).  segments: `rows_for` of the same rows, to share
+    between sites.  batch_rank: width of workspaces, and the padded rank of "bgmv" (default: read from the
+    device, with a wait).  Raises ValueError for bad operands.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
@@ -103,14 +103,14 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> N
     """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row with an adapter, or -.
 
     y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  In fp32 the delta
-    stays unrounded.  Raises ValueError if y does not fit.
+    stays unrounded.  Raises ValueError for a bad y.
     """
     check_output(y, shrunk.problem, "y", or_fp32=True)
     _expand(shrunk, y, add=True, subtract=subtract)
 
 
 def deltas_of(shrunk: Shrunk) -> Deltas | None:
-    """The deltas, for `experts.linear` to add with the bits of `lora_expand`.
+    """The deltas, for `experts.linear` to add with equal bits.
 
     None in fp32: scale and addition may fuse in one kernel only.
     """
@@ -135,7 +135,7 @@ def lora_delta(
 ) -> None:
     """out = delta of each row, zero without an adapter.
 
-    y + out in y's dtype has the bits of `lora_shrink` and `lora_expand`.
+    y + out has the bits of `lora_shrink` and `lora_expand`.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")

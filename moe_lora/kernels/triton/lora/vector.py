@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BGMV: one row per item, sums by threads; and the papers' per-row baselines.
 
-Legend: R rows, S separate sums over the input width H, M modules of the site.  A tile's layout over threads
-decides the order of sums: addresses and strides of x and y are not specialized.  PADDED: rows at the batch's
-maximum rank; reads behind a matrix stay inside the arena and are discarded.
+Legend: see `wgmma_shrink`.  A tile's layout over threads decides the order of sums: addresses and strides of
+x and y are not specialized.  PADDED: rows at the batch's maximum rank; reads behind a matrix stay inside the
+arena and are discarded.
 Source: Punica (arXiv 2310.18547); S-LoRA (arXiv 2311.03285), MBGMV.
 """
 
@@ -132,7 +132,7 @@ def vector_expand(
 ):
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    An item is a row and a column block of a module.
+    An item is a row and a column block.
     """
     blocks = num_blocks(widths, BLOCK_C)
     for item in tl.range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):

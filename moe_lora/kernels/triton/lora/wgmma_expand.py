@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGMV's second half with swapped operands: delta.T = B h.T; see `wgmma_shrink`.
 
-h, the sum of its parts in order, is split into two numbers of the model's dtype (hi + lo, about 16 bits for
-bf16): tensor cores then lose nothing above the delta's rounding.
+h, the sum of its parts in order, is split into two numbers of the model's dtype (hi + lo): tensor cores then
+lose nothing above the delta's rounding.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def wgmma_expand(
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
     ONE_LANE: no rank above 64, so h is read once per item.  An item is a tile of tokens and up to
-    BLOCKS_PER_ITEM column blocks of a module.
+    BLOCKS_PER_ITEM column blocks.
     """
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)
     dtype = x.dtype.element_ty
