@@ -38,7 +38,7 @@ _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
 class ReuseAges:
-    """Times between visits of nodes.  An interval without a final visit counts by length only."""
+    """Times between visits of nodes.  An interval without a final visit counts by length."""
 
     def __init__(self) -> None:
         # Adding a number is quicker to lists than to arrays.
@@ -47,7 +47,7 @@ class ReuseAges:
         self.rates = NOTHING_KNOWN
 
     def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
-        """Count an ended interval in the node's class (`classes_of`)."""
+        """Count an ended interval in the node's class."""
         level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
         age_bin = _bin(age_s)
         place = (level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth))) * NUM_BINS + age_bin
@@ -60,7 +60,7 @@ class ReuseAges:
         return now_s - self._computed_s >= REFRESH_S
 
     def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
-        """Compute the rates anew.  uses, depth, age_s [N]: of nodes and ghosts."""
+        """Compute the rates anew.  uses, depth, age_s: [N], of nodes and ghosts."""
         kept = math.exp((self._computed_s - now_s) / MEMORY_S) if self._computed_s > -math.inf else 1.0
         self._computed_s = now_s
         hits, ends, within_s = (
@@ -157,8 +157,7 @@ _COLUMNS = (
 class Columns:
     """A row per node; rows of removed nodes are reused.
 
-    flags: `flags_of`.  tenant: of the last request.  adapter_recent_s: time constant of adapters' decayed
-    visits.
+    flags: `flags_of`.  tenant: of the last request.  adapter_recent_s: time constant of decayed visits.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:

@@ -11,7 +11,7 @@ from .pages import CAN_LEAVE, CAN_LEAVE_HOST, Node, Tier
 from .tree import DependencyTree
 
 SLICE = 64
-"""Nodes freed per sweep; a sweep blocks the engine's thread."""
+"""Nodes freed per sweep, blocking the engine's thread."""
 
 
 class NodeMover:
@@ -56,7 +56,7 @@ class NodeMover:
             self.tree.refresh(node)
 
     def bring_in(self, node: Node, pages: list[int]) -> None:
-        """Order the node's bytes into these allocated device pages."""
+        """Order the node's bytes into these device pages."""
         copy_id = next(self._copy_ids)
         order: Order
         if node.host_pages is not None:
@@ -78,7 +78,7 @@ class NodeMover:
         self._set_device(node, pages)
 
     def send_out(self, node: Node, host_pages: list[int], *, leaves: bool) -> None:
-        """Order the node's bytes into host pages; leaves: free the device pages afterwards."""
+        """Order the node's bytes into host pages; leaves: then free the device pages."""
         assert node.device_pages is not None
         copy_id = next(self._copy_ids)
         device_pages = tuple(node.device_pages)
@@ -113,10 +113,10 @@ class NodeMover:
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Make the node and the subtree unfindable.
+        """Make the subtree unfindable.
 
-        An idle adapter's pages are free at once, the rest by `sweep`.  A column operation marks KV:
-        up to 100 000 nodes.
+        An idle adapter's pages are free at once, the rest by `sweep`.  One operation
+        marks up to 100 000 nodes of KV.
         """
         self.any_dying = True
         if node.is_adapter:

@@ -13,13 +13,13 @@ Namespace = Hashable
 
 
 class Readiness(Enum):
-    """Readiness of an adapter for a request.  The cache never returns HOST_COMPUTABLE."""
+    """Readiness of an adapter; the cache never returns HOST_COMPUTABLE."""
 
     READY = "ready"
     LOADING = "coming"
     """Held, with a load under way."""
     HOST_COMPUTABLE = "host_computable"
-    """As LOADING; host workers compute the prompts' deltas meanwhile."""
+    """As LOADING; host workers compute deltas meanwhile."""
     NO_ROOM = "no_room"
     """Not held: no evictable pages now."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free pages of an arena, and nodes with pages: adapters, and runs of full KV blocks.
+"""Free pages of an arena, and nodes: adapters, and runs of full KV blocks.
 
 KV blocks come from the top of the arena, adapters' runs from the bottom: runs stay easy to find.
 """
@@ -96,7 +96,7 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """Runs of these lengths from the bottom, preferably a single run; None without fit."""
+        """Runs of these lengths from the bottom, preferably one; None without fit."""
         total = sum(lengths)
         if total > self.num_free:
             return None
@@ -135,11 +135,11 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence, the tree's pages first.
+    """Device pages of a sequence, the tree's first.
 
     salt: limits sharing.  tail: deepest used tree node, pinned with ancestors.  num_shared: pages of the
-    tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under way to the device at the
-    last check.  owns_tail: this sequence may lengthen the tail.
+    tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under way at the last check.
+    owns_tail: this sequence may lengthen the tail.
     """
 
     namespace: Namespace
@@ -243,9 +243,9 @@ class Node:
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
 CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128
-"""BACKED: on the host.  READY: usable on the device or, for an adapter without pages, on the LoRA Server.
-CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host pages.
-CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable.
+"""BACKED: on the host.  READY: usable on the device or, without pages, on the LoRA Server.  CAN_LEAVE: device
+leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host pages.  CAN_BACK_UP: idle
+device KV without a host copy.  DYING: not findable.
 """
 ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
 """Bits of unpinned nodes only."""

@@ -34,9 +34,9 @@ CHUNK = 8192
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age of a ranking of victims before the next."""
 SOON_S_PER_NODE = 1e-5
-"""Age per node of a result of `Ranking.leaving_soon`: 2 % of the time."""
+"""Age per node of a `Ranking.leaving_soon`: 2 % of the time."""
 LEAVING_SHARE = 0.2
-"""Part of the device backed up on the host, for immediate eviction."""
+"""Part of the device backed up, for immediate eviction."""
 BATCH_WINDOW_S = 5.0
 """Averaging time of the batch size (FastLibra, section 5.1)."""
 
@@ -53,8 +53,8 @@ class Kind(Enum):
 class Ranking:
     """Values of candidates by the policy; holdings beyond shares go first.
 
-    A batch of ranked victims, per kind and tenant, lasts `FRESH_S`, except victims used since.  shares: None
-    before the second tenant.
+    A batch of victims, per kind and tenant, lasts `FRESH_S`, except victims used since.  shares: None before
+    the second tenant.
     """
 
     def __init__(self, mover: NodeMover, policy: CachingPolicy, max_adapters: int | None) -> None:
@@ -213,7 +213,7 @@ class Ranking:
         least = order[~dying].min(initial=WITHIN)
         if least == WITHIN and kind is not Kind.HOST:
             self._within.add((kind, self.asking))
-        first = order <= least  # later orders are ranked after these
+        first = order <= least
         chosen = [ascending(rows[part], values[part], BATCH) for part in (backed & first, first & ~backed)]
         victims = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in victims if (node := columns.nodes[row])]
@@ -221,7 +221,7 @@ class Ranking:
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the device's least valued idle nodes, `LEAVING_SHARE` of the pages.
 
-        Reuses the last result for `SOON_S_PER_NODE` per node, without nodes used since.
+        Reuses a result for `SOON_S_PER_NODE` per node, without nodes used since.
         """
         columns, asking = self.columns, self.asking
         if now_s >= self._soon_until_s or asking != self._soon_asking:

@@ -20,7 +20,7 @@ class Room:
     """Allocates pages, evicting at once and without copies if too few are free.
 
     With a partitioned policy KV replaces KV only.  A run needs a window without `blocked_rows`.  With host
-    use, unsaved KV in the window is saved first: the answer is None, and the caller asks again.
+    use, unsaved KV there is saved first: the answer is None, and the caller asks again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -40,7 +40,7 @@ class Room:
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: True for pinned and (by default) moving nodes and ancestors, fixed on the device."""
+        """[rows]: True for pinned and (by default) moving nodes and ancestors."""
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)
         for start in (*self.mover.held, *(self.mover.moving.values() if moving else ())):
@@ -118,7 +118,7 @@ class Room:
         return device.take(num_pages, owner)
 
     def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
-        """Device pages for an adapter, a run per layer; None if not available now."""
+        """Device pages for an adapter, a run per layer; None if not available."""
         assert node.layer_pages is not None
         if not self._could_take_adapter(node):
             return None
@@ -203,7 +203,7 @@ class Room:
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
     def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[P]: each page's cost by eviction order (WITHIN outweighs any number below), and value lost."""
+        """[P]: cost by eviction order (WITHIN outweighs any number below), and value lost."""
         owner, blocked = self._device.owner, self.blocked_rows()
         of_row, lost = self._row_costs(blocked, now_s)
         owned = owner >= 0

@@ -205,8 +205,8 @@ class Swapper:
     def _exchange(self, now_s: float) -> None:
         """Bring in the most valued nodes for the least valued victims.
 
-        A kind at the limit without victims does not block the other.  Pages under way are unusable: at most
-        half of a tick's back-ups.
+        A kind at the limit without victims does not block the other.  Pages under way are at most half of a
+        tick's back-ups.
         """
         columns, left = self._columns, max(1, self._back_up_pages // 2)
         left -= sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)

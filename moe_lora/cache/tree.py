@@ -18,9 +18,9 @@ _ROOT = "root"
 
 
 class DependencyTree:
-    """Structure, and the movable nodes; `NodeMover` handles pages.
+    """Structure, and the movable nodes.
 
-    keeps_dependencies: a KV node may be on the device only with its adapter.
+    keeps_dependencies: a KV node is on the device only with its adapter.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of adapters and history KV over two arenas of pages; the caller copies."""
+"""A cache of adapters and history KV over two arenas of pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SWAP_IN_BELOW = 0.7
 
 
 class UnifiedCache:
-    """Adapters and the KV of finished prefixes in a dependency tree (FastLibra, sections 4 and 5).
+    """Adapters and KV of finished prefixes in a dependency tree (FastLibra, sections 4 and 5).
 
     For one thread.  now_s never decreases.  No call waits: the caller executes orders (`take_orders`) and
     confirms each (`copied`, `failed`).
@@ -62,7 +62,7 @@ class UnifiedCache:
         make_tree: Callable[..., DependencyTree] = DependencyTree,
     ) -> None:
         """block_size: tokens per KV page.  max_kv_pages: on the device, cached included.  max_adapters: with
-        device pages.  upper, lower: `tick` swaps out above and in below these shares.
+        device pages.  upper, lower: see `tick`.
         """
         if not 0 <= lower <= upper <= 1:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
@@ -92,7 +92,7 @@ class UnifiedCache:
         self._tree.refresh(self._base)
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
-        """Set the tenant of later holds and matches, with the weight in the arenas."""
+        """Set the tenant of later holds and matches, with the weight."""
         if self._tenant != NOBODY and self._ranking.shares is None and tenant != self.asker.tenant:
             self._divide()
         self.asker, self._asked_s, shares = Asker(tenant, share), now_s, self._ranking.shares
@@ -116,8 +116,7 @@ class UnifiedCache:
         """Add an adapter's node.
 
         layer_pages: all zero: remote.  inherits: replaced version, a source of visits.  Raises CapacityError
-        if the adapter can never be held, ValueError for a known namespace, KeyError for an unknown replaced
-        version.
+        if never possible, ValueError for a known namespace, KeyError for an unknown replaced version.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -145,7 +144,7 @@ class UnifiedCache:
         self._mover.let_die(self._tree.adapters[namespace])
 
     def clear_history(self, namespaces: Iterable[Namespace]) -> None:
-        """Make these namespaces' KV unfindable; pages in use are free with the last user."""
+        """Make their KV unfindable; pages in use are free with the last user."""
         for namespace in namespaces:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
                 self._mover.let_die(node)
@@ -162,7 +161,7 @@ class UnifiedCache:
                 self._mover.drop_host(node)
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for a request; load if needed, by evictions of the least valued nodes.
+        """Pin the adapter for a request; load if needed, by evictions.
 
         NO_ROOM: not pinned; no page is evictable, or history is still being saved.  Counts as a visit except
         with `again`.  The base is always READY.
@@ -240,8 +239,7 @@ class UnifiedCache:
         """Pin the longest cached prefix of `tokens`, except the last token.
 
         The adapter must be held.  Host parts move to the device as room allows (the table is then not
-        `ready`), else the match is shorter.  Counts as a visit except with `again`.  salt: matches only the
-        same salt.
+        `ready`), else the match is shorter.  Counts as a visit except with `again`.  salt: must be equal.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
@@ -253,7 +251,7 @@ class UnifiedCache:
                 path.append(self._mover.split(partial, common))
         depth = self._take(table, path)
         if depth < len(path):
-            worth = self._ranking.policy.worth_loading  # up to a node cheaper to compute than to load
+            worth = self._ranking.policy.worth_loading
             rest = takewhile(lambda n: worth(n.first_token, n.num_tokens, n.num_pages), path[depth:])
             self._bring_in(list(rest), now_s)
             depth += self._take(table, path[depth:])
@@ -270,7 +268,7 @@ class UnifiedCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """Make room for `num_tokens` in total; False, without allocation, if pages are short."""
+        """Make room for `num_tokens` in total; False, without allocation, if short."""
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
             if self._ranking.shares is not None:
@@ -311,7 +309,7 @@ class UnifiedCache:
                 return
 
     def release(self, table: BlockTable, now_s: float) -> None:
-        """Release the sequence's pages; findable blocks stay if the policy keeps history."""
+        """Release the pages; findable blocks stay if the policy keeps history."""
         tail = table.tail
         self._mover.device.give_back(table.pages[table.num_shared :])
         table.pages, table.num_shared, table.arriving = [], 0, []
@@ -326,14 +324,14 @@ class UnifiedCache:
     def tick(self, now_s: float, batch_size: int) -> bool:
         """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
 
-        Returns True if more is to be forgotten.  batch_size: running requests (for equation 3).
+        Returns True if more is to be forgotten.  batch_size: running requests.
         """
         if self._ranking.shares is not None:
             self._ranking.shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:
-        """Set the adapters and prefixes (tokens and salt) of the next requests."""
+        """Set adapters and prefixes (tokens and salt) of next requests."""
         if self._traits.looks_ahead:
             self._swapper.want(
                 self._find(namespace, self._salted(tokens, salt) if salt else tokens)

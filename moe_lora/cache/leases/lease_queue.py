@@ -37,7 +37,7 @@ Served = TypeVar("Served", bound=ServedView)
 
 
 class Standing(Generic[Served]):
-    """Tenants' holdings at one moment, and the adapters evictable for a tenant.
+    """Tenants' holdings, and the adapters evictable for a tenant.
 
     Idle adapters beyond shares go first; within shares, only for a tenant within its share or without an
     adapter in use.  residents: [N].  totals: [K], places, then pages of each rank.
@@ -122,7 +122,7 @@ class Standing(Generic[Served]):
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """An instance's place in the queue for an adapter."""
+    """An instance's place in the queue."""
 
     instance: str
     adapter: ServedAdapter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases of the LoRA Server's adapters.  Actions are events, times are arguments."""
+"""Leases of the LoRA Server's adapters, with actions as events and times as arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .residency import Evict, Load, Residency, ServedAdapter, ShardPages
 class Grant:
     """A lease.  Puts carry slot and generation: late puts are recognized.
 
-    The adapter's Load event precedes, possibly just before: a put may wait for a layer.
+    The Load event precedes, possibly just before: a put may wait for a layer.
     """
 
     instance: str
@@ -38,8 +38,8 @@ Event: TypeAlias = Load | Evict | Grant
 class LeaseTable:
     """Shares `capacity` slots and the ranks' pages among instances.
 
-    The caller's `grant_due` grants freed room, once for all changes.  pages_per_rank: of server ranks'
-    arenas.  Raises ConfigError for a capacity below 1.
+    `grant_due` grants freed room, once for all changes.  pages_per_rank: of server ranks.  Raises ConfigError
+    for a capacity below 1.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LeaseTable:
         self.is_due = False
         """True after a change that may allow a waiting lease."""
         self._is_promised = False
-        """True if freed room belongs to waiters; newcomers wait."""
+        """True if freed room belongs to waiters."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -108,8 +108,8 @@ class LeaseTable:
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease if available; else None, and a Grant event follows.
 
-        A new lease is also an event.  A waiting instance keeps the place in the queue, for the asker of
-        earliest turn.  Raises AdapterNotFoundError.
+        A new lease is also an event.  A waiter keeps the place in the queue, for the asker of earliest turn.
+        Raises AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if waiter := self._queue.get(instance, adapter_id):
@@ -135,7 +135,7 @@ class LeaseTable:
         return True
 
     def cancel(self, instance: str, adapter_id: str) -> bool:
-        """Stop waiting; False without a wait.  A lease granted meanwhile stands."""
+        """Stop waiting; False without a wait.  A granted lease stands."""
         waiter = self._queue.get(instance, adapter_id)
         if waiter is None:
             return False
@@ -144,7 +144,7 @@ class LeaseTable:
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
-        """Make the adapter resident without a lease; False without room.  Raises AdapterNotFoundError."""
+        """Make resident without a lease; False without room.  Raises AdapterNotFoundError."""
         adapter = self._registered(adapter_id)
         if not self._residency.bring_in(adapter, adapter.owner, self._stand(now_s)):
             return False
@@ -152,7 +152,7 @@ class LeaseTable:
         return True
 
     def prefill(self, adapter_ids: Sequence[str]) -> None:
-        """Register adapters as residents, without events; the last is evicted first."""
+        """Register residents, without events; the last is evicted first."""
         for before, adapter_id in enumerate(reversed(adapter_ids), start=-len(adapter_ids)):
             self.register(adapter_id, {})
             self.prefetch(adapter_id, float(before))

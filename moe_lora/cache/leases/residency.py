@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident adapters of the LoRA Server: slots, and pages in server ranks' arenas."""
+"""Resident adapters of the LoRA Server: slots and pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
 
 
 class ServerPages:
-    """A page allocator per server rank; adapters have a run per rank and layer."""
+    """A page allocator per server rank."""
 
     def __init__(self, pages_per_rank: Sequence[int]) -> None:
         self.pages_per_rank = tuple(pages_per_rank)
@@ -58,7 +58,7 @@ class ServerPages:
                 self._ranks[rank].free(first, num_pages)
 
     def could_alloc(self, shard_pages: ShardPages, pinned: Sequence[Runs]) -> bool:
-        """True if `alloc` would succeed beside only the `pinned` runs."""
+        """True if `alloc` would succeed beside the `pinned` runs."""
         return all(
             fits(
                 self.pages_per_rank[rank],
@@ -82,7 +82,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """Number of adapters of mean size on every rank, ignoring fragmentation."""
+        """Adapters of mean size on every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -90,7 +90,7 @@ class ServerPages:
 
 
 def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
-    """True if runs of the wanted lengths fit beside the taken, first fit in order."""
+    """True if the wanted runs fit beside the taken, first fit in order."""
     gaps = []
     end = 0
     for first, length in sorted(taken):
@@ -110,13 +110,13 @@ def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
 
 
 def enough_gb(num_bytes: int) -> float:
-    """Sufficient budget for these bytes; larger pages cost less than 0.1 %."""
+    """Sufficient budget; larger pages cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load the shards into these pages, layer by layer, and serve (slot, generation)."""
+    """Load the shards, layer by layer, and serve (slot, generation)."""
 
     adapter_id: str
     slot: int
@@ -163,7 +163,7 @@ class ServedAdapter:
 class Residency:
     """Assigns slots and pages, evicting the least recently used idle adapters.
 
-    With several tenants a `Standing` orders evictions.  A slot's generation grows with new content.
+    With several tenants a `Standing` orders evictions.  A generation grows with new content.
     """
 
     def __init__(self, pages_per_rank: Sequence[int], on_event: Callable[[Load | Evict], None]) -> None:
@@ -175,7 +175,7 @@ class Residency:
         self._generations: list[int] = []
         self._free_slots: list[int] = []
         self._used = [0] * (1 + len(pages_per_rank))
-        """Places, and pages of each rank, of leased adapters."""
+        """Places, and pages of ranks, of leased adapters."""
 
     @property
     def totals(self) -> tuple[int, ...]:

@@ -246,7 +246,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def give_memory_back(tensor: torch.Tensor) -> None:
-    """Free the pages behind a contiguous CPU tensor."""
+    """Free the pages behind a contiguous CPU tensor; values become undefined."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:

@@ -236,7 +236,7 @@ class ServerSize:
 def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
     """The fewest ranks that meet all constraints, with the shortest round; ties: the smaller x (table 1).
 
-    num_gpus: exact number.  Raises SloError with the term, budget and excess.
+    found: by number of ranks.  num_gpus: exact.  Raises SloError with the term, budget and excess.
     """
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:

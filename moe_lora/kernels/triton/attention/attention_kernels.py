@@ -250,7 +250,7 @@ def attend(
     sums_so_far = (top, total, acc_MD)
     about = (q_MD, keys, values, table, position, end, scale * _LOG2_E, window, page_stride)
     seen_by_all = first
-    if not (SINGLE or HAS_WINDOW):  # keys visible to every row of the tile
+    if not (SINGLE or HAS_WINDOW):
         seen_by_all = tl.maximum((seq_len - num_rows + tile_row + 1) // BLOCK_N * BLOCK_N, first)
         sums_so_far = _walk(
             first,
