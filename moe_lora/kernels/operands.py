@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """Layout of K and V in the arena: a page holds `block_size` tokens of every layer.
+    """Layout of K and V: a page holds `block_size` tokens of every layer.
 
     Byte address of K: page * page_bytes + layer * layer_bytes + (head * block_size + token) * head_dim *
     itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page.

@@ -149,7 +149,7 @@ def multiply(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """The linear layer of a site, dense or of experts."""
+    """The linear layer of a site."""
     if isinstance(weight, QuantisedOperand):
         return _multiply_quantised(x, weight, bias, ids, num_out)
     return _linear(x, weight, bias) if ids is None else _expert_linear(x, weight, bias, ids)
@@ -197,7 +197,7 @@ def _choose_experts(
     num_held: int,
     site: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """choice: fields of `experts.GateChoice`.  site: of LoRA rows to sort; -1: no site."""
+    """choice: of `experts.GateChoice`.  site: of LoRA rows to sort; -1: none."""
     handle, layer, _ = channel.tolist()
     handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
     to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)

@@ -18,7 +18,7 @@ STAGE_BYTES = 4 << 20
 
 
 def page_lock(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Page-lock host memory in place; returns the undo.  Raises RuntimeError on failure."""
+    """Page-lock host memory; returns the undo.  Raises RuntimeError on failure."""
     cudart, start = torch.cuda.cudart(), memory.data_ptr()
     with torch.cuda.device(device):
         torch.cuda.check_error(cudart.cudaHostRegister(start, memory.nbytes, _PORTABLE))

@@ -49,7 +49,7 @@ class Format:
         return self.name.endswith("-dynamic")
 
     def refusal(self, width: int) -> str | None:
-        """The reason against a matrix of this width, or None."""
+        """The reason against this width, or None."""
         if self.group_size and self.name != "fp8" and (refusal := group_refusal(width, self.group_size)):
             return refusal
         if self.dynamic and width > _MAX_DYNAMIC_WIDTH:
@@ -61,7 +61,7 @@ class Format:
         return -(-width // self.group_size) if self.group_size else 1
 
     def sizes(self, num_out: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a matrix's values and scales in memory."""
+        """Shapes of values and scales in memory."""
         groups = self.num_groups(width)
         if self.dynamic:
             blocks = -(-num_out // _BLOCK_OUT)

@@ -89,9 +89,9 @@ def arena_rows(
 def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torch.Tensor:
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), with A and B of row i's adapter.
 
-    In fp32, then rounded to dtype (default: x's): y = round(y + delta) has the same bits for a delta from
-    elsewhere.  Returns [T or T*K, sum(out_features)]; zero without an adapter.
-    Source: Punica (arXiv 2310.18547), SGMV.
+    In fp32, then rounded to dtype (default: x's): y = round(y + delta) has equal bits for a delta from
+    elsewhere.  Returns [T or T*K, sum(out_features)]; zero without an adapter.  Source: Punica (arXiv
+    2310.18547), SGMV.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     num_rows = x.shape[0] if ids is None else ids.numel()

@@ -62,7 +62,7 @@ class VisitWindow(Protocol):
 
 
 class Visit:
-    """A request in a window: arrives, starts, ends or is refused."""
+    """A request in a window."""
 
     __slots__ = ("_window", "adapter", "number", "started")
 
@@ -88,7 +88,7 @@ class Visit:
 
 
 class DemandWindow:
-    """Requests for adapters over the last window_s, in a ring of buckets.  Not thread-safe."""
+    """Requests for adapters over the last window_s.  Not thread-safe."""
 
     def __init__(self, clock: Clock, window_s: float, num_buckets: int = NUM_BUCKETS) -> None:
         self._clock = clock

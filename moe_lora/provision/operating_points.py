@@ -65,7 +65,7 @@ class PointLoad(Settings):
         return self.prompt_tokens + self.output_tokens
 
     def plan(self, rate_per_s: float, names: Sequence[str], seed: int) -> list[PlannedRequest]:
-        """Poisson arrivals, conditioned on the expected number; adapters are drawn evenly."""
+        """Poisson arrivals, conditioned on the expected number."""
         rng = np.random.default_rng(seed)
         count = max(self.num_requests, math.ceil(rate_per_s * self.duration_s))
         arrivals = np.sort(rng.uniform(0.0, count / rate_per_s, size=count))
@@ -99,7 +99,7 @@ class OperatingPoint:
 
 
 def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> RateRun:
-    """Judge requests by the SLO; skips the first tenth, on an empty server."""
+    """Judge requests by the SLO; skips the first tenth."""
     served = sorted(requests, key=lambda request: request.arrival_s)
     served = served[len(served) // 10 :]
     ttft = float(np.percentile([one.first_token_s - one.arrival_s for one in served], 95))

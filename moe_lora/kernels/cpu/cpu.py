@@ -2,8 +2,8 @@
 """The operations on CPU: the C++ kernels in csrc/, equal in meaning to `reference`.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences, R LoRA rank.
-Of the gated delta rule: P pages of a layer's state, C channels of the convolution, W its width, N value
-heads, K size of a key head, V of a value head.
+Of the gated delta rule: P pages of a state, C channels of the convolution, W its width, N value heads, K
+size of a key head, V of a value head.
 
 Calls release the GIL.  A row's bits depend neither on further rows nor on threads.  LoRA kernels, equal in
 bits:
@@ -226,7 +226,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over weights in the layout of `quantised.put`.
 
-    Bits equal those over dequantised weights; a dynamic format follows torchao, with exact sums.
+    Bits equal those over dequantised weights; dynamic formats follow torchao.
     """
     form, data = weight.form, weight.data
     code = dtype_code(x)

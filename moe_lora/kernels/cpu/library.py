@@ -142,7 +142,7 @@ def set_isa(name: str) -> None:
 
 
 def dtype_code(x: torch.Tensor) -> int:
-    """The library's code of a dtype.  Raises ValueError for others."""
+    """Code of a dtype.  Raises ValueError for others."""
     code = DTYPE_CODES.get(x.dtype)
     if code is None or not x.is_cpu:
         raise ValueError(

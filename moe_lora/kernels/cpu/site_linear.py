@@ -110,7 +110,7 @@ class SiteLinear:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor | None, rows: LoraRows) -> torch.Tensor | None:
         """[T, N], or [T*K, N] with ids; None for unsupported operands.
 
-        x: [T, H] or [T*K, H].  ids: [T, K] int32, model numbers, -1: none.
+        x: [T, H] or [T*K, H].  ids: [T, K] int32, -1: none.
         """
         num_rows, width = x.shape
         if ids is None:

@@ -109,7 +109,7 @@ class ConfigTable:
     """Launch configurations and algorithm choices of a GPU; the first match counts.
 
     dependent_launch: kernels of `DEPENDENT` start while the previous kernel ends (from sm_90 on).  Raises
-    ValueError if phases of one place add a row in different orders.
+    ValueError if phases add a row in different orders.
     """
 
     gpu: str
@@ -226,7 +226,7 @@ def table_of(device: torch.device) -> ConfigTable:
 
 
 def programs_at_once(device: torch.device, per_sm: int) -> int:
-    """Programs on the device, at per_sm per SM."""
+    """Programs on the device."""
     return per_sm * (_INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1])
 
 
@@ -248,7 +248,7 @@ DEPENDENT = frozenset(
         "attention.attention_kernels.join_parts",
     }
 )
-"""Kernels of a decode step that first wait for the previous kernel."""
+"""Kernels that first wait for the previous kernel."""
 
 
 def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:

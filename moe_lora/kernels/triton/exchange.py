@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels around one-sided puts: waiting for signals, admitting rows to slots, adding answers.
+"""Triton kernels around one-sided puts: waiting for signals, admitting rows, adding answers.
 
 A wait ends at its bound, or when `state` is set, and records the end there: later work on the stream is void.
-Legend: T token rows of a step, R rows of an answer, N output width.
+Legend: T token rows, R rows of an answer, N output width.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -80,8 +80,8 @@ def admit(
     """token_slots[t] = slot of token t after its layer has loaded, else -1.
 
     frame: int64 T, slots [T], generations [T].  generation: [M], loaded: [M, num_layers].  Ends when every
-    slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the layer; is_first:
-    from 0.  One program.
+    slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the layer.  One
+    program.
     """
     rows = tl.arange(0, MAX_ROWS)
     num_rows = tl.load(frame)

@@ -53,7 +53,7 @@ def relative(logits, temperature, peak):
 
 @triton.jit
 def is_kept(e, index, cut_value, cut_index):
-    """True for a token at or above the cut; ties: the first are above."""
+    """True at or above the cut; ties: the first are above."""
     bits = e.to(tl.int32, bitcast=True)
     return (bits > cut_value) | ((bits == cut_value) & (index <= cut_index))
 

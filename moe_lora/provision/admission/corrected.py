@@ -171,7 +171,7 @@ def corrected_admissibility_rate(popularity: Probabilities, global_batch: float,
 
 
 def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int) -> float:
-    """Mean wait of requests without an immediate start, in mean service times (Little's law).
+    """Mean wait without an immediate start, in mean service times (Little's law).
 
     Arguments and errors as in `corrected_admissibility_rate`.
     """

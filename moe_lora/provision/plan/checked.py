@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans checked in the simulator: until a cluster holds, then with fewer GPUs."""
+"""Plans checked in the simulator."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Pl
 def searched_loads(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
 ) -> list[PlannedLoad]:
-    """Loads of the search in two draws: two thirds of a check's requests, then all.
+    """Loads in two draws: two thirds of a check's requests, then all.
 
     With prompts half of these; fewer above CHUNKS steps.
     """

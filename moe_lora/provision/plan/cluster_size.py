@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load and limits of a cluster to size (InfiniLoRA section 4.2.2).
 
-Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters resident at once.
+Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M resident adapters.
 
     SLO_Layer = TPOT / layers          SLO_FFN = SLO_Layer - attention(B)
     (5)  receive + compute + send <= SLO_FFN
@@ -110,7 +110,7 @@ class Cluster:
         return 1 / (1 + self.stages.prompts.tokens)
 
     def needed(self, global_batch: float) -> int:
-        """M* of a global batch; with prompts, of the next batch on a grid, to limit calls."""
+        """M* of a global batch; with prompts, of the next on a grid, to limit calls."""
         in_service = global_batch * self.in_service
         if self.inputs.prompts is not None and in_service > 0:
             in_service = GRID ** math.ceil(math.log(in_service, GRID) - _PRECISION)
@@ -236,7 +236,7 @@ class Cluster:
         )
 
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
-        """A step with `batch` rows and waits for loads, and the loads.
+        """A step with waits for loads, and the loads.
 
         A closed system: longer steps ask for fewer adapters.
         """
@@ -286,7 +286,7 @@ class Cluster:
         return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
 
     def check_prompts(self) -> None:
-        """Raise SloError if the base model alone is too slow for the 95th-percentile prompt."""
+        """Raise SloError if the base model is too slow for the 95th-percentile prompt."""
         prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
         if prompts is None:
             return

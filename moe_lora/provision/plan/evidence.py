@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence of a plan: lower bound, and parts with a run on hardware."""
+"""Evidence of a plan: lower bound, and runs on hardware."""
 
 from __future__ import annotations
 

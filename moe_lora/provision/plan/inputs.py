@@ -41,8 +41,8 @@ CHUNK_TOKENS = 512
 class PromptLoad:
     """Prompts of a load, computed by the instances.
 
-    prompt_tokens, output_tokens: means.  hit_share: in an endless cache.  p95_computed: of the
-    95th-percentile prompt.  stated: hit_share is an option.  longest: most tokens of prompt and answer.
+    prompt_tokens, output_tokens: means.  hit_share: in an endless cache.  p95_computed: of the 95th
+    percentile.  stated: hit_share is an option.  longest: most tokens of prompt and answer.
     """
 
     prompt_tokens: float
@@ -129,7 +129,7 @@ class PlanInputs(PlanGoals):
 
     probabilities: [N].  rate_per_s, output_tokens, context_tokens: means.  prompts: None: computed elsewhere
     (InfiniLoRA section 2.1).  trace_rate_per_s: the trace's mean if rate_per_s is its mean or peak.
-    adapters_are_traces: probabilities come from the trace.  Raises ConfigError for impossible numbers.
+    adapters_are_traces: probabilities are the trace's.  Raises ConfigError for impossible numbers.
     """
 
     model: str

@@ -29,8 +29,7 @@ _KNOWN = Path(__file__).parents[1] / "known_models.json"
 class KnownModel:
     """A shape with its settings in table 3.
 
-    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are published.  note:
-    differences, and assumptions.
+    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are published.
     """
 
     name: str
@@ -53,7 +52,7 @@ def base_parameters(shape: ModelShape) -> int:
 
 
 def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
-    """Bytes of the base model on an instance; other parts keep the model's dtype."""
+    """Bytes of the base model; other parts keep the model's dtype."""
     plain = 8.0 * shape.dtype_bytes
     heads = shape.num_heads + shape.num_kv_heads
     attention = shape.num_layers * 2 * shape.hidden_size * shape.head_dim * heads
@@ -90,7 +89,7 @@ _EXPERT_TARGETS = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMix:
-    """(LoRA rank, share of requests) pairs of a workload's adapters, and form.
+    """(LoRA rank, share of requests) pairs of adapters, and form.
 
     adapter_ranks: (LoRA rank, share of adapters); memory counts the larger mean.  form: "separate": gate and
     up have an A each; "shared": one A (PEFT's fused form).  Raises ConfigError for shares that do not sum to
@@ -157,7 +156,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def server_bytes(gpu: Gpu) -> float:
-    """Adapter memory of a LoRA Server's rank, rounded down to three digits of GB."""
+    """Adapter memory of a rank, rounded down to three digits of GB."""
     usable_gb = gpu.memory_bytes * gpu.server_memory_share / 1e9
     unit = 10.0 ** (math.floor(math.log10(usable_gb)) - 2)
     return round(math.floor(usable_gb / unit) * unit, 9) * 1e9
@@ -197,8 +196,8 @@ class LoadQueue:
     """An M/D/1 queue of loads on a LoRA Server's links.
 
     Legend: lambda = loads_per_s, D = load_s, rho = lambda D, L instances, t seconds of a step, t0 without
-    waits, l layers.  misses: share of requests with a load.  Backlog for rho < 1: P(> x) = exp(-theta x),
-    lambda (exp(theta D) - 1) = theta (Lundberg, Kingman).
+    waits, l layers.  misses: share of requests with a load.  Backlog for rho < 1: P(> x) = exp(-theta
+    x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman).
     """
 
     loads_per_s: float

@@ -24,7 +24,7 @@ ROUND = 8
 class Candidate:
     """A layout under a load: capacity, times, and met constraints.
 
-    batch: rows of an instance.  step_s: with waits for `queue`.  p95_ttft_s: with a slot.
+    step_s: with waits for `queue`.  p95_ttft_s: with a slot.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
 
 
 def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
-    """Every layout with its steady batch, except if forbidden by the base model or KV."""
+    """Every layout with its steady batch, if the base model and KV allow."""
     alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
         loaded(cluster, layout, num_instances)
@@ -331,7 +331,7 @@ class Split:
 def best_split(cluster: Cluster) -> Split:
     """The split of highest rate, or of largest batch for a given global batch.
 
-    Ties: fewer server GPUs, then the shorter round.  Raises SloError if no split works.
+    Ties: fewer server GPUs, then the shorter round.  Raises SloError without any.
     """
     inputs = cluster.inputs
     capacity_of = cluster.capacity_of[inputs.estimator]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a layer's parts: a profile's, scaled to a model.
 
-Legend: p GPUs of an instance, x the EP degree of the LoRA Server, E experts.
+Legend: p GPUs of an instance, x the EP degree, E experts.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class StageTimes:
 class SimulatedLayers:
     """`LayerModel` by `StageTimes`.  ep: None: the instance computes deltas.
 
-    A single request with an adapter makes every row count as a row with an adapter.
+    A request with an adapter makes every row count as a row with an adapter.
     """
 
     def __init__(self, stages: StageTimes, ep: int | None) -> None:
@@ -336,7 +336,7 @@ class SimulatedLayers:
 
 
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
-    """Reached rates of measured expert GEMMs: memory at the first batch, FLOP at the last."""
+    """Reached rates of expert GEMMs: memory at the first batch, FLOP at the last."""
     there, gpus, table = profile.taken_at, profile.taken_at.instance_gpus, profile.tables["base_us.experts"]
     return Efficiency.model_construct(
         memory=there.expert_bytes / (gpus * bytes_per_s) / table.times_s[0],

@@ -73,7 +73,7 @@ def num_replayed(inputs: PlanInputs) -> int:
 
 
 class _Judged(NamedTuple):
-    """A request.  tpot_s: NaN for a single token.  num_cached: prompt tokens of a prefix hit."""
+    """tpot_s: NaN for a single token.  num_cached: prompt tokens of a prefix hit."""
 
     ttft_s: float
     tpot_s: float
@@ -93,7 +93,7 @@ def both(
 ) -> list[Latencies]:
     """Latencies of FAST and of REAL under Poisson arrivals.
 
-    show: called with requests done on REAL, and in all.  Raises CapacityError for a request without room.
+    show: called with requests done on REAL, and in all.  Raises CapacityError if a request has no room.
     """
     cluster = Cluster(inputs)
     load = planned_load(inputs, rate_per_s, trace, num_requests=num_requests, seed=seed)

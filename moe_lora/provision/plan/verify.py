@@ -133,7 +133,7 @@ def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
 def replays(
     cluster: Cluster, place: SizedCluster, load: PlannedLoad, *, to_the_end: bool = True
 ) -> list[Replay]:
-    """A replay per arrival kind; the first fifth of the time is not judged.
+    """A replay per arrival kind, without judging the first fifth.
 
     to_the_end: False stops at the first with goals out of reach.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated LLM instance: continuous batching, the real admission policy, modelled step times.
 
-Equal steps form one event, a `Stretch`, cut by changes.
+Equal steps form one event, a `Stretch`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .system_config import InstanceConfig
 class StepTime:
     """Time of a step with decode rows, prompt tokens, or both.
 
-    By a profile, by layer times, or by a model: a decode plus a prefill step.  remote: a LoRA Server computes
-    deltas.
+    By a profile, by layer times, or by a model: a decode plus a prefill step.  remote: deltas on a LoRA
+    Server.
     """
 
     def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
@@ -34,10 +34,7 @@ class StepTime:
         self._remote = remote
 
     def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        """Seconds of a layer with an idle LoRA Server, and of the deltas.
-
-        Only layer times include prompts.
-        """
+        """Seconds of a layer, and of the deltas.  Only layer times include prompts."""
         if self._config.layers is not None:
             return self._config.layers.layer_s(running)
         profile = self._config.profile
@@ -63,7 +60,7 @@ class StepTime:
 def delayed_step_s(step_s: float, num_layers: int, first_layer_s: float, last_layer_s: float) -> float:
     """A step that waits for adapter loads.
 
-    first_layer_s, last_layer_s: from the step's start; layers between come evenly.
+    first_layer_s, last_layer_s: from the start; layers between come evenly.
     """
     after_last_s = step_s / num_layers
     return max(step_s, first_layer_s + step_s, last_layer_s + after_last_s)

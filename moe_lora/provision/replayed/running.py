@@ -152,7 +152,7 @@ class RunningRequests:
         return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
 
     def stamp_first_decode(self, end_s: float) -> None:
-        """Stamp the end of the next step on requests with a first decode step."""
+        """Stamp the next step's end on requests with a first decode step."""
         for request in self._fresh:
             if self._prefill_tokens is None:
                 request.first_token_s = end_s

@@ -55,7 +55,7 @@ class AdapterSource(ABC):
         """The last running request ended; True if another adapter may find room."""
 
     def work(self, layer_s: float, delta_s: float) -> float:
-        """Set times per layer, total and on the server.  Returns the server's time for all instances."""
+        """Set times per layer, total and server's.  Returns the server's time for all instances."""
         return 0.0
 
     def adapter(self, request: SimRequest) -> SimAdapter | None:
@@ -117,7 +117,7 @@ class LoadLink:
         self.num_loads = 0
 
     def load(self, now_s: float, num_bytes: float) -> tuple[float, float]:
-        """Times of the first and the last part; later loads delay last parts."""
+        """Times of the first and last part; later loads delay last parts."""
         load_s = self._link.seconds(num_bytes)
         self._free_s = max(self._free_s, now_s) + load_s
         self._under_way = [end_s for end_s in self._under_way if end_s > now_s]

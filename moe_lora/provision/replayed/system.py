@@ -136,7 +136,7 @@ class RemoteAdapters(AdapterSource):
 
 
 class SimPlacement:
-    """Runs a planner every interval on the virtual clock, routes by its table, and updates hosts.
+    """Runs a planner every interval, routes by its table, and updates hosts.
 
     Tokens count at arrival; placing takes no time.  held: adapters per instance, by table.
     """
@@ -197,7 +197,7 @@ def simulate(
 
     requests: by arrival.  give_up: per finished request; True ends the simulation.  Raises ValueError for
     unsorted requests or no output tokens, CapacityError for a too long request, ConfigError for a placement
-    without a placement router.
+    without its router.
     """
     system = System(config, give_up)
     system.replay(requests)

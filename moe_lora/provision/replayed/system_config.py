@@ -47,7 +47,7 @@ class StatedHits:
 class BlockHits:
     """Finds the longest prefix in blocks of ended requests with the same adapter.
 
-    Evicts least recently used blocks, down to the KV without running requests.  block_tokens: of a hash id.
+    Evicts least recently used blocks, down to the KV without running requests.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -124,7 +124,7 @@ class InstanceConfig(Settings):
 
     profile: of one of num_layers equal layers; or steps: times of whole steps by rank; or layers: layer times
     with prompts.  kv_tokens: None: unlimited.  prefill: time of a step's prompt tokens; None, without `steps`
-    and `layers`: computed elsewhere (InfiniLoRA section 2.1).  prefix_hits: None: no reuse.
+    and `layers`: computed elsewhere (InfiniLoRA section 2.1).
     """
 
     profile: StepProfile | None = None
@@ -159,7 +159,7 @@ class InstanceConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(Settings):
-    """Every instance has `capacity` adapter slots and loads at load_bytes_per_s (inf: at once).
+    """Every instance has `capacity` slots and loads at load_bytes_per_s (inf: at once).
 
     fetch_bytes_per_s: from another host.  starvation_s: after this wait younger requests stop.  blocking: a
     load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted first.
@@ -212,8 +212,8 @@ class PlacementConfig(Settings):
 class SystemConfig(Settings):
     """Equal instances and their adapters.
 
-    lora_ranks: for step times; unnamed adapters count as base model.  placement: renewed for a `PhiRouting`
-    router; None: every host has all adapters.
+    lora_ranks: for step times; unnamed adapters count as base model.  placement: for a `PhiRouting` router;
+    None: every host has all adapters.
     """
 
     num_instances: int = setting(least=1)

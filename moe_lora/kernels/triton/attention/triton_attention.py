@@ -160,7 +160,7 @@ def _attend_single(
 
 
 def _attend_several(operands: AttentionOperands, out: torch.Tensor, tiles: AttentionTiles) -> None:
-    """Sequences of several rows, in tiles from query_start // rows + number on."""
+    """Sequences of several rows, in tiles from query_start // rows + number."""
     rows = _rows_of(operands, tiles)
     num_tiles = operands.q.shape[0] // rows + len(operands.step.seq_lens)
     programs = num_tiles * operands.layout.num_kv_heads

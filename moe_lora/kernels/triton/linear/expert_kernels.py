@@ -137,7 +137,7 @@ def choose_experts(
 
 @triton.jit
 def _expert_of(ids, row, num_rows, first, num_experts):
-    """Expert of each row, from `first`; E without an expert, E + 1 past the last row."""
+    """Expert from `first`; E without an expert, E + 1 past the last row."""
     expert = tl.load(ids + row, mask=row < num_rows, other=-1)
     expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
     return tl.where(row < num_rows, expert, num_experts + 1)
@@ -232,7 +232,7 @@ def choose_and_order(
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
     all tokens without deadlock: programs take items in order, so a token is done or at a running program.
-    counters: [2] int32, zeros: the next item, and finished tokens.  first, num_held: ordered experts.
+    counters: [2] int32, zeros.  first, num_held: ordered experts.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -300,7 +300,7 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Start and end of each expert's rows, and the running number of tiles; expert E: without expert."""
+    """Start and end of experts' rows, and running number of tiles; expert E: without expert."""
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
     end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)

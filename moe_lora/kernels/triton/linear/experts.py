@@ -34,7 +34,7 @@ class Gate(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """Blocks of a launch.  block_t: rows; block_n: of N; group: tiles in parallel."""
+    """block_t: rows; block_n: of N; group: tiles in parallel."""
 
     block_t: int
     block_n: int
@@ -73,7 +73,7 @@ def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -
 
 
 _MOST_OF_TILES = ((16, 12), (32, 24), (64, 80))
-"""Sizes of tiles, each with the largest mean number of an expert's rows (H200)."""
+"""Sizes of tiles, with the largest mean number of an expert's rows (H200)."""
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:

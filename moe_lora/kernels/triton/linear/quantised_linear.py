@@ -3,7 +3,7 @@
 
 Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width.  A tile
 becomes round(scale * q) in x's dtype, with the bits of `quantised.dequantise`.  H, format and dtype fix the
-order of fp32 sums; with few tiles the parts are separate programs.
+order of fp32 sums.
 """
 
 from __future__ import annotations

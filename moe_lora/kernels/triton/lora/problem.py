@@ -24,7 +24,7 @@ _MAX_MODULES = 3
 
 
 class Tables(NamedTuple):
-    """The slot table's columns and the arena, for kernels."""
+    """The slot table's columns and the arena."""
 
     a_offset: torch.Tensor
     b_offset: torch.Tensor
@@ -34,7 +34,7 @@ class Tables(NamedTuple):
 
 
 class Deltas(NamedTuple):
-    """Deltas of an expert site for a fused addition: values [R, C], undefined at rank 0."""
+    """Deltas for a fused addition: values [R, C], undefined at rank 0."""
 
     values: torch.Tensor
     token_slots: torch.Tensor

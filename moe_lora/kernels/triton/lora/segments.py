@@ -28,8 +28,7 @@ class Tiles(NamedTuple):
 class RowsToSort(NamedTuple):
     """Segments filled by a later launch.
 
-    operands: token_slots, the result's memory, then (num_slots, num_experts, tile_rows).  cuts: also into
-    tiles.
+    operands: token_slots, the result's memory, then (num_slots, num_experts, tile_rows).
     """
 
     segments: Segments

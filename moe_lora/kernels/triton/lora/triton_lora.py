@@ -64,7 +64,7 @@ def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
 
 
 def forced(algorithm: str) -> tuple[Choice, ...]:
-    """All ranks by a named algorithm.  Raises ValueError for an unknown name."""
+    """All ranks by one algorithm.  Raises ValueError for an unknown name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
     return (Choice(algorithm=algorithm),)
@@ -91,9 +91,9 @@ def lora_shrink(
 ) -> Shrunk:
     """h = x_row @ A.T for each row with an adapter and each module.
 
-    x: bf16, fp16 or fp32, rows contiguous (row stride free).  segments: `rows_for` of the same rows, to share
-    between sites.  batch_rank: width of workspaces, and the padded rank of "bgmv" (default: read from the
-    device, with a wait).  Raises ValueError for bad operands.
+    x: bf16, fp16 or fp32, rows contiguous (row stride free).  segments: `rows_for` of the same rows.
+    batch_rank: width of workspaces, and the padded rank of "bgmv" (default: read from the device, with a
+    wait).  Raises ValueError for bad operands.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
