@@ -286,7 +286,7 @@ class Columns:
 
     def where(self, flag: int) -> NDArray[np.int64]:
         """Row numbers with the flag."""
-        return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)  # of booleans: much quicker
+        return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)
 
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
         return NodeColumns(

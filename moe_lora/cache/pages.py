@@ -187,7 +187,7 @@ class Node:
     target pages.  leaves: device pages go after moving_out.  pins: users; pinned nodes and ancestors stay on
     the device.  heir: last found or added child.  gone: not findable, freed with the last user.  lost: gone
     for lack of bytes.  failed: the last load failed; only a request loads again.  reachable: False for an
-    adapter neither here nor on the LoRA Server.  is_whole: never cut.
+    adapter neither here nor on the LoRA Server.
     """
 
     namespace: Namespace

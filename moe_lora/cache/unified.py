@@ -324,7 +324,7 @@ class UnifiedCache:
     def tick(self, now_s: float, batch_size: int) -> bool:
         """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
 
-        Returns True if more is to be forgotten.  batch_size: running requests.
+        Returns True if more is to be forgotten.  batch_size: running requests (equation 3).
         """
         if self._ranking.shares is not None:
             self._ranking.shares.make_room_for(NOBODY, now_s)

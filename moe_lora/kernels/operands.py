@@ -69,7 +69,7 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayou
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
     """Layouts of the layers with a window, and of the full layers in the same pages.
 
-    Full layers are numbered from the first multiple of their size behind.
+    Full layers are numbered from the first multiple of their size behind the rest.
     """
     first = replace(layout, num_layers=layout.num_layers - len(sizes.layers))
     full = replace(layout, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
@@ -83,7 +83,7 @@ class SlotTable:
     a_offset, b_offset: [N, L, X] int64 bytes (A: `lora_rank` rows of d_in; B transposed: `lora_rank` rows of
     d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the device are never
     read back.  ranks: [N, X] int32, on the host: largest over the layers, loads in progress included.
-    end_bytes: end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by the copier.
+    present: [N, L] bool, on the host: loaded layers, set by the copier.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class SlotTable:
         self.lora_rank[slot, layer, :num].copy_(table[:, 2])
 
     def largest_rank(self, site: Site) -> int:
-        """Largest rank at the site.  Raises ValueError for a site outside the table."""
+        """Largest rank at the site.  Raises ValueError for a foreign site."""
         first, end = site.entry_base, site.entry(0, max(1, site.num_experts))
         if not 0 <= first <= end <= self.ranks.shape[1]:
             raise ValueError(
@@ -233,7 +233,7 @@ class Rotation(NamedTuple):
     """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
     cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
-    norms, or None.  clip: to -clip .. clip.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else (i,
+    norms, or None.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else (i,
     i + R / 2).
     """
 

@@ -30,7 +30,7 @@ _next_handle = itertools.count(1)
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
     """A channel per layer, during the handler's life.
 
-    handler: runs channel operations.  calls: tables for C++.
+    calls: tables for C++.
     """
     handle = next(_next_handle)
     _handlers[handle] = handler
@@ -237,7 +237,7 @@ def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`reference.sum_experts`.
+    """`reference.sum_experts`, in torch's order on CPU.
 
     Under a compiler plain terms, to fuse with residual and norm.
     """

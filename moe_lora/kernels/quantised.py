@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights: formats, quantisation by torchao, memory layout.
+"""Quantised weights: formats, quantisation, memory layout.
 
 Legend: E experts, N output width, K input width, G groups of K.
 """

@@ -81,7 +81,7 @@ def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def arena_rows(
     arena: torch.Tensor, offset_bytes: int, lora_rank: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """View of `lora_rank` contiguous rows of `width` at a byte offset of the arena."""
+    """`lora_rank` contiguous rows of `width` at a byte offset of the arena."""
     num_bytes = lora_rank * width * dtype.itemsize
     return arena[offset_bytes : offset_bytes + num_bytes].view(dtype).view(lora_rank, width)
 

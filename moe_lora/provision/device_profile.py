@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory of a device, the input of sizing (fields: docs/reference/profiles.md)."""
+"""Speed and memory of a device (fields: docs/reference/profiles.md)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RatedGpu(Gpu):
 
 
 class Sizes(FileContent):
-    """Sizes of a layer; a dense MLP is one expert, always chosen.  weights: weight format."""
+    """Sizes of a layer; a dense MLP is one expert, always chosen."""
 
     model: str = ""
     hidden_size: Count

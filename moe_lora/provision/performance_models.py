@@ -20,7 +20,7 @@ from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, fe
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """Time of a batch's steps.  samples_s: behind `seconds`.  held_out: not for fitting."""
+    """Time of a batch's steps.  held_out: not for fitting."""
 
     phase: str
     rows: tuple[Row, ...]

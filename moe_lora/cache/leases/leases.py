@@ -275,7 +275,7 @@ class LeaseTable:
         for waiter in self._queue.admissible(can_be_resident, standing, now_s):
             self._grant(waiter, now_s)
             if standing is not None:
-                return True  # turns may have changed
+                return True
         return False
 
     def _grant(self, waiter: Waiter, now_s: float) -> Grant:

@@ -279,7 +279,7 @@ def _parts(form: Format, matrices: tuple[int, ...], num_out: int, width: int, dt
 def fits(
     weight: QuantisedOperand, dtype: torch.dtype, width: int, matrices: tuple[int, ...], num_out: int
 ) -> bool:
-    """True for the shapes and dtypes of `Format`; int4's scales may be fp32 beside bf16."""
+    """True for the shapes and dtypes of `Format`; int4's scales may be fp32."""
     form, data, scale, zero = weight
     data_shape, scale_shape, zero_shape, kind, scale_kind = _parts(form, matrices, num_out, width, dtype)
     return (

@@ -161,7 +161,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Address of a contiguous CPU tensor.  Raises ValueError for another dtype, size, layout or device."""
+    """Address of a contiguous CPU tensor.  Raises ValueError for other dtypes, sizes, layouts or devices."""
     if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
         raise ValueError(
             f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "

@@ -93,7 +93,7 @@ class ConfigEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`algorithm` for ranks min_rank..max_rank and a matching key; fixes the order of sums."""
+    """`algorithm` for ranks min_rank..max_rank and a matching key."""
 
     algorithm: str
     min_rank: int = 1

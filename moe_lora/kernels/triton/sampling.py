@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that draw next tokens after temperature, top-k, top-p and min-p.
+"""Triton kernels that draw tokens after temperature, top-k, top-p and min-p.
 
 Legend: S sequences, V vocabulary, P parts of the vocabulary.  Bisection finds cuts, fp64 sums masses, the
 noise is numpy's Philox.  A row's token does not depend on further rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for calls from a stream to a host process, and waits.
+"""Triton kernels for calls from a stream to a host process.
 
 Access to mapped host memory is by plain loads and stores of system scope: atomics over PCIe depend on the
 machine, and could undo a store of the host.

@@ -29,9 +29,7 @@ def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
 def smallest_capacity_of(
     estimator: str, probabilities: NDArray[np.float64], global_batch: float, target: float
 ) -> int:
-    """Smallest capacity with IAR >= target.  "corrected" bisects around the answer of "paper"
-    (algorithm 1).
-    """
+    """Smallest capacity with IAR >= target; "corrected" bisects around "paper" (algorithm 1)."""
     near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
         return near

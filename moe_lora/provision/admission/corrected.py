@@ -24,7 +24,7 @@ from moe_lora.provision.admission.iar import (
 from .iar import BELOW_ONE
 
 NUM_NODES = 40
-LARGEST_RATE = 40.0  # above this rate an adapter is always active
+LARGEST_RATE = 40.0
 
 # Legendre nodes in v = u^(1/3): dense near 0, the steep end.
 _ABSCISSAE, _WEIGHTS = np.polynomial.legendre.leggauss(NUM_NODES)
@@ -81,7 +81,7 @@ class SlotDemand:
         self._others_speed = np.ones(len(self._rates))
 
     def at(self, num_wanting: int) -> DemandState:
-        """State n.  Above `capacity`, call with rising n: a fixed point starts from the previous."""
+        """State n.  Above `capacity`, call with rising n: a fixed point starts from the last."""
         busy = self._busy.without_wait
         if num_wanting <= self.capacity:
             wanting, idle = self._shares(busy, num_wanting)

@@ -164,14 +164,13 @@ def poisson_tail(rates: np.ndarray, tau: float) -> np.ndarray:
 class AdmissibilityModel:
     """Independence model: an adapter is resident if its load exceeds a common threshold.
 
-    expected_active: sum_i 1 - exp(-lambda_i), the residents at tau = 0.
+    expected_active: the residents at tau = 0.
     """
 
     def __init__(self, probabilities: np.ndarray, global_batch: float) -> None:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
         self.groups = groups = group_rates(used, global_batch)
-        # A search returns to known capacities and their neighbours.
         self._expected_resident = cache(lambda tau: float(groups.counts @ poisson_tail(groups.rates, tau)))
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}

@@ -69,7 +69,7 @@ def place_by_burst_tolerance(
     demand: Mapping[str, float],
     previous: Placed | None = None,
 ) -> Table:
-    """`place_and_preload` with ranks as bytes, and room for all twice on each server."""
+    """`place_and_preload` with ranks as bytes, and room for all twice."""
     if not servers:
         raise ValueError("there are no servers; give at least one")
     memory = DeviceMemory(

@@ -2,8 +2,8 @@
 """Optimal placement: least load of the worst server, ranks apart, few copied bytes.
 
 First the highest rank (cap) of each server, then shares under the caps.  A server pads every row to its
-highest rank R: T · p(R) tokens/s at load T and operating points p.  With x(R) servers of R, demand of ranks
->= r is at most T · sum over R >= r of x(R) p(R), for every r.
+highest rank R (Punica's BGMV, S-LoRA; LoRAServe section III-A5): T · p(R) tokens/s at load T and operating
+points p.  With x(R) servers of R, demand of ranks >= r is at most T · sum over R >= r of x(R) p(R).
 """
 
 from __future__ import annotations
@@ -237,9 +237,7 @@ class Slots:
         return [slots[int(one)] for one in slot]
 
     def as_they_are(self) -> list[Cap]:
-        """Caps from servers' present highest rank, at the least feasible load; the highest covers
-        all demand.
-        """
+        """Caps from present highest ranks, at the least feasible load; the highest covers all demand."""
         problem = self.problem
         ranks = [rank for rank in problem.tokens_per_s if problem.demand[problem.ranks == rank].sum() > 0]
         served = tokens_by_rank(problem, self.before) > 0

@@ -49,7 +49,7 @@ def place_adapters(
 ) -> Table:
     """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1; phi of an adapter sum to 1.
 
-    adapters: name -> rank.  servers: in a fixed order.  operating_points: rank -> tokens/s of a server with
+    adapters: name -> rank.  operating_points: rank -> tokens/s of a server with
     this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
     adapters move.
 
@@ -132,7 +132,7 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: fill a server to the target, then the next; returns remaining shares."""
+        """Fractional bin packing: fill server by server to the target; returns remaining shares."""
         left = []
         servers = iter(own)
         server = next(servers, None)
@@ -203,7 +203,7 @@ def _by_names(place: Callable[..., Table]) -> Callable[..., Table]:
 
 @_by_names
 def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -> Table:
-    """Each adapter on a random server; placed adapters stay (S-LoRA Random; LoRAServe, section V-D)."""
+    """Each adapter on a random server; placed adapters stay (LoRAServe, section V-D)."""
     rng = random.Random(seed)
     drawn = [rng.randrange(len(problem.servers)) for _ in problem.names]
     had = {adapter: max(row, key=lambda one: (row[one], -one)) for adapter, row in before.items()}
@@ -212,7 +212,7 @@ def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -
 
 @_by_names
 def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
-    """By rank, an equal number of adapters on each server; ignores demand (LoRAServe, section V-D)."""
+    """By rank, equally many adapters on each server (LoRAServe, section V-D)."""
     order = np.argsort(problem.ranks, kind="stable").tolist()
     num_servers = len(problem.servers)
     return problem.table({a: {place * num_servers // len(order): 1.0} for place, a in enumerate(order)})
@@ -242,7 +242,7 @@ def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[
 def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
     """Each adapter on one server: heaviest first, on the least loaded (InfiniLoRA, section 6.1).
 
-    Servers then exchange names to move few bytes.
+    Servers then exchange names to save copies.
     """
     loads = dict(zip(problem.names, problem.load.tolist(), strict=True))
     owner = balanced_assignment(loads, len(problem.servers))
@@ -252,7 +252,7 @@ def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
 
 @_by_names
 def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Table:
-    """Each adapter on all servers, in equal shares (Toppings section 5, as LoRAServe section V-D)."""
+    """Each adapter on all servers, in equal shares (Toppings section 5)."""
     row = dict.fromkeys(range(len(problem.servers)), 1.0)
     return problem.table(dict.fromkeys(range(len(problem.names)), row))
 

@@ -120,7 +120,7 @@ class Cluster:
     def layouts(self) -> tuple[Layout, ...]:
         """Every allowed EPx-PPy, by number of ranks.
 
-        Raises ConfigError if an instance's GPUs can't share the experts.
+        Raises ConfigError if GPUs can't share the experts.
         """
         self._partition(Layout())
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))
@@ -273,7 +273,7 @@ class Cluster:
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
-        """Extra time of a 95th-percentile prompt before the first token, without further prompts.
+        """Extra time of a 95th-percentile prompt before the first token.
 
         tpot_s: of a mean step.
         """

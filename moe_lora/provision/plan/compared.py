@@ -268,7 +268,7 @@ def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
 
 
 def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
-    """Tries fewer GPUs past misses, as many numbers as an instance has GPUs."""
+    """Tries fewer GPUs past as many misses as an instance has GPUs."""
     number, missed = place.num_gpus(search.instance_gpus) - 1, 0
     while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
         found = search.holding(number)

@@ -34,7 +34,7 @@ class Coupled:
         return self._inputs.shape.num_layers * stages.coupled_layer_s(stages.prompts.step(rows))
 
     def batch(self, num_instances: int) -> float:
-        """Planned rows of an instance (Little's law), with the margin; infinite above MOST_PROMPTS."""
+        """Planned rows (Little's law) with the margin; infinite above MOST_PROMPTS."""
         inputs, cluster = self._inputs, self._cluster
         if self.prompt_share(num_instances) > MOST_PROMPTS:
             return math.inf
@@ -59,7 +59,7 @@ class Coupled:
         return (self._room - slots * self._inputs.adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
-        """Load time of an adapter over all GPUs; 0 if every adapter has a slot.
+        """Load time over all GPUs; 0 if every adapter has a slot.
 
         Raises MissingRateError without a rate.
         """

@@ -79,13 +79,13 @@ def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
 
 
 def ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts with a run on the profile's device, and the runs."""
+    """Parts with a run on the device, and the runs."""
     found = inputs.profile.ran
     return tuple(f"{TEXTS[part]} ({found[part]})" for part in _parts(inputs, place) if part in found)
 
 
 def never_ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts without a run there: foreign, derived or assumed numbers."""
+    """Parts without a run there."""
     profile = inputs.profile
     missing = [TEXTS[part] for part in _parts(inputs, place) if part not in profile.ran]
     if inputs.model not in profile.models_run:

@@ -108,7 +108,7 @@ def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
 
 @dataclass(frozen=True)
 class SizedCluster:
-    """Instances beside a LoRA Server of `layout`, or coupled, with `slots` adapters on each."""
+    """Instances beside a LoRA Server, or coupled, with `slots` adapters on each."""
 
     layout: Layout | None
     num_instances: int

@@ -171,8 +171,8 @@ class Plan:
     binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
     if requests would queue for adapters.  prompt_share: of an instance's time.  max_num_batched_tokens: None
     if prompts are computed elsewhere.  running_per_instance, tpot_s: at rate_per_s.  global_batch,
-    batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  checked: replays.
-    compared: reason for this kind.  ran, never_ran: parts with and without a run on this hardware.
+    batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  ran, never_ran: parts
+    with and without a run on this hardware.
     """
 
     capacity: int
@@ -300,7 +300,7 @@ def shared_fields(
 ) -> dict[str, Any]:
     """Fields of a plan of either kind.
 
-    batch, running: with and without the margin.  needed: capacity, and requests in service.
+    batch, running: with and without the margin.  needed: capacity, and requests.
     """
     inputs, (capacity, active) = cluster.inputs, needed
     rate_per_s, load = inputs.rate_per_s, batch * place.num_instances

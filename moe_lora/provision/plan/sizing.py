@@ -24,7 +24,7 @@ ROUND = 8
 class Candidate:
     """A layout under a load: capacity, times, and met constraints.
 
-    step_s: with waits for `queue`.  p95_ttft_s: with a slot.
+    step_s: with waits for `queue`.
     """
 
     layout: Layout
@@ -280,7 +280,7 @@ def fewest_instances(cluster: Cluster) -> int:
 
 
 def smallest_cluster(cluster: Cluster) -> ServerSize:
-    """Fewest total GPUs; ties: fewest instances.  Raises the last SloError if no load holds."""
+    """Fewest total GPUs; ties: fewest instances.  Raises SloError if no load holds."""
 
     def size(num_instances: int) -> ServerSize:
         return smallest_server(cluster, candidates(cluster, num_instances))
@@ -316,7 +316,7 @@ def _load(cluster: Cluster, num_instances: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """L instances beside a server of `layout`, and the largest load.
+    """Instances beside a server of `layout`, and the largest load.
 
     binding: first constraint of a larger batch, or "instances".
     """

@@ -243,7 +243,7 @@ class StageTimes:
 
     @cached_property
     def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its rows."""
+        """Every GPU reads all attention weights, and the KV of its rows."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
@@ -315,7 +315,7 @@ class SimulatedLayers:
         self._found: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and busy seconds of the LoRA Server in it."""
+        """Seconds of a layer, and busy seconds of the server."""
         key = step.num_rows, step.num_prompt_tokens, step.num_prompts, step.num_with_adapter > 0
         found = self._found.get(key)
         if found is None:
@@ -336,7 +336,7 @@ class SimulatedLayers:
 
 
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
-    """Reached rates of expert GEMMs: memory at the first batch, FLOP at the last."""
+    """Rates of expert GEMMs: memory at the first batch, FLOP at the last."""
     there, gpus, table = profile.taken_at, profile.taken_at.instance_gpus, profile.tables["base_us.experts"]
     return Efficiency.model_construct(
         memory=there.expert_bytes / (gpus * bytes_per_s) / table.times_s[0],

@@ -50,7 +50,7 @@ NOT_REPLAYED = (
 class Latencies:
     """Judged requests on a simulator; None without requests.
 
-    in_slo: share within TTFT and TPOT.  prefix_hits: share of prompt tokens.
+    in_slo: share within TTFT and TPOT.
     """
 
     simulator: str
@@ -207,7 +207,7 @@ def _server(adapters: SimLoraServerConfig, num_layers: int, load_s: float) -> Si
 
 
 def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
-    """Costs for the cache's policy: a prompt chunk, a decode step of one row."""
+    """Costs for the cache's policy: a prompt chunk, a decode row."""
     instance = system.instance
     assert instance.layers is not None
     chunk = StepCounts(num_prompts=1, num_prompt_tokens=CHUNK_TOKENS)

@@ -49,8 +49,7 @@ class Replay:
     """Result of an arrival kind; None without requests.
 
     admitted_at_once: share with an immediate slot, the IAR.  waited_for_adapter, waited_for_room: with a wait
-    for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.  stopped: goals out
-    of reach.
+    for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
     """
 
     arrivals: str
@@ -74,7 +73,7 @@ _SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """Requests by arrival kind, and adapters by popularity.  rate_per_s: of Poisson arrivals."""
+    """Requests by arrival kind, and adapters by popularity.  rate_per_s: Poisson."""
 
     rate_per_s: float
     requests: Mapping[str, Sequence[PlannedRequest]]
@@ -84,7 +83,7 @@ class PlannedLoad:
 def planned_load(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int | None = None, seed: int = 0
 ) -> PlannedLoad:
-    """The requests of each arrival kind, NUM_REQUESTS by default.
+    """Requests of each arrival kind, NUM_REQUESTS by default.
 
     Adapters come from the trace if the popularity does, else from a draw.
     """

@@ -72,7 +72,7 @@ class SimRequest:
 class RunningRequests:
     """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere.
+    prefill_tokens: most rows and prompt tokens of a step; None: computed elsewhere.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:

@@ -95,7 +95,7 @@ class AdapterSource(ABC):
         return adapter.num_running == 0 and self.let_go(adapter)
 
     def loaded_s(self, requests: Iterable[SimRequest]) -> tuple[float, float] | None:
-        """Load times of first and last layer over these adapters; None without adapters."""
+        """Load times of first and last layer over adapters; None without adapters."""
         adapters = [adapter for request in requests if (adapter := self.adapter(request)) is not None]
         if not adapters:
             return None

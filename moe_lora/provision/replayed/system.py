@@ -45,8 +45,8 @@ class SimLoraServer:
         self._table.prefill(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
-        """Access for an instance.  on_grant: an awaited adapter is ready or loading.  on_contention: layer
-        times may change.
+        """Access for an instance.  on_grant: an adapter is ready or loading.  on_contention: layer times may
+        change.
         """
         client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
@@ -138,7 +138,7 @@ class RemoteAdapters(AdapterSource):
 class SimPlacement:
     """Runs a planner every interval, routes by its table, and updates hosts.
 
-    Tokens count at arrival; placing takes no time.  held: adapters per instance, by table.
+    Tokens count at arrival; placing takes no time.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class System:
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
         """Summary of requests with arrival >= since_s; None for empty means.
 
-        admitted_at_once, waited_for_adapter and waited_for_room sum to 1.
+        Shares of admitted_at_once, waited_for_adapter and waited_for_room sum to 1.
         """
         at_once = self.column("at_once", since_s)
         for_adapter = self.column("waited_for_adapter", since_s)

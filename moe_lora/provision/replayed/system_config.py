@@ -194,7 +194,7 @@ class SimLoraServerConfig(LocalConfig):
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
-"""(tokens per adapter in the last interval, its seconds) -> {adapter: [(instance, phi), ...]}; first without
+"""(tokens per adapter in the last interval, seconds) -> {adapter: [(instance, phi), ...]}; first without
 both.
 """
 

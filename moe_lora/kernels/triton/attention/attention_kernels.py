@@ -77,7 +77,7 @@ def _sequence_and_part(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The sequence (num_seqs: none) and part at `place` in the list of parts."""
+    """The sequence (num_seqs: none) and part at `place` in all parts."""
     seq, begin, total = 0, 0, 0
     for first in tl.range(0, num_seqs, _SEQUENCES):
         one = first + tl.arange(0, _SEQUENCES)

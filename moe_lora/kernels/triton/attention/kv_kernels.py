@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel that writes K and V to pages, with rotation of q and k.
+"""Triton kernel that writes K and V to pages, with rotation.
 
-Legend: T token rows, N heads, D head_dim.
+Legend: see `triton_attention`.
 """
 
 from __future__ import annotations

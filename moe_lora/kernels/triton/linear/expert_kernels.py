@@ -410,8 +410,9 @@ def expert_linear(
 ):
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero without an expert.
 
-    GATED: then `gated` of the two halves of N, each rounded before, and again after deltas.  x: [R /
-    ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.
+    GATED: then `gated` of the two halves of N, each rounded before, and again after deltas.
+    x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K
+    divides H.
     """
     if DEPENDENT:
         wait_for_kernel_before()

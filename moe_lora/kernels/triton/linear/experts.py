@@ -18,7 +18,7 @@ from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 ROW_MAX_TOKENS = 8
-"""Up to this number of tokens, with at most E rows, each row is a tile."""
+"""Most tokens, with at most E rows, for a tile per row."""
 ONE_LAUNCH_MAX_ROWS = 1024
 """Up to this number of rows, choosing and ordering are one launch."""
 _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256

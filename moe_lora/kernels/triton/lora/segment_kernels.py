@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that sort rows into segments and cut tiles; see `segments`.
+"""Triton kernels that sort rows into segments and cut tiles.
 
 Legend: R rows, N slots, E experts.  A sorted position has four int32: first and last + 1 position of its
 segment, slot, expert.  A tile has the same four for its rows.

@@ -137,7 +137,7 @@ def build_segments(
 def unsorted_rows(
     token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
-    """Every row in place, for the per-row baselines; `count` is R.  Raises as `build_segments`."""
+    """Every row in place, for per-row baselines; `count` is R.  Raises as `build_segments`."""
     check_rows_and_ids(token_slots, ids)
     slot, expert = _slots_and_experts(token_slots, ids)
     fits = _fits(slot, expert, num_slots, max(1, num_experts))

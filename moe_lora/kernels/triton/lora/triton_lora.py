@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA deltas on a GPU.  Legend: R rows (T tokens, or T*K at an expert site), C output columns.
+"""LoRA deltas on a GPU.  Legend: see `problem`.
 
 Sums are in fp32, in an order by widths, rank and dtype alone, without atomics: a row's delta has the same
-bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for x_row @
-A.T above 65504.  Launches never wait for the device; for a CUDA graph, set `max_lora_rank` to a bound over
-all replays.
+bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for
+x_row @ A.T above 65504.  Launches never wait for the device; for a CUDA graph, set `max_lora_rank` to a
+bound over all replays.
 
 algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
@@ -35,10 +35,7 @@ ALGORITHMS = ("wgmma", "vector")
 
 
 def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
-    """The table's choices for a site; each rank is in exactly one.
-
-    Raises ValueError for overlaps or missing ranks.
-    """
+    """The table's choices for a site.  Raises ValueError for overlaps or missing ranks."""
     wanted = (dtype, site.in_features, sum(site.out_features))
     found = [
         choice

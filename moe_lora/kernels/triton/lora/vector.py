@@ -28,7 +28,7 @@ _NUMBERS = (*NOT_SPECIALIZED, "x_stride", "y_stride")
 
 @triton.jit
 def _weights(tables, offsets, entry, row, column, rank, width, arena_bytes, like, PADDED: tl.constexpr):
-    """[rows, columns] of a packed matrix in fp32, zero past the true rank and the width."""
+    """[rows, columns] of a matrix in fp32, zero past the true rank and width."""
     dtype = like.dtype.element_ty
     start = matrix(tables.arena, offsets, entry, dtype)
     true = (row < rank)[:, None] & (column < width)[None, :]
