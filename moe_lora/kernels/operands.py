@@ -197,7 +197,7 @@ class StepBounds(NamedTuple):
 
     @classmethod
     def of(cls, query_start: torch.Tensor, seq_lens: torch.Tensor) -> StepBounds:
-        """Raises TypeError for lengths on a device."""
+        """Bounds of host lengths.  Raises TypeError for lengths on a device."""
         num_rows, lens = np.diff(query_start.numpy()), seq_lens.numpy()
         single = num_rows == 1
         longest, tokens = int(lens[single].max(initial=0)), int(lens[single].sum())
@@ -233,8 +233,8 @@ class Rotation(NamedTuple):
     """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
     cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
-    norms, or None.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else (i,
-    i + R / 2).
+    norms, or None.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else
+    (i, i + R / 2).
     """
 
     cos: torch.Tensor

@@ -90,7 +90,7 @@ class PlaceSearch:
         return next((place for place in self.of(num_gpus)[:at_most] if self.holds(place)), None)
 
     def fewest_gpus(self, refusal: str) -> int:
-        """Fewest GPUs of a promising cluster.  Raises SloError with the refusal."""
+        """Fewest GPUs of a promising cluster.  Raises SloError."""
         for number in range(1, 64 * self._inputs.instance_gpus):
             if self.of(number):
                 return number

@@ -33,7 +33,7 @@ class AttentionTiles:
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, *, single: bool) -> AttentionTiles:
-    """The fastest tried tiles on an H200; fp32 has no tensor cores.
+    """The fastest tried tiles on an H200; fp32 multiplies without tensor cores.
 
     Triton keeps (num_stages - 1) // 2 key blocks in shared memory.
     """
