@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes as rows of arrays: a decision over all nodes takes a few array operations."""
+"""Nodes as rows of arrays, for decisions over all nodes."""
 
 from __future__ import annotations
 
@@ -38,20 +38,16 @@ _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
 class ReuseAges:
-    """Times between visits of nodes.  An interval without a final visit counts by length only.  Present
-    nodes and ghosts count up to the present age.
-    """
+    """Times between visits of nodes.  An interval without a final visit counts by length."""
 
     def __init__(self) -> None:
-        # Plain lists, since one number at a time is added: quicker than to arrays.
+        # Adding a number is quicker to lists than to arrays.
         self._hits, self._ends, self._within_s = ([0.0] * _SIZE for _ in range(3))
         self._computed_s = -math.inf
         self.rates = NOTHING_KNOWN
 
     def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
-        """An interval of a node of this class (`policies.caching.caching.classes_of`) ended, with or
-        without a visit.
-        """
+        """Count an ended interval in the node's class."""
         level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
         age_bin = _bin(age_s)
         place = (level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth))) * NUM_BINS + age_bin
@@ -64,7 +60,7 @@ class ReuseAges:
         return now_s - self._computed_s >= REFRESH_S
 
     def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
-        """Compute the rates anew.  uses, depth, age_s [N]: of nodes and ghosts."""
+        """Compute the rates anew.  uses, depth, age_s: [N], of nodes and ghosts."""
         kept = math.exp((self._computed_s - now_s) / MEMORY_S) if self._computed_s > -math.inf else 1.0
         self._computed_s = now_s
         hits, ends, within_s = (
@@ -89,11 +85,9 @@ MAX_GHOSTS = 1 << 14
 
 
 class Ghosts:
-    """A ring of dropped nodes with running intervals: to a visit, if the content is computed again, or to
-    none, if forgotten.
+    """A ring of dropped nodes with running intervals; computing the content again is a visit.
 
-    Key: adapter, place in the prompt and a hash of the first block; collisions only affect counts. uses,
-    depth, last_used_s [max_ghosts]: for `ReuseAges.refresh`; 0 uses: a vacant place.
+    Keys are hashes; collisions only affect counts.  uses, depth, last_used_s: [max_ghosts]; 0 uses: vacant.
     """
 
     def __init__(self, ages: ReuseAges, block_size: int, max_ghosts: int = MAX_GHOSTS) -> None:
@@ -112,7 +106,7 @@ class Ghosts:
         return len(self._place)
 
     def add(self, node: Node, uses: float, last_used_s: float, now_s: float) -> None:
-        """The node is dropped.  uses: more than 0."""
+        """Add a dropped node.  uses: more than 0."""
         key, place = self._key_of(node, 0), self._next
         self._next = (place + 1) % len(self._key)
         if self.uses.item(place):
@@ -128,9 +122,7 @@ class Ghosts:
         self._place[key] = place
 
     def recall(self, node: Node, now_s: float) -> float:
-        """A node was made or lengthened: visit the ghosts in its place.  Returns
-        the last ghost's uses, or 0.
-        """
+        """Visit the ghosts of a new or lengthened node.  Returns the last ghost's uses, or 0."""
         uses = 0.0
         while self._place and node.recalled < len(node.tokens):
             place = self._place.get(self._key_of(node, node.recalled))
@@ -163,11 +155,9 @@ _COLUMNS = (
 
 
 class Columns:
-    """One row per node; rows of removed nodes are reused.
+    """A row per node; rows of removed nodes are reused.
 
-    flags: see `flags_of`.  tenant: of the last request (`ArenaShares.ask`).  adapter_recent_s: time constant
-    of the decayed visits of adapters.  reuse: learned times between uses, if
-    learns_reuse; ghosts: dropped nodes.
+    flags: `flags_of`.  tenant: of the last request.  adapter_recent_s: time constant of decayed visits.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
@@ -196,7 +186,7 @@ class Columns:
         return len(self.nodes)
 
     def new_row(self) -> int:
-        """A row of zeros; the caller sets the node in `nodes`."""
+        """A row of zeros; the caller sets the node."""
         if self._vacant:
             return self._vacant.pop()
         self.nodes.append(None)
@@ -208,7 +198,7 @@ class Columns:
         return len(self.nodes) - 1
 
     def give_back(self, row: int) -> None:
-        """The row's node is removed.  KV that may return becomes a ghost."""
+        """Remove the node.  KV that may return becomes a ghost."""
         node, last_used_s = self.nodes[row], self.last_used_s.item(row)
         self.nodes[row] = None
         assert node is not None
@@ -223,18 +213,18 @@ class Columns:
         self._vacant.append(row)
 
     def recall(self, node: Node, now_s: float) -> None:
-        """The node was made or lengthened; a matching ghost's count continues."""
+        """Continue a matching ghost's count of uses."""
         self._now_s = now_s
         if self._learns_reuse and (uses := self.ghosts.recall(node, now_s)):
             self.turn[node.row] = max(self.turn.item(node.row), int(uses) + 1)
 
     def copy_statistics(self, source: int, target: int) -> None:
-        """Copy the uses and last use of source to target."""
+        """Copy uses and last use."""
         for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn, self.tenant):
             column[target] = column[source]
 
     def let_die(self, adapter_row: int) -> None:
-        """Mark an adapter and its subtree `DYING`; the adapter no longer counts as in use."""
+        """Mark an adapter's subtree `DYING`, and clear the adapter's visits."""
         of_adapter = self.adapter_row[: len(self.nodes)] == adapter_row
         flags = self.flags[: len(self.nodes)]
         flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
@@ -251,10 +241,10 @@ class Columns:
         return rows.tolist()
 
     def visit(self, nodes: Sequence[Node], now_s: float, tenant: int) -> None:
-        """Count one use of each node by the tenant."""
+        """Count a use of each node."""
         visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
-        for node in nodes:  # a handful: quicker one by one than as arrays
+        for node in nodes:  # quicker than arrays for a handful
             row = node.row
             count, age_s = visits.item(row), now_s - last_used_s.item(row)
             is_adapter = node.layer_pages is not None
@@ -296,7 +286,7 @@ class Columns:
 
     def where(self, flag: int) -> NDArray[np.int64]:
         """Row numbers with the flag."""
-        return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)  # of booleans: much quicker
+        return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)
 
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
         return NodeColumns(

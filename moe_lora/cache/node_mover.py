@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers of each node's pages, and orders for moves."""
+"""Tiers of nodes' pages, and orders for moves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from .pages import CAN_LEAVE, CAN_LEAVE_HOST, Node, Tier
 from .tree import DependencyTree
 
 SLICE = 64
-"""Nodes freed per sweep, which blocks the engine's thread."""
+"""Nodes freed per sweep, blocking the engine's thread."""
 
 
 class NodeMover:
-    """Changes of a node's state, with effects on pages, tree and movable nodes.
+    """Changes nodes' states, pages and places in the tree.
 
-    held: nodes with pins.  any_dying: `sweep` may free nodes.  num_device_adapters: with pages on
-    the device, arriving ones included.
+    any_dying: `sweep` may free nodes.  num_device_adapters: with pages, arriving included.
     """
 
     on_departure: Callable[[Namespace], None] | None = None
@@ -42,7 +41,7 @@ class NodeMover:
         return bool(self.tree.columns.flags[node.row] & CAN_LEAVE)
 
     def pin(self, node: Node) -> None:
-        """One more user; a leaving node stays."""
+        """Add a user; a leaving node stays."""
         node.pins += 1
         node.leaves = False
         if node.pins == 1:
@@ -57,7 +56,7 @@ class NodeMover:
             self.tree.refresh(node)
 
     def bring_in(self, node: Node, pages: list[int]) -> None:
-        """Order the node's bytes into these allocated device pages."""
+        """Order the node's bytes into these device pages."""
         copy_id = next(self._copy_ids)
         order: Order
         if node.host_pages is not None:
@@ -79,7 +78,7 @@ class NodeMover:
         self._set_device(node, pages)
 
     def send_out(self, node: Node, host_pages: list[int], *, leaves: bool) -> None:
-        """Order the node's bytes into these host pages; leaves: free the device pages afterwards."""
+        """Order the node's bytes into host pages; leaves: then free the device pages."""
         assert node.device_pages is not None
         copy_id = next(self._copy_ids)
         device_pages = tuple(node.device_pages)
@@ -90,7 +89,7 @@ class NodeMover:
         self.tree.refresh(node)
 
     def drop(self, node: Node) -> None:
-        """Free the device pages of a device leaf.  KV without a host copy is gone, with its host subtree."""
+        """Free a device leaf's pages.  KV without a host copy is gone, with its host subtree."""
         assert self.can_leave(node), "only idle leaves leave the device"
         if not node.is_adapter and node.host_pages is None:
             self.counters.pages_dropped += node.num_pages
@@ -114,10 +113,10 @@ class NodeMover:
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Make the node and the subtree unfindable.
+        """Make the subtree unfindable.
 
-        An idle adapter's own pages are free at once, the rest as users go, in slices (`sweep`).  Of an
-        adapter only the node is hidden; an operation on columns marks the KV, up to 100 000 nodes.
+        An idle adapter's pages are free at once, the rest by `sweep`.  One operation
+        marks up to 100 000 nodes of KV.
         """
         self.any_dying = True
         if node.is_adapter:
@@ -221,15 +220,15 @@ class NodeMover:
         parent = node.parent
         if parent is not None:
             parent.num_device_children += -1 if pages is None else 1
-            if not (parent.pins or parent.moving_in):  # then it can't leave, whatever is below it
+            if not (parent.pins or parent.moving_in):  # a busy parent can't leave anyway
                 self.tree.refresh(parent)
-        if node.num_children > node.num_device_children and not node.gone:  # nothing comes to a dying one
+        if node.num_children > node.num_device_children and not node.gone:  # none below a dying node
             for child in self.tree.children(node):
                 self.tree.refresh(child)
 
 
 def first_pages(node: Node, pages: list[int]) -> tuple[int, ...]:
-    """Start of each layer's run among an adapter's pages; -1 for an empty layer."""
+    """Start of each layer's run among an adapter's pages; -1: empty."""
     assert node.layer_pages is not None
     starts = itertools.accumulate(node.layer_pages, initial=0)
     return tuple(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of the cache, executed and confirmed by its caller.  No tensors here."""
+"""Orders of the cache, executed and confirmed by the caller."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ Namespace = Hashable
 
 
 class Readiness(Enum):
-    """Readiness of an adapter for a request.  The cache itself never returns HOST_COMPUTABLE."""
+    """Readiness of an adapter; the cache never returns HOST_COMPUTABLE."""
 
     READY = "ready"
     LOADING = "coming"
-    """Held; its load is under way."""
+    """Held, with a load under way."""
     HOST_COMPUTABLE = "host_computable"
-    """As LOADING, with host workers for its prompts' deltas meanwhile."""
+    """As LOADING; host workers compute deltas meanwhile."""
     NO_ROOM = "no_room"
-    """Not held: no evictable pages now; ask again later."""
+    """Not held: no evictable pages now."""
 
 
 class Copy(NamedTuple):
-    """Copy device_pages[i] <-> host_pages[i] for all i, to the device or from it.
+    """Copy host_pages[i] to device_pages[i], or back, for each i.
 
-    An adapter's pages come in layer order.  Before `UnifiedCache.copied` the cache reuses neither side.
-    namespace: of the bytes; is_adapter: the adapter's own bytes, else history KV.
+    An adapter's pages come in layer order.  The cache reuses neither side before `UnifiedCache.copied`.
     """
 
     copy_id: int
@@ -42,7 +41,7 @@ class Copy(NamedTuple):
 class LoadAdapter(NamedTuple):
     """Write an adapter from packed files into the device arena.
 
-    layer_first_pages: start of each layer's run of pages, -1 for an empty layer.
+    layer_first_pages: start of each layer's run, -1: empty.
     """
 
     copy_id: int
@@ -55,10 +54,9 @@ Order = Copy | LoadAdapter
 
 @dataclass
 class CacheCounters:
-    """Totals.  A hit counts once per `hold` or `match`; tokens are of matched prompts.
+    """Totals; a hit counts once per `hold` or `match`.
 
-    kv_query_tokens = kv_device_hit_tokens + kv_host_hit_tokens + computed tokens.
-    pages_dropped: left the device without a copy on the host.
+    Query tokens are hit and computed tokens.  pages_dropped: without a host copy.
     """
 
     adapter_hits: int = 0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free pages of an arena, and the nodes that hold pages: adapters, and runs of full KV blocks below them.
+"""Free pages of an arena, and nodes: adapters, and runs of full KV blocks.
 
-Single pages (KV blocks) come from the top of the arena, contiguous runs (adapter extents) from the bottom,
-first fit: runs stay easy to find.
+KV blocks come from the top of the arena, adapters' runs from the bottom: runs stay easy to find.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from .orders import Namespace
 
 TOKEN_BYTES = 8
 ENCODED_AT_ONCE = 512
-"""Tokens of a prompt encoded before the first lookup."""
+"""Tokens encoded before the first lookup."""
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. num_pages - 1, with num_free free now."""
+    """Allocates page numbers 0 .. num_pages - 1."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        # A byte a page, 1 if it is free: searched by the C library, and quicker than an array's elements.
+        # A byte per page, 1 if free: quicker than an array.
         self._free = bytearray(b"\1") * num_pages
         self._end = num_pages  # no free page from here on
 
@@ -59,11 +58,11 @@ class PageAllocator:
         return start
 
     def free(self, first: int, num_pages: int = 1) -> None:
-        """Give back a page or a run."""
+        """Free a page or a run."""
         self.free_pages(range(first, first + num_pages))
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Give back pages, wherever they lie."""
+        """Free any pages."""
         free = self._free
         for page in pages:
             assert not free[page], "page freed twice"
@@ -73,19 +72,19 @@ class PageAllocator:
 
 
 FREE, PRIVATE = -1, -2
-"""Owners without a row: free, and a sequence with blocks outside the tree."""
+"""Owners without a row: free, and a sequence's blocks outside the tree."""
 
 
 class Tier(PageAllocator):
-    """Pages of one tier with owners, rows of `Columns`.
+    """Pages of a tier, with owners.
 
-    owner [num_pages] int64: row, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use.
+    owner: [num_pages] int64, a row of `Columns`, `FREE` or `PRIVATE`.
     """
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
         self.owner: NDArray[np.int64] = np.full(num_pages, FREE, dtype=np.int64)
-        self._owner = self.owner.data  # the same numbers, quicker one at a time
+        self._owner = self.owner.data  # same memory, quicker per element
         self.num_kv = self.num_adapter = 0
 
     def take(self, num_pages: int, owner: int, *, is_adapter: bool = False) -> list[int] | None:
@@ -97,9 +96,7 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """An adapter's pages: contiguous runs of these lengths from the bottom, preferably in a single
-        run; None without fit.
-        """
+        """Runs of these lengths from the bottom, preferably one; None without fit."""
         total = sum(lengths)
         if total > self.num_free:
             return None
@@ -138,11 +135,11 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence: first those shared with the tree.
+    """Device pages of a sequence, the tree's first.
 
-    salt: limits sharing to the same salt.  tail: the deepest used tree node, pinned with all ancestors.
-    num_shared: pages of the tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes on
-    the way to the device at the last check. owns_tail: this sequence made the tail and may lengthen it.
+    salt: limits sharing.  tail: deepest used tree node, pinned with ancestors.  num_shared: pages of the
+    tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under way at the last check.
+    owns_tail: this sequence may lengthen the tail.
     """
 
     namespace: Namespace
@@ -157,7 +154,7 @@ class BlockTable:
 
     @property
     def ready(self) -> bool:
-        """True if all matched nodes are on the device: required to compute."""
+        """True if all matched nodes are on the device."""
         self.arriving = [node for node in self.arriving if not node.on_device]
         return not self.arriving
 
@@ -173,9 +170,9 @@ def encode(tokens: Sequence[int]) -> bytes:
 
 
 def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int) -> bytes:
-    """`encoded`, a prefix of the first `most` tokens, lengthened to at least `num_bytes` within them.
+    """Lengthen `encoded`, a prefix of the first `most` tokens, to at least `num_bytes` within them.
 
-    At least doubles: most of a long prompt is usually new and never looked up.
+    Encodes in doubling steps: most of a long prompt is usually never looked up.
     """
     done = len(encoded) // TOKEN_BYTES
     upto = min(most, max(2 * done, ENCODED_AT_ONCE, num_bytes // TOKEN_BYTES))
@@ -186,12 +183,11 @@ def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int
 class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after the parent's (tokens given).
 
-    row: in `Columns`.  first_token: earlier prompt tokens.  recalled: bytes of tokens with found ghosts.
-    device_pages, host_pages: None if absent.  moving_in, moving_out: a copy is under way, with empty target
-    pages.  leaves: device pages go after moving_out.  pins: users that keep the node and all ancestors on
-    the device.  heir: the last found or added child.  gone: not findable, freed with the last user.  lost:
-    gone for lack of bytes.  failed: an adapter with a failed last load, loaded on request only.  reachable:
-    False for an adapter without pages here and on the LoRA Server.  is_whole: KV that is never cut.
+    recalled: bytes of tokens with found ghosts.  moving_in, moving_out: a copy is under way, with empty
+    target pages.  leaves: device pages go after moving_out.  pins: users; pinned nodes and ancestors stay on
+    the device.  heir: last found or added child.  gone: not findable, freed with the last user.  lost: gone
+    for lack of bytes.  failed: the last load failed; only a request loads again.  reachable: False for an
+    adapter neither here nor on the LoRA Server.
     """
 
     namespace: Namespace
@@ -247,17 +243,16 @@ class Node:
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
 CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128
-"""BACKED: on the host.  READY: usable on the device or, for an adapter without pages here, on the LoRA
-Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host
-pages.  CAN_BACK_UP: idle device KV without a host copy.  DYING: not findable;
-neither enters nor is backed up.
+"""BACKED: on the host.  READY: usable on the device or, without pages, on the LoRA Server.  CAN_LEAVE: device
+leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: independent host pages.  CAN_BACK_UP: idle
+device KV without a host copy.  DYING: not findable.
 """
 ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
-"""Bits of unpinned nodes only; all others hold with and without pins."""
+"""Bits of unpinned nodes only."""
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
-    """All flag bits of the node; keeps_dependencies: KV needs the adapter on the device."""
+    """The node's flag bits; keeps_dependencies: KV needs the adapter on the device."""
     device, host = node.device_pages is not None, node.host_pages is not None
     is_adapter, dying = node.layer_pages is not None, node.dying
     flags = DYING if dying else 0

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 BATCH = 256
 """Victims ranked at once."""
 CHUNK = 8192
-"""Rows valued at once: columns and intermediates fit the processor's cache."""
+"""Rows valued at once, within the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
-"""Age of a ranking of victims before a new one."""
+"""Age of a ranking of victims before the next."""
 SOON_S_PER_NODE = 1e-5
-"""Age per node before `Ranking.leaving_soon` looks at all nodes again, at a cost of 2 % of the time."""
+"""Age per node of a `Ranking.leaving_soon`: 2 % of the time."""
 LEAVING_SHARE = 0.2
-"""Part of the device backed up on the host, for immediate eviction."""
+"""Part of the device backed up, for immediate eviction."""
 BATCH_WINDOW_S = 5.0
 """Averaging time of the batch size (FastLibra, section 5.1)."""
 
@@ -51,10 +51,10 @@ class Kind(Enum):
 
 
 class Ranking:
-    """Values of all candidates by the policy; holdings beyond tenants' shares go first.
+    """Values of candidates by the policy; holdings beyond shares go first.
 
-    Victims are ranked in batches, for each asking tenant, and used for up to `FRESH_S`, except victims used
-    or changed meanwhile.  shares: None before the second tenant.  num_queries: requests matched so far.
+    A batch of victims, per kind and tenant, lasts `FRESH_S`, except victims used since.  shares: None before
+    the second tenant.
     """
 
     def __init__(self, mover: NodeMover, policy: CachingPolicy, max_adapters: int | None) -> None:
@@ -65,11 +65,11 @@ class Ranking:
         self.columns = mover.tree.columns
         self.num_queries = 0
         self.batches: deque[tuple[float, int]] = deque()
-        """Time and number of running requests, of the last BATCH_WINDOW_S."""
+        """Time and number of running requests."""
         self._queues: dict[tuple[Kind, int], list[tuple[Node, float]]] = {}
         self._ranked_s: dict[tuple[Kind, int], float] = {}
         self._within: set[tuple[Kind, int]] = set()
-        """Victim kinds and tenants with victims within shares only."""
+        """Kinds and tenants with victims within shares only."""
         self._num_loads = 0
         self._soon: tuple[NDArray[np.int64], Floats] = np.zeros(0, np.int64), np.zeros(0)
         self._soon_asking, self._soon_until_s = -1, -np.inf
@@ -93,7 +93,7 @@ class Ranking:
         )
 
     def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
-        """The policy's values of these rows, 0 for dying nodes; host: values of the host copies."""
+        """[N]: the policy's values, 0 for dying nodes; host: of the host copies."""
         ask = self.policy.host_values if host else self.policy.values
         load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
@@ -105,9 +105,7 @@ class Ranking:
     def eviction_order(
         self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
     ) -> NDArray[np.int64]:
-        """[N]: eviction order of nodes with these values, the earlier of `ArenaShares.eviction_order` by
-        pages and by adapter places.  BEYOND for dying nodes, and with a single tenant.
-        """
+        """[N]: the earlier order, by pages or by adapter places; BEYOND if dying or without shares."""
         columns, shares = self.columns, self.shares
         if shares is None or not (rows.size and shares.is_divided(now_s)):
             return np.full(len(rows), BEYOND)
@@ -137,13 +135,13 @@ class Ranking:
         return found
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
-        """The first of the rows to evict, up to `num_pages` pages together."""
+        """The first rows to evict, up to `num_pages` pages."""
         values = self.values(rows, now_s)
         ordered = first_to_go(rows, values, self.eviction_order(rows, values, now_s), num_pages)
         return self.nodes(self._enough(ordered, num_pages))
 
     def highest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
-        """The most valued, descending, up to `num_pages` pages; without those of value 0."""
+        """The most valued rows above 0, descending, up to `num_pages` pages."""
         values = self.values(rows, now_s)
         useful = values > 0
         return self.nodes(self._enough(ascending(rows[useful], -values[useful], num_pages), num_pages))
@@ -173,7 +171,7 @@ class Ranking:
                 return None
 
     def has_victims(self, kind: Kind, num_pages: int) -> bool:
-        """True if the last ranked victims have num_pages pages; otherwise more may exist."""
+        """True if the last ranked victims have num_pages pages."""
         for node, used_s in reversed(self._queues.get((kind, self.asking), ())):
             if self._still(node, used_s, kind):
                 num_pages -= node.num_pages
@@ -205,25 +203,25 @@ class Ranking:
         values = self.values(rows, now_s, host=kind is Kind.HOST)
         order = self.eviction_order(rows, values, now_s, host=kind is Kind.HOST)
         if kind is Kind.HOST and not self.policy.traits.drops_backed_first:
-            stays = np.ones(len(columns), dtype=np.bool_)  # so that its host copy is to spare
+            stays = np.ones(len(columns), dtype=np.bool_)  # a staying node can spare the host copy
             stays[self.leaving_soon(now_s)] = False
             backed &= stays[rows]
         elif not self.policy.traits.drops_backed_first:
             backed = np.zeros(len(rows), dtype=np.bool_)
         dying = columns.has(rows, DYING)
-        backed = backed | dying  # nothing is lost with them either
+        backed = backed | dying  # eviction of dying nodes loses nothing
         least = order[~dying].min(initial=WITHIN)
         if least == WITHIN and kind is not Kind.HOST:
             self._within.add((kind, self.asking))
-        first = order <= least  # all that go only after these are ranked when these are gone
+        first = order <= least
         chosen = [ascending(rows[part], values[part], BATCH) for part in (backed & first, first & ~backed)]
         victims = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in victims if (node := columns.nodes[row])]
 
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
-        """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages.
+        """Rows of the device's least valued idle nodes, `LEAVING_SHARE` of the pages.
 
-        Reuses the last result for `SOON_S_PER_NODE` per node, without nodes used or busy since.
+        Reuses a result for `SOON_S_PER_NODE` per node, without nodes used since.
         """
         columns, asking = self.columns, self.asking
         if now_s >= self._soon_until_s or asking != self._soon_asking:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages for immediate needs, at the cost of the least valued nodes."""
+"""Pages for immediate needs, from the least valued nodes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 class Room:
     """Allocates pages, evicting at once and without copies if too few are free.
 
-    max_kv_pages (cached included), max_adapter_pages, max_adapters: limits on the device.  With a
-    partitioned policy KV replaces KV only. A run of pages exists if some window of that length has no
-    blocked page (`blocked_rows`).  With host use, unsaved KV in the window is saved first, once per
-    attempt: the answer is None, and the caller asks again.
+    With a partitioned policy KV replaces KV only.  A run needs a window without `blocked_rows`.  With host
+    use, unsaved KV there is saved first: the answer is None, and the caller asks again.
     """
 
     def __init__(self, ranking: Ranking, max_kv_pages: int | None, max_adapters: int | None) -> None:
@@ -42,9 +40,7 @@ class Room:
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
-        """[rows]: nodes that can't leave the device now: pinned and (by default) moving nodes, and all
-        ancestors.
-        """
+        """[rows]: True for pinned and (by default) moving nodes and ancestors."""
         keeps_dependencies = self.mover.tree.keeps_dependencies
         blocked = np.zeros(len(self._columns), dtype=bool)
         for start in (*self.mover.held, *(self.mover.moving.values() if moving else ())):
@@ -67,9 +63,7 @@ class Room:
     def _row_costs(
         self, blocked: NDArray[np.bool_], now_s: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[rows]: eviction order, and value lost per page if the node leaves; an adapter includes
-        dependent KV.  blocked: from `blocked_rows`.
-        """
+        """[rows]: eviction order, and value lost per page; an adapter includes dependent KV."""
         columns = self._columns
         costs, order = np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         rows = columns.where(HAS_DEVICE_PAGES)
@@ -85,7 +79,7 @@ class Room:
                 columns.adapter_row[rows[~adapters]], weights=values[~adapters], minlength=len(columns)
             )
             costs[rows[adapters]] += below[rows[adapters]]
-            # What goes along of another tenant's counts; the adapter's own gives it up with the place.
+            # Another tenant's KV delays an adapter; the adapter's own tenant loses KV with the place.
             foreign = ~adapters & (columns.tenant[rows] != columns.tenant[columns.adapter_row[rows]])
             for level in (REST, WITHIN):
                 above = columns.adapter_row[rows[foreign & (order[rows] == level)]]
@@ -101,7 +95,7 @@ class Room:
                 self.mover.drop(lower)
 
     def take_host(self, node: Node, now_s: float) -> list[int] | None:
-        """Host pages for a node, from backed nodes first, then the least valued; None if too few."""
+        """Host pages, from backed nodes first, then the least valued; None if too few."""
         if node.num_pages > self._host.num_pages:
             return None
         while self._host.num_free < node.num_pages:
@@ -124,7 +118,7 @@ class Room:
         return device.take(num_pages, owner)
 
     def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
-        """Device pages for an adapter, a run per layer; None if not available now."""
+        """Device pages for an adapter, a run per layer; None if not available."""
         assert node.layer_pages is not None
         if not self._could_take_adapter(node):
             return None
@@ -184,9 +178,7 @@ class Room:
         )
 
     def _clear_runs(self, adapter: Node, now_s: float) -> list[int] | None:
-        """A run of device pages per layer: in a single cleared window if possible, else separately; None
-        if not yet.
-        """
+        """A run of pages per layer, in one cleared window if possible; None if not yet."""
         assert adapter.layer_pages is not None
         num_pages = adapter.num_pages
         saving = self._saving.get(adapter)
@@ -211,9 +203,7 @@ class Room:
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
     def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[P]: a page's cost by its node's eviction order (one WITHIN above any number of others; 0 if all
-        are alike), and the value lost.
-        """
+        """[P]: cost by eviction order (WITHIN outweighs any number below), and value lost."""
         owner, blocked = self._device.owner, self.blocked_rows()
         of_row, lost = self._row_costs(blocked, now_s)
         owned = owner >= 0
@@ -228,10 +218,7 @@ class Room:
     def _cheapest_window(
         self, num_pages: int, page_costs: tuple[NDArray[np.int64], NDArray[np.float64]]
     ) -> int | None:
-        """First page of the cheapest run of `num_pages` pages without blocked ones.
-
-        page_costs: from `_page_costs`, possibly before some evictions.
-        """
+        """First page of the cheapest run without blocked pages."""
         owner = self._device.owner
         if num_pages > len(owner):
             return None
@@ -278,9 +265,9 @@ class Room:
         return bool(saved)
 
     def _clear_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
-        """A separate run for each layer, clearing windows as needed.
+        """A separate run per layer, clearing windows as needed.
 
-        Runs have no owner row until all are there, so no later window includes them.
+        Runs are PRIVATE until the last exists: no later window includes a run.
         """
         assert node.layer_pages is not None
         pages: list[int] = []

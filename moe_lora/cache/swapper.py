@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves nodes between the tiers ahead of need, so that few evictions lose content.
-
-Source: FastLibra, section 5.3.
-"""
+"""Moves nodes between tiers ahead of need (FastLibra, section 5.3)."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from .room import Room
 
 
 class KnownValues:
-    """`Ranking.values` at one moment, computed per row on first use.
-
-    Valid while rows keep the same nodes and slightly old values suffice.
-    """
+    """`Ranking.values` at one moment, computed on first use; valid while rows keep their nodes."""
 
     def __init__(self, ranking: Ranking, now_s: float) -> None:
         self._ranking = ranking
@@ -38,9 +32,7 @@ class KnownValues:
         return self._known[rows]
 
     def eviction_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N]: as `Ranking.eviction_order`; with several tenants, rows not evictable at the first call are
-        WITHIN.
-        """
+        """[N]: `Ranking.eviction_order`; with several tenants WITHIN for rows not evictable at first."""
         if self._order is None:
             ranking = self._ranking
             shares = ranking.shares
@@ -54,21 +46,20 @@ class KnownValues:
 WORTH = 2.0
 """Least ratio of an entering node's value to its victims', against alternation."""
 MAX_ENTERING = 8
-"""Most exchanged nodes per tick, which blocks the engine's thread."""
+"""Most exchanged nodes per tick, blocking the engine's thread."""
 MAX_MOVES = 256
 """Most nodes moved per tick, each way."""
 MAX_ROUNDS = 8
-"""Most passes of a tick over candidates raised by its own choices."""
+"""Most passes of a tick over candidates."""
 BACK_UPS = 20
-"""Ticks to copy the whole device in order to free host pages ahead of need."""
+"""Ticks to back up the whole device."""
 
 
 class Swapper:
-    """Keeps the used share of the device's pages between `lower` and `upper`.
+    """Keeps the used share of device pages between `lower` and `upper`.
 
     Above, the least valued leaves go to the host; below, the most valued host roots come back.  With an
-    exchanging policy, host nodes also replace less valued, backed nodes of a full device, without loss and
-    copies out.
+    exchanging policy, host nodes also replace less valued, backed nodes.
     """
 
     def __init__(self, room: Room, *, upper: float, lower: float) -> None:
@@ -85,7 +76,7 @@ class Swapper:
         self._is_short = False
 
     def note_shortage(self) -> None:
-        """A running request found no page: room until the end of the next tick is its own."""
+        """Let the next tick only move out."""
         self._is_short = True
 
     def tick(self, now_s: float, batch_size: int) -> bool:
@@ -111,7 +102,7 @@ class Swapper:
         return more
 
     def swap_out(self, node: Node, now_s: float) -> bool:
-        """Evict an idle device leaf, to the host if not backed; False if the host has no room."""
+        """Evict an idle device leaf, to the host if not backed; False without host room."""
         if node.dying or node.host_pages is not None or (node.is_adapter and not self._mover.host.num_pages):
             self._mover.drop(node)
             return True
@@ -122,7 +113,7 @@ class Swapper:
         return True
 
     def want(self, needed: Iterable[list[Node]]) -> None:
-        """Set the nodes of queued requests, a list each."""
+        """Set the nodes of queued requests."""
         wanted = self._columns.wanted
         wanted[:] = 0
         self._wanted = [node for nodes in needed for node in nodes]
@@ -212,10 +203,10 @@ class Swapper:
             self._mover.send_out(node, pages, leaves=False)
 
     def _exchange(self, now_s: float) -> None:
-        """Bring in the most valued first, each for the least valued victims.
+        """Bring in the most valued nodes for the least valued victims.
 
-        A kind at its limit without victims does not block the other kind.  Pages under way, unusable for
-        requests, are at most half of a tick's back-ups.
+        A kind at the limit without victims does not block the other.  Pages under way are at most half of a
+        tick's back-ups.
         """
         columns, left = self._columns, max(1, self._back_up_pages // 2)
         left -= sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)
@@ -240,9 +231,7 @@ class Swapper:
                 return
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """The victims: of the same kind at its limit; within shares the tenant's only.  None if too
-        valuable.
-        """
+        """Victims of less value, within shares the tenant's only; None: too valuable."""
         columns = self._columns
         kept_free = int((1 - self._upper) * self._device.num_pages)
         missing = entering.num_pages + kept_free - self._device.num_free
@@ -253,7 +242,7 @@ class Swapper:
         rows = rows[columns.has(rows, BACKED)]
         if over > 0:
             rows, missing = rows[columns.is_adapter[rows] == entering.is_adapter], max(missing, over)
-        at_most = missing + 2  # each has a page, and its parent and adapter are passed over
+        at_most = missing + 2  # each has a page; parent and adapter are skipped
         order = known.eviction_order(rows)
         may = (order != WITHIN) | (columns.tenant[rows] == columns.tenant[entering.row])
         rows, order = rows[may], order[may]
@@ -271,7 +260,7 @@ class Swapper:
         return victims if missing <= 0 else None
 
     def _over_limit(self, entering: Node) -> int:
-        """Pages of its kind that must leave, regardless of free ones: for adapters, those of any one."""
+        """Pages of this kind to evict despite free pages; 1 for any adapter."""
         if entering.is_adapter:
             return int(self._mover.num_device_adapters >= self._room.max_adapters)
         return self._device.num_kv + entering.num_pages - self._room.max_kv_pages

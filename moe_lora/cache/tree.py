@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies: adapters below a virtual root, history KV below an adapter by token prefix.
+"""Dependencies: adapters below a virtual root, KV below an adapter by token prefix.
 
-A radix-compressed networkx graph of `Node`s: a node is a run of full blocks, cut at a block boundary where
-prefixes diverge.  A dict finds a child by the tokens of the first block. Source: FastLibra, section 4.
+A radix tree of runs of full blocks.  Source: FastLibra, section 4.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _ROOT = "root"
 
 
 class DependencyTree:
-    """Structure, and the movable nodes; `NodeMover` handles pages.
+    """Structure, and the movable nodes.
 
-    keeps_dependencies: a KV node may be on the device only with its adapter.
+    keeps_dependencies: a KV node is on the device only with its adapter.
     """
 
     def __init__(
@@ -79,9 +78,7 @@ class DependencyTree:
         return node
 
     def walk(self, adapter: Node, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
-        """Nodes that match the tokens except the last, in order; and, for a partial match, the next node and
-        its number of matching blocks.
-        """
+        """Nodes that match the tokens except the last, then a partly matching node, with matching blocks."""
         most = max(0, len(tokens) - 1) // self.block_size * self.block_size
         path: list[Node] = []
         node, at, size, find = adapter, 0, self._block_bytes, self._child.get

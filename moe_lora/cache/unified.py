@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache of adapters and history KV over two arenas of equal pages; decides, while others copy."""
+"""A cache of adapters and history KV over two arenas of pages."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .tree import DependencyTree
 SALT_SHIFT = 32
 """Bits of a token id for a vocabulary."""
 SWAP_OUT_ABOVE = 0.95
-"""Used share of the device above which pages move out ahead of need."""
+"""Pages move out above this used share of the device."""
 SWAP_IN_BELOW = 0.7
-"""Used share of the device below which pages move in ahead of need."""
+"""Pages move in below this used share of the device."""
 
 
 class UnifiedCache:
-    """Adapters and the KV of finished prefixes in one dependency tree (FastLibra, sections 4 and 5).
+    """Adapters and KV of finished prefixes in a dependency tree (FastLibra, sections 4 and 5).
 
-    For one thread.  now_s never decreases.  No call waits: moves are orders (`take_orders`) that the caller
-    executes and confirms (`copied`, `failed`) in the same thread.  counters: totals since the start.
+    For one thread.  now_s never decreases.  No call waits: the caller executes orders (`take_orders`) and
+    confirms each (`copied`, `failed`).
     """
 
     _make_table = BlockTable
@@ -61,9 +61,8 @@ class UnifiedCache:
         lower: float = SWAP_IN_BELOW,
         make_tree: Callable[..., DependencyTree] = DependencyTree,
     ) -> None:
-        """block_size: tokens per KV page.  max_kv_pages: limit of KV pages on the device, cached included.
-        max_adapters: limit of adapters with device pages (slots).  upper, lower: used shares of the device
-        above which `tick` swaps out and below which `tick` swaps in.
+        """block_size: tokens per KV page.  max_kv_pages: on the device, cached included.  max_adapters: with
+        device pages.  upper, lower: see `tick`.
         """
         if not 0 <= lower <= upper <= 1:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
@@ -82,7 +81,7 @@ class UnifiedCache:
         self._sharing = prefix_caching
         self._salts: dict[str, int] = {}
         self.asker = ANYBODY
-        """Whom what is held from now on counts for."""
+        """Tenant and share of later holds and matches."""
         self._tenant = NOBODY
         self._asked_s = -math.inf
         self._block_size = block_size
@@ -93,16 +92,14 @@ class UnifiedCache:
         self._tree.refresh(self._base)
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
-        """Set the tenant of later holds and matches; share: its weight in the arenas
-        (`policies.caching.arena_shares`).
-        """
+        """Set the tenant of later holds and matches, with the weight."""
         if self._tenant != NOBODY and self._ranking.shares is None and tenant != self.asker.tenant:
             self._divide()
         self.asker, self._asked_s, shares = Asker(tenant, share), now_s, self._ranking.shares
         self._tenant = FIRST if shares is None else shares.ask(tenant, share, now_s)
 
     def _divide(self) -> None:
-        """Start shares at the second tenant.  What was used so far counts for the first tenant."""
+        """Start shares; earlier use counts for the first tenant."""
         from moe_lora.policies.caching.arena_shares import ArenaShares
 
         self._ranking.shares = ArenaShares()
@@ -116,11 +113,10 @@ class UnifiedCache:
         *,
         inherits: Namespace | None = None,
     ) -> None:
-        """Add a node on the second layer.
+        """Add an adapter's node.
 
-        layer_pages: pages of each layer's extent; all zero (or none): remote, always ready.  inherits: the
-        replaced version, as source of visits.  Raises CapacityError if the adapter can never be held,
-        ValueError for a known namespace, KeyError for an unknown replaced version.
+        layer_pages: all zero: remote.  inherits: replaced version, a source of visits.  Raises CapacityError
+        if never possible, ValueError for a known namespace, KeyError for an unknown replaced version.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -148,13 +144,13 @@ class UnifiedCache:
         self._mover.let_die(self._tree.adapters[namespace])
 
     def clear_history(self, namespaces: Iterable[Namespace]) -> None:
-        """Make all KV of these namespaces unfindable; pages in use are free with their last user."""
+        """Make their KV unfindable; pages in use are free with the last user."""
         for namespace in namespaces:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
                 self._mover.let_die(node)
 
     def evict_all(self) -> None:
-        """Free all pages: KV is gone, adapters are on neither arena.  Nothing may be pinned or moving."""
+        """Free both arenas.  Nothing may be pinned or moving."""
         self.clear_history(list(self._tree.adapters))
         while self._mover.sweep():
             pass
@@ -165,10 +161,10 @@ class UnifiedCache:
                 self._mover.drop_host(node)
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for one request and load it if needed, evicting the least valued nodes.
+        """Pin the adapter for a request; load if needed, by evictions.
 
-        NO_ROOM: not pinned, without evictable pages, or with history still being saved: ask again.  Counts as
-        a visit except with `again` (held before, or for no request).  The base is always READY.
+        NO_ROOM: not pinned; no page is evictable, or history is still being saved.  Counts as a visit except
+        with `again`.  The base is always READY.
         """
         node = self._tree.adapters[namespace]
         if node.device_pages is None:
@@ -185,14 +181,14 @@ class UnifiedCache:
         return self.readiness(namespace)
 
     def readiness(self, namespace: Namespace) -> Readiness:
-        """READY, LOADING, or NO_ROOM if neither; changes nothing."""
+        """READY, LOADING, or NO_ROOM; changes nothing."""
         node = self._tree.adapters[namespace]
         if node.on_device:
             return Readiness.READY
         return Readiness.LOADING if node.moving_in else Readiness.NO_ROOM
 
     def let_go(self, namespace: Namespace, now_s: float) -> None:
-        """Undo one `hold`.  Release the request's table first."""
+        """Undo a `hold`, after the release of the request's table."""
         node = self._tree.adapters[namespace]
         self._mover.unpin(node)
         if not self._traits.keeps_idle_adapters and self._mover.can_leave(node):
@@ -201,7 +197,7 @@ class UnifiedCache:
             self._mover.sweep()
 
     def pin(self, namespace: Namespace) -> None:
-        """Keep the adapter on the device (once there) until `unpin`."""
+        """Keep the adapter on the device until `unpin`."""
         self._mover.pin(self._tree.adapters[namespace])
 
     def unpin(self, namespace: Namespace) -> None:
@@ -210,7 +206,7 @@ class UnifiedCache:
         self._mover.sweep()
 
     def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
-        """Start of each layer's run on the device, -1 for empty ones.
+        """Start of each layer's run on the device, -1: empty.
 
         Raises ValueError if the adapter is neither READY nor LOADING.
         """
@@ -220,7 +216,7 @@ class UnifiedCache:
         return first_pages(node, node.device_pages)
 
     def place(self, namespace: Namespace) -> Literal["device", "host", "disk"]:
-        """Place of its bytes: "device" (ready there), "host", or "disk" (in neither arena)."""
+        """Place of the bytes: "device" (ready there), "host", or "disk" (in neither arena)."""
         node = self._tree.adapters[namespace]
         flags = self._tree.columns.flags.item(node.row)
         if flags & READY and node.device_pages is not None:
@@ -228,7 +224,7 @@ class UnifiedCache:
         return "host" if flags & BACKED else "disk"
 
     def new_table(self, namespace: Namespace, salt: str = "") -> BlockTable:
-        """The table of a sequence without a lookup."""
+        """A table without a lookup."""
         return self._make_table(namespace, salt, self._tenant)
 
     def match(
@@ -242,9 +238,8 @@ class UnifiedCache:
     ) -> BlockTable:
         """Pin the longest cached prefix of `tokens`, except the last token.
 
-        The adapter must be held.  Host parts are ordered to the device within the room (the table is then
-        not `ready`), else the match is shorter.  Counts as a visit of each node, except with `again`. salt:
-        finds tables of the same salt only.
+        The adapter must be held.  Host parts move to the device as room allows (the table is then not
+        `ready`), else the match is shorter.  Counts as a visit except with `again`.  salt: must be equal.
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
@@ -256,7 +251,7 @@ class UnifiedCache:
                 path.append(self._mover.split(partial, common))
         depth = self._take(table, path)
         if depth < len(path):
-            worth = self._ranking.policy.worth_loading  # up to a node that is rather computed anew
+            worth = self._ranking.policy.worth_loading
             rest = takewhile(lambda n: worth(n.first_token, n.num_tokens, n.num_pages), path[depth:])
             self._bring_in(list(rest), now_s)
             depth += self._take(table, path[depth:])
@@ -273,10 +268,7 @@ class UnifiedCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """Make room for `num_tokens` in all; False, without allocation, if pages are short.
-
-        Evicts at once, without copies: backed nodes first, then the least valued.
-        """
+        """Make room for `num_tokens` in total; False, without allocation, if short."""
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
             if self._ranking.shares is not None:
@@ -289,8 +281,9 @@ class UnifiedCache:
         return True
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
-        """Make the full blocks of the first `num_computed` tokens findable; equal blocks merge, so
-        `table.pages` may change.
+        """Make the full blocks of the first `num_computed` tokens findable.
+
+        Equal blocks merge: `table.pages` may change.
         """
         size = self._block_size
         if (table.num_shared + 1) * size > num_computed:
@@ -316,7 +309,7 @@ class UnifiedCache:
                 return
 
     def release(self, table: BlockTable, now_s: float) -> None:
-        """The sequence is done (or preempted): its findable blocks stay, if the policy keeps history."""
+        """Release the pages; findable blocks stay if the policy keeps history."""
         tail = table.tail
         self._mover.device.give_back(table.pages[table.num_shared :])
         table.pages, table.num_shared, table.arriving = [], 0, []
@@ -331,15 +324,14 @@ class UnifiedCache:
     def tick(self, now_s: float, batch_size: int) -> bool:
         """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
 
-        Returns True if more is to be forgotten.  batch_size: running requests
-        (averaged over 5 s for equation 3).
+        Returns True if more is to be forgotten.  batch_size: running requests (equation 3).
         """
         if self._ranking.shares is not None:
             self._ranking.shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:
-        """Set the adapters and prefixes (tokens and salt) of the next queued requests."""
+        """Set adapters and prefixes (tokens and salt) of next requests."""
         if self._traits.looks_ahead:
             self._swapper.want(
                 self._find(namespace, self._salted(tokens, salt) if salt else tokens)
@@ -347,7 +339,7 @@ class UnifiedCache:
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
-        """A prompt's prefix in the tree: a salt changes its first token to one outside any vocabulary."""
+        """The prompt, with the first token by salt outside any vocabulary."""
         number = self._salts.setdefault(salt, len(self._salts) + 1)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
@@ -358,17 +350,15 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def watch(self, on_departure: Callable[[Namespace], None]) -> None:
-        """Call `on_departure` with the namespace when an adapter's device pages are freed (also after a
-        failed load).
-        """
+        """Call `on_departure` once an adapter's device pages are freed, also after a failed load."""
         self._mover.on_departure = on_departure
 
     def watch_loads(self, on_end: Callable[[Namespace], None]) -> None:
-        """Call `on_end` with the namespace at the end of an adapter's load, or its failure."""
+        """Call `on_end` at the end or failure of a load."""
         self._mover.on_load_end = on_end
 
     def take_orders(self) -> list[Order]:
-        """Orders since the last call, in any order of execution."""
+        """Orders since the last call, for any order of execution."""
         orders, self._mover.orders = self._mover.orders, []
         return orders
 
@@ -377,13 +367,11 @@ class UnifiedCache:
         self._mover.copied(copy_id)
 
     def failed(self, copy_id: int) -> None:
-        """An order failed.  Its waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
+        """An order failed.  Waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
         self._mover.failed(copy_id)
 
     def usage(self) -> dict[str, int]:
-        """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
-        device_kv_used (of sequences), device_kv_invalid (KV without its adapter on the device).
-        """
+        """Pages now.  device_kv_used: of sequences.  device_kv_invalid: without the adapter there."""
         device, host, columns = self._mover.device, self._mover.host, self._tree.columns
         rows = columns.where(HAS_DEVICE_PAGES)
         rows = rows[~columns.is_adapter[rows]]

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA kernels of the operands' device: CPU library, Triton on CUDA, else the reference.
+"""The LoRA kernels of a device: CPU library, Triton on CUDA, else the reference.
 
-Legend: T token rows, H input width, N output width, K experts per token.
-
-kernel: "sgmv" (ours, the default), or a paper's baseline, "bgmv" (Punica) or "mbgmv" (S-LoRA); see `cpu.cpu`
-and `triton.triton_lora`.
+kernel: "sgmv" (ours), "bgmv" (Punica) or "mbgmv" (S-LoRA); legend: see `cpu.cpu`.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
-"""Result of `lora_shrink` for `lora_expand`; a tensor is the whole delta."""
+"""For `lora_expand`; a tensor is the whole delta."""
 _DENSE = -1
 
 
 class SharedSegments:
-    """Rows in the order of `kernel`, made once per step for its sites (CUDA only), and launch counters.
+    """Rows in the order of `kernel`, made once per step (CUDA only).
 
-    Dense sites with equal token_slots share an order; so do a layer's expert sites with equal ids.
+    Dense sites with equal token_slots share an order, expert sites of a layer with equal ids another.
     """
 
     def __init__(self) -> None:
@@ -45,7 +42,7 @@ class SharedSegments:
         return Zeros()
 
     def of(self, operands: LoraOperands, kernel: str, decode: bool = False) -> Segments:
-        """`triton.segments.rows_for` of these rows; keeps the tensors, so that identities stay unique."""
+        """`segments.rows_for`; keeps the tensors: identities stay unique."""
         from moe_lora.kernels.triton.lora.segments import rows_for
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -58,7 +55,7 @@ class SharedSegments:
         return known[2]
 
     def to_sort(self, operands: LoraOperands, decode: bool) -> RowsToSort:
-        """Future result of `of` for "sgmv", filled by the caller; operands: of experts."""
+        """`of` for "sgmv" at an expert site, filled by the caller."""
         from moe_lora.kernels.triton.lora.segments import rows_to_sort
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -79,9 +76,8 @@ def lora_shrink(
 ) -> Shrunk:
     """h = x_row @ A.T of each row with an adapter.
 
-    decode: the phase; on CUDA for tiles and grids, never for the result.  batch_rank: largest rank of this
-    batch, if known; see `triton.triton_lora`.
-    Raises ValueError for operands that don't fit.
+    decode: for tiles and grids on CUDA, never for the result.  batch_rank: largest rank of this batch, if
+    known.  Raises ValueError for bad operands.
     """
     x = operands.x
     if x.is_cpu:
@@ -101,8 +97,8 @@ def lora_shrink(
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row] = round(y[row] + delta), or y[row] - delta.
 
-    y: [T, N] or [T*K, N] in the dtype of the shrink's x; or fp32, for sums of corrections: kernels add the
-    unrounded delta, the reference a delta rounded to x's dtype.
+    y: [T, N] or [T*K, N] in x's dtype; or fp32: kernels then add the unrounded delta, the reference a rounded
+    delta.
     """
     if isinstance(shrunk, cpu.CpuShrunk):
         cpu.lora_expand(shrunk, y, subtract=subtract)
@@ -125,12 +121,10 @@ def deltas_of(shrunk: Shrunk) -> Deltas | None:
 def lora_delta(
     operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv", max_lora_rank: int | None = None
 ) -> None:
-    """out = delta of each row, zero without an adapter; see `reference.lora_delta`.
+    """out = delta of each row, zero without an adapter.
 
-    max_lora_rank: of adapters in replays of a captured CUDA graph; None: of the current slots.
-
-    out: [T, N] or [T*K, N] in x's dtype, overwritten.  y + out has the bits of
-    shrink and expand on this device.
+    max_lora_rank: over replays of a CUDA graph; None: of current slots.  out: [T, N] or [T*K, N] in x's
+    dtype; y + out has the bits of shrink and expand.
     """
     x = operands.x
     if x.is_cpu:

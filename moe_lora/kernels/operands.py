@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and step tables of the operations.
+"""Layouts and step tables.
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.
-
-These tensors never enter a compiled graph: operations reach them through a channel (see `ops`).
 """
 
 from __future__ import annotations
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """Layout of keys and values in the arena: a page holds `block_size` tokens of every layer.
+    """Layout of K and V: a page holds `block_size` tokens of every layer.
 
-    Byte address of K for (page, layer, kv head, token in block):
-    page * page_bytes + layer * layer_bytes + ((head * block_size) + token) * head_dim * itemsize;
-    V follows K after value_bytes.  has_values: False: K is V too.  least_bytes: of a page, for the KV of
-    layers of another layout behind these layers.
+    Byte address of K: page * page_bytes + layer * layer_bytes + (head * block_size + token) * head_dim *
+    itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page.
     """
 
     num_layers: int
@@ -42,7 +38,7 @@ class KvLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one block's K and V in one layer."""
+        """Bytes of a block's K and V in a layer."""
         num_parts = 1 + self.has_values
         return num_parts * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
@@ -53,12 +49,12 @@ class KvLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, rounded up to 64 for alignment."""
+        """Bytes of a page, rounded up to 64."""
         return -(-max(self.num_layers * self.layer_bytes, self.least_bytes) // 64) * 64
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayout:
-    """Layout of this model's KV in pages; of heads of two sizes, the layers with a window."""
+    """Layout of a model's KV; with heads of two sizes, of layers with a window."""
     layout = KvLayout(
         num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
@@ -71,10 +67,9 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayou
 
 
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
-    """Layouts of the layers with a window, and of the full layers behind them in the same pages.
+    """Layouts of the layers with a window, and of the full layers in the same pages.
 
-    layout: of all layers, with the heads of those with a window.  Full layers are numbered from the first
-    multiple of their size behind the others.
+    Full layers are numbered from the first multiple of their size behind the rest.
     """
     first = replace(layout, num_layers=layout.num_layers - len(sizes.layers))
     full = replace(layout, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
@@ -83,13 +78,12 @@ def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, Kv
 
 
 class SlotTable:
-    """Offsets and ranks of each resident adapter's matrices in the arena.
+    """Offsets and ranks of resident adapters' matrices in the arena.
 
-    a_offset, b_offset: [N, L, X] int64, bytes from the start of the arena (A: `lora_rank` rows of d_in,
-    B transposed: `lora_rank` rows of d_out, in the model's dtype).  lora_rank: [N, L, X] int32, 0 = no delta.
-    scale: [N, L, X] fp32.  All on the arena's device, checked on write, never read back.
-    ranks: [N, X] int32, on the host: largest rank over the layers, including loads in progress.  end_bytes:
-    end of the last matrix.  present: [N, L] bool, on the host: loaded layers, set by the copier.
+    a_offset, b_offset: [N, L, X] int64 bytes (A: `lora_rank` rows of d_in; B transposed: `lora_rank` rows of
+    d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the device are never
+    read back.  ranks: [N, X] int32, on the host: largest over the layers, loads in progress included.
+    present: [N, L] bool, on the host: loaded layers, set by the copier.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -107,7 +101,7 @@ class SlotTable:
         return self.lora_rank.shape[0]
 
     def grown(self, num_slots: int) -> SlotTable:
-        """A copy with more slots, the new slots empty."""
+        """A copy with further, empty slots."""
         _, num_layers, num_entries = self.lora_rank.shape
         table = SlotTable(num_slots, num_layers, num_entries, self.lora_rank.device)
         for name in ("a_offset", "b_offset", "lora_rank", "scale"):
@@ -120,12 +114,11 @@ class SlotTable:
     def write_layer(
         self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, where: range
     ) -> None:
-        """Point the slot's entries of one layer at matrices in these bytes of the arena.
+        """Point the slot's entries of a layer at matrices in these bytes of the arena.
 
-        table: [X, 3] int64 on the host (offset of A, offset of B, rank), offsets in elements of itemsize
-        bytes from the first byte.  scale: [X] fp32.  X: of the first entries, the rest stays.  The matrices
-        must be loaded: ranks are written last, and rank 0 hides the rest.  Raises ValueError for impossible
-        offsets and ranks.
+        table: [X, 3] int64 on the host: offsets of A and B in elements, and rank.  scale: [X] fp32.  Entries
+        beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0 hides the rest.
+        Raises ValueError for impossible offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -152,7 +145,7 @@ class SlotTable:
         self.lora_rank[slot, layer, :num].copy_(table[:, 2])
 
     def largest_rank(self, site: Site) -> int:
-        """Largest rank of any adapter at the site.  Raises ValueError for a site outside the table."""
+        """Largest rank at the site.  Raises ValueError for a foreign site."""
         first, end = site.entry_base, site.entry(0, max(1, site.num_experts))
         if not 0 <= first <= end <= self.ranks.shape[1]:
             raise ValueError(
@@ -162,7 +155,7 @@ class SlotTable:
         return int(self.ranks[:, first:end].max(initial=0))
 
     def site_ranks(self, slots: np.ndarray, sites: Sequence[Site]) -> list[int]:
-        """Largest rank over these slots (-1: no adapter) at each site."""
+        """Largest rank over these slots at each site."""
         ranks = self.ranks[sorted(set(slots.tolist()) - {-1})].max(0, initial=0)
         return [int(ranks[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
@@ -174,12 +167,11 @@ class SlotTable:
 
 
 class LoraOperands(NamedTuple):
-    """Operands of the LoRA operations of one site.
+    """Operands of LoRA operations at a site.
 
-    x: [T, H], or [T*K, H] at an expert site with a row per expert.
-    ids: [T, K] int32 (output row t*K + k belongs to expert ids[t, k], -1 = no expert), None at a dense site.
-    layer: row of the slot table.  token_slots: [T] int32 adapter slot of each token, -1 = no adapter.
-    arena: flat uint8 with the matrices of `slots`, of x's dtype.
+    x: [T, H], or [T*K, H] with a row per expert.  ids: [T, K] int32, -1 = no expert; None at a dense site.
+    Output row t*K + k belongs to ids[t, k].  layer: of the slot table.  token_slots: [T] int32, -1 = no
+    adapter.  arena: flat uint8, matrices of x's dtype.
     """
 
     x: torch.Tensor
@@ -192,10 +184,10 @@ class LoraOperands(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """Bounds of a step's lengths, on the host, for launches.
+    """Bounds of a step's lengths, on the host.
 
     has_single, has_several: some sequence has one row, more than one.  longest_single: most tokens of a
-    sequence with one row.  single_tokens: most tokens of these together (None: longest_single each).
+    sequence with one row.  single_tokens: most in sum; None: longest_single each.
     """
 
     has_single: bool
@@ -205,7 +197,7 @@ class StepBounds(NamedTuple):
 
     @classmethod
     def of(cls, query_start: torch.Tensor, seq_lens: torch.Tensor) -> StepBounds:
-        """The bounds of host lengths.  Raises TypeError for lengths on a device."""
+        """Bounds of host lengths.  Raises TypeError for lengths on a device."""
         num_rows, lens = np.diff(query_start.numpy()), seq_lens.numpy()
         single = num_rows == 1
         longest, tokens = int(lens[single].max(initial=0)), int(lens[single].sum())
@@ -214,13 +206,11 @@ class StepBounds(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepTables:
-    """One step's batch, all int32, on the arena's device for operations.
+    """A step's batch, int32, on the arena's device for operations.
 
-    query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
-    seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
-    block_tables: [S, B] page of each block.
-    decode: one token per sequence; launches may differ, the order of sums may not.
-    bounds: of lengths on a device.
+    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens with this step's rows; 0: padding.
+    block_tables: [S, B] pages.  decode: one token per sequence; launches may differ, the order of sums may
+    not.  bounds: of lengths on a device.
     """
 
     query_start: torch.Tensor
@@ -230,7 +220,7 @@ class StepTables:
     bounds: StepBounds | None = None
 
     def to(self, device: torch.device) -> StepTables:
-        """These host tables with every tensor on `device`."""
+        """These host tables on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
@@ -242,9 +232,9 @@ class StepTables:
 class Rotation(NamedTuple):
     """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
 
-    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated, none for R = 0.  q_weight, k_weight:
-    [head_dim] of RMS norms with this eps, or None.  clip: to -clip .. clip, or None.  head_dim: 0 = R.
-    neighbours: pairs are (2 i, 2 i + 1), else (i, i + R / 2).
+    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
+    norms, or None.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else
+    (i, i + R / 2).
     """
 
     cos: torch.Tensor
@@ -258,11 +248,11 @@ class Rotation(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """Operands of paged attention of one layer.
+    """Operands of paged attention of a layer.
 
-    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype (head h reads kv head
-    h // (heads / kv heads)).  sinks: [heads] logits without a value in the softmax (GPT-OSS), or None.
-    window: each row sees its last `window` tokens, including itself; 0 = all.  arena: memory of K and V.
+    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype; head h reads kv head h //
+    (heads / kv heads).  sinks: [heads] logits without a value (GPT-OSS).  window: each row sees the last
+    `window` tokens; 0 = all.
     """
 
     q: torch.Tensor
@@ -281,16 +271,16 @@ _ZEROS, _LINE = 1 << 16, 32
 
 
 class Zeros:
-    """Zero integers on a device: one fill serves many launches.
+    """Zero integers: one fill serves many launches.
 
-    For launches on one stream during the object's life, and for replays of a graph captured meanwhile.
+    For one stream, and for replays of a graph captured meanwhile.
     """
 
     def __init__(self) -> None:
         self._left: torch.Tensor | None = None
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """[count] unshared int32 zeros, aligned to a cache line."""
+        """[count] unshared int32 zeros, at a cache line."""
         if self._left is None or self._left.numel() < count:
             self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
         taken = self._left[:count]

@@ -3,8 +3,7 @@
 
 Operations on the arena or the LoRA tables take a channel: int64 [handle, layer, address of a `StepCalls` or
 0], declared mutated: torch.compile then keeps the order begin < base GEMM < add_to and KV writes.  `begin`
-also declares x mutated, and `add_to` names x to keep its memory.  On CPU one operation replaces the three
-(`lora_linear`); C++ tries it and attention first (csrc/operations.cpp).
+also declares x mutated, and `add_to` names x to keep its memory.  On CPU `lora_linear` replaces the three.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ _next_handle = itertools.count(1)
 
 
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
-    """One channel per layer for this handler, valid during the handler's life.
+    """A channel per layer, during the handler's life.
 
-    handler: runs the channel operations of one engine (see `engine.step.execution_context`).
     calls: tables for C++.
     """
     handle = next(_next_handle)
@@ -46,7 +44,7 @@ def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None)
 def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None:
     """Clear the address before `calls` goes.
 
-    Runs at the handler's end, possibly during a trace by torch: calls no torch operation.
+    May run during a trace: calls no torch operation.
     """
     for channel in channels:
         channel[2] = 0
@@ -94,7 +92,7 @@ def rotary_attention(
 ) -> torch.Tensor:
     """`reference.paged_attention` of `reference.rotated_heads`: [T, heads, head_dim].
 
-    On CUDA one operation, with the rotation in the write of K; elsewhere the compiler sees the rotation.
+    On CUDA the write of K rotates; elsewhere the compiler sees the rotation.
     """
     if qkv.is_cuda:
         return torch.ops.moe_lora.rotary_attention(
@@ -122,10 +120,7 @@ def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int)
 
 
 def fuses_sites(x: torch.Tensor) -> bool:
-    """True if a LoRA site is one operation, `lora_linear`; else begin, the linear layer, and add_to.
-
-    On CPU the overhead between kernels equals their cost, and the compiler has nothing to fuse.
-    """
+    """True if a LoRA site is one operation, `lora_linear`: for low overhead."""
     return x.is_cpu
 
 
@@ -154,18 +149,14 @@ def multiply(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """The linear layer of a site, dense or (with ids) of experts, for plain or quantised weights."""
+    """The linear layer of a site."""
     if isinstance(weight, QuantisedOperand):
         return _multiply_quantised(x, weight, bias, ids, num_out)
     return _linear(x, weight, bias) if ids is None else _expert_linear(x, weight, bias, ids)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias; see `reference.linear`.
-
-    On CPU our operation: it chooses by number of rows between our kernel, with stable sums, and torch.
-    Elsewhere torch's, visible to the compiler.
-    """
+    """x @ weight.T + bias; on CPU our operation, else torch's."""
     multiply = torch.ops.moe_lora.linear if x.is_cpu else reference.linear
     return multiply(x, weight, bias)
 
@@ -206,7 +197,7 @@ def _choose_experts(
     num_held: int,
     site: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """choice: fields of `experts.GateChoice`.  site: expert site to sort LoRA rows for; -1: no site."""
+    """choice: of `experts.GateChoice`.  site: of LoRA rows to sort; -1: none."""
     handle, layer, _ = channel.tolist()
     handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
     to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)
@@ -246,9 +237,9 @@ def _sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+    """`reference.sum_experts`, in torch's order on CPU.
 
-    Under a compiler, plain terms in the order of k, to fuse with the residual and norm; else our kernel.
+    Under a compiler plain terms, to fuse with residual and norm.
     """
     if y.is_cpu:
         terms = y.view(*weights.shape, -1).float() * weights[..., None]
@@ -269,7 +260,7 @@ def _norm(
 def norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`reference.norm`: plain under a compiler, else our kernel on a GPU."""
+    """`reference.norm`, outside a compiler by our kernel on a GPU."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return reference.norm(x, weight, eps, centred, bias)
     return torch.ops.moe_lora.norm(x, weight, eps, centred, bias)

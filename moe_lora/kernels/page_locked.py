@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-locked host memory, for asynchronous copies by a CUDA device."""
+"""Page-locked host memory, for asynchronous copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGE_BYTES = 4 << 20
 
 
 def page_lock(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Page-lock host memory in place; returns the undo.  Raises RuntimeError on failure."""
+    """Page-lock host memory; returns the undo.  Raises RuntimeError on failure."""
     cudart, start = torch.cuda.cudart(), memory.data_ptr()
     with torch.cuda.device(device):
         torch.cuda.check_error(cudart.cudaHostRegister(start, memory.nbytes, _PORTABLE))
@@ -31,7 +31,7 @@ def page_lock(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
 
 def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """[num_bytes] uint8, page-locked during the tensor's life.  Raises RuntimeError or OSError on failure.
+    """[num_bytes] uint8, page-locked during its life.  Raises RuntimeError or OSError on failure.
 
     Own memory: torch's allocator rounds up to a power of two.
     """
@@ -44,10 +44,9 @@ def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Staging:
-    """Copies from memory without page lock, e.g. mapped files, to a device.
+    """Copies from memory without page lock, e.g. mapped files.
 
-    Two page-locked buffers: one fills while the device reads the second, on the
-    current stream.  For one thread.
+    One buffer fills while the device reads another.  For one thread.
     """
 
     def __init__(self, num_bytes: int = STAGE_BYTES) -> None:

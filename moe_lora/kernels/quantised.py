@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights: formats, quantisation by torchao, memory layout, meaning.
+"""Quantised weights: formats, quantisation, memory layout.
 
 Legend: E experts, N output width, K input width, G groups of K.
-
-Values and scales are plain tensors in the layout of the kernels in `cpu/csrc`: compiled code sees tensors and
-integers only.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ class Format:
     """Format of weights.
 
     name: int8, int4, fp8 (E4M3) or mxfp4; "-dynamic" also quantises inputs to 8 bits, row by row.
-    group_size: inputs per scale, 0: all of an output.  row_group: outputs per scale (fp8).
+    group_size: inputs per scale, 0: all.  row_group: outputs per scale (fp8).
     """
 
     name: str
@@ -39,7 +36,7 @@ class Format:
 
     @property
     def text(self) -> str:
-        """The format as an operation's argument; see `format_named`."""
+        """The format as an argument; see `format_named`."""
         return f"{self.name}/{self.group_size}/{self.row_group}"
 
     @property
@@ -52,7 +49,7 @@ class Format:
         return self.name.endswith("-dynamic")
 
     def refusal(self, width: int) -> str | None:
-        """The reason against a matrix of this input width, or None."""
+        """The reason against this width, or None."""
         if self.group_size and self.name != "fp8" and (refusal := group_refusal(width, self.group_size)):
             return refusal
         if self.dynamic and width > _MAX_DYNAMIC_WIDTH:
@@ -64,7 +61,7 @@ class Format:
         return -(-width // self.group_size) if self.group_size else 1
 
     def sizes(self, num_out: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one matrix's values and scales in memory."""
+        """Shapes of values and scales in memory."""
         groups = self.num_groups(width)
         if self.dynamic:
             blocks = -(-num_out // _BLOCK_OUT)
@@ -78,7 +75,7 @@ class Format:
         return (num_out, -(-width // _BLOCK) * _BLOCK // 2), (num_out, groups)
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes of values and of scales, for a model of `dtype`."""
+        """Dtypes of values and scales, for a model of `dtype`."""
         match self.name:
             case "fp8":
                 return torch.float8_e4m3fn, torch.float32
@@ -96,7 +93,7 @@ def format_named(text: str) -> Format:
 
 @functools.cache
 def format_of(name: str, group_size: int = 0, row_group: int = 1) -> Format:
-    """The named format, a single object per format."""
+    """The named format, one object per format."""
     return Format(name, group_size, row_group)
 
 
@@ -104,10 +101,10 @@ Unpacked = tuple[torch.Tensor, torch.Tensor]
 
 
 class QuantisedOperand(NamedTuple):
-    """Quantised weights of one matrix, or of E, in the layout of `put`: values and scales.
+    """Quantised weights of a matrix, or of E, in the layout of `put`.
 
-    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits in the model's dtype.  zero: int8
-    [..., N, G], zero points other than 0.
+    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits.  zero: int8 [..., N, G], zero
+    points.
     """
 
     form: Format
@@ -117,9 +114,9 @@ class QuantisedOperand(NamedTuple):
 
 
 def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchao's symmetric values and scales of a matrix [N, K]: [N, K], and [N / row_group, G].
+    """torchao's symmetric values [N, K] and scales [N / row_group, G] of a matrix [N, K].
 
-    Scales, as in torchao: fp32 for int8 and fp8, the weight's dtype for int4.
+    Scales: fp32 for int8 and fp8, the weight's dtype for int4.
     """
     made: Any
     if form.name == "fp8":
@@ -142,11 +139,9 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 def put(
     form: Format, q: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, first: int
 ) -> None:
-    """Write the result of `quantise` for some rows, [R, K] and [R / row_group, G],
-    to a matrix from row `first`.
+    """Write `quantise`'s [R, K] and [R / row_group, G] to a matrix from row `first`, a multiple of row_group.
 
-    first: a multiple of row_group.  q of mxfp4: the codes, uint8.  data, scales: shapes as in `Format.sizes`;
-    layouts: csrc/unpack.inl and csrc/dynamic.inl.
+    q of mxfp4: codes, uint8.  Layouts: csrc/unpack.inl and csrc/dynamic.inl.
     """
     rows = slice(first, first + q.shape[0])
     if form.dynamic:
@@ -174,10 +169,9 @@ def _fours(form: Format, q: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
-    """Inverse of `put`: values [..., N, K] and scales [..., N, G]; their product is the weights.
+    """Inverse of `put`: values [..., N, K] and scales [..., N, G]; the product is the weights.
 
-    int8 values (int16 after zero points), float8 of fp8.  MXFP4: integers, twice
-    the values, with half the scales.
+    int8 values (int16 after zero points), float8 of fp8.  MXFP4: twice the values, half the scales.
     """
     form, data, scale, zero = weight
     if form.dynamic:
@@ -203,7 +197,7 @@ def unpack(weight: QuantisedOperand, num_out: int, width: int) -> Unpacked:
 
 E8M0_BIAS = 127
 _TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the values of the FP4 codes of OCP Microscaling Formats v1.0, E2M1."""
+"""Twice the values of FP4 codes, E2M1 (OCP Microscaling Formats v1.0)."""
 
 
 def _less(q: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
@@ -240,7 +234,7 @@ def quantise_rows(x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 
 @functools.cache
 def _torchao() -> ModuleType:
-    """torchao.quantization; suppresses its warnings of unused CUDA extensions."""
+    """torchao.quantization, without warnings of unused CUDA extensions."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

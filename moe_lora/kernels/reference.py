@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of every operation in plain torch: oracle of tests, and fallback without kernels.
+"""The meaning of every operation in torch: oracle of tests, and fallback.
 
-Legend: T token rows, H input width, N output width, E experts, K experts per token, R LoRA rank, S sequences.
+Legend: T token rows, H input width, N output width, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]].
+    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
 
-    x: [T, H] (a row feeds K outputs) or [T*K, H] (a row per output).  weight: [E, N, H].
-    bias: [E, N].  ids: [T, K] int32 expert of each output row, -1 gives a zero row.
-    Returns [T*K, N] in x's dtype.
+    x: [T, H] or [T*K, H].  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.  Returns [T*K, N].
     """
     flat_ids = ids.reshape(-1)
     out = x.new_zeros(flat_ids.numel(), weight.shape[1])
@@ -40,7 +38,7 @@ def expert_linear(
 
 
 def sum_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
+    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
 
     y: [T*K, N].  weights: [T, K] fp32.
     """
@@ -58,9 +56,9 @@ def quantised_linear(
     ids: torch.Tensor | None,
     num_out: int,
 ) -> torch.Tensor:
-    """`linear` (ids None) or `expert_linear` over the dequantised weights.
+    """`linear` (ids None) or `expert_linear` over dequantised weights.
 
-    In fp64, then rounded; a dynamic format's inputs are dequantised too.
+    A dynamic format's inputs are dequantised too, in fp64.
     """
     if not weight.form.dynamic:
         plain = quantised.dequantise(weight, num_out, x.shape[1], x.dtype)
@@ -75,7 +73,7 @@ def quantised_linear(
 
 
 def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Row of x for each of the T*K outputs: [T*K] int64."""
+    """Row of x for each output: [T*K] int64."""
     rows = torch.arange(ids.numel(), device=ids.device)
     return rows if x.shape[0] == ids.numel() else rows // ids.shape[1]
 
@@ -83,7 +81,7 @@ def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def arena_rows(
     arena: torch.Tensor, offset_bytes: int, lora_rank: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """View of `lora_rank` contiguous rows of `width` at a byte offset of the arena."""
+    """`lora_rank` contiguous rows of `width` at a byte offset of the arena."""
     num_bytes = lora_rank * width * dtype.itemsize
     return arena[offset_bytes : offset_bytes + num_bytes].view(dtype).view(lora_rank, width)
 
@@ -91,11 +89,9 @@ def arena_rows(
 def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torch.Tensor:
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), with A and B of row i's adapter.
 
-    Computed in fp32, then rounded to dtype (default: x's).  y = round(y + delta) then has the same bits for a
-    delta from elsewhere.
-
-    Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero for a row without an adapter.
-    Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
+    In fp32, then rounded to dtype (default: x's): y = round(y + delta) has equal bits for a delta from
+    elsewhere.  Returns [T or T*K, sum(out_features)]; zero without an adapter.  Source: Punica (arXiv
+    2310.18547), SGMV.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     num_rows = x.shape[0] if ids is None else ids.numel()
@@ -131,7 +127,7 @@ def norm(
     centred: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMS norm of the last dim, or layer norm if centred; in fp32, rounded to x's dtype.  bias: None = 0."""
+    """RMS norm of the last dim, or layer norm if centred; in fp32, rounded to x's dtype."""
     x32 = x.float()
     if centred:
         x32 = x32 - x32.mean(-1, keepdim=True)
@@ -142,10 +138,7 @@ def norm(
 def rotate(
     x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, neighbours: bool = False
 ) -> torch.Tensor:
-    """Rotary embedding of the two halves of the first R of head_dim, or of neighbours.
-
-    cos, sin: [T, R / 2] fp32.
-    """
+    """Rotary embedding of the first R of head_dim.  cos, sin: [T, R / 2] fp32."""
     num_dims = 2 * cos_TD.shape[1]
     if neighbours:
         pairs = x_TND[..., :num_dims].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -177,7 +170,7 @@ def rotated_heads(qkv: torch.Tensor, num_kv_heads: int, rotation: Rotation) -> t
 
 
 def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer as strided views of the arena: [pages, kv heads, block_size, head_dim] each."""
+    """K and V of a layer in the arena: [pages, kv heads, block_size, head_dim] each."""
     typed = arena.view(layout.dtype)
     itemsize = layout.dtype.itemsize
     page, values = layout.page_bytes // itemsize, layout.value_bytes // itemsize
@@ -188,9 +181,9 @@ def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.T
 
 
 def paged_attention(operands: AttentionOperands) -> torch.Tensor:
-    """Write this step's K and V to their pages, then causal attention of each row over its sequence.
+    """Write K and V to pages, then causal attention of each row over its sequence.
 
-    Returns [T, heads, head_dim]; rows of padding sequences are zero.  Softmax in fp32.
+    Returns [T, heads, head_dim]; padding is zero.  Softmax in fp32.
     """
     q, k, v, _, _, _, layer, step, layout, arena = operands
     keys, values = kv_views(arena, layout, layer)
@@ -215,7 +208,7 @@ def paged_attention(operands: AttentionOperands) -> torch.Tensor:
 def _attend(
     operands: AttentionOperands, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of the rows at `position` over one sequence.  q: [Q, heads, D], k, v: [C, kv heads, D]."""
+    """Attention of rows at `position`.  q: [Q, heads, D], k, v: [C, kv heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
     logits = torch.einsum("qhd,chd->hqc", q.float(), k) * operands.scale

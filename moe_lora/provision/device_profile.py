@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device profiles: speed and memory of a device, the input of sizing (fields: docs/reference/profiles.md).
-
-A profile is a JSON file.  "tables" holds measured times of one model; "roofline" holds rates and latencies.
-"""
+"""Speed and memory of a device (fields: docs/reference/profiles.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from moe_lora.core.errors import ConfigError
 class Table:
     """seconds(b), piecewise linear through (batches[i], times_s[i]), extrapolated without negative times.
 
-    Raises ConfigError unless batches increase from 1 or more, and times are positive and do not decrease.
+    Raises ConfigError unless batches increase from 1 or more, and times are positive and do not fall.
     """
 
     batches: tuple[float, ...]
@@ -47,7 +44,7 @@ class Table:
             )
 
     def seconds(self, batch: float) -> float:
-        """Time at this batch; 0 for an empty batch."""
+        """Time at this batch; 0 if empty."""
         if batch <= 0:
             return 0.0
         place = min(max(bisect_left(self.batches, batch), 1), len(self.batches) - 1)
@@ -62,17 +59,17 @@ class Table:
 
 
 class MissingRateError(ConfigError):
-    """The profile lacks a rate for the plan."""
+    """The profile lacks a rate."""
 
 
 MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s": "network between GPUs"}
 
 
 class Gpu(FileContent):
-    """One GPU, or one rank on CPUs.  Peak rates; None: unknown.
+    """A GPU, or a rank on CPUs.  Peak rates; None: unknown.
 
-    instance_memory_share: memory for weights, KV and adapters of an instance.  server_memory_share: memory
-    for adapters of a LoRA Server.  load_bytes_per_s: host to device.
+    instance_memory_share: for weights, KV and adapters.  server_memory_share: of a LoRA Server.
+    load_bytes_per_s: host to device.
     """
 
     memory_gib: Positive
@@ -84,7 +81,7 @@ class Gpu(FileContent):
     net_bytes_per_s: Positive | None = None
 
     def needed(self, rate: str, profile: str) -> float:
-        """The named rate.  Raises ConfigError if the profile lacks the rate."""
+        """The named rate.  Raises MissingRateError if unknown."""
         found: float | None = getattr(self, rate)
         if found is None:
             raise MissingRateError(
@@ -107,10 +104,7 @@ class RatedGpu(Gpu):
 
 
 class Sizes(FileContent):
-    """Sizes of a layer for stage times; a dense MLP is one expert, always chosen.
-
-    weights: name of the weight format (`core.weight_format`).
-    """
+    """Sizes of a layer; a dense MLP is one expert, always chosen."""
 
     model: str = ""
     hidden_size: Count
@@ -124,7 +118,7 @@ class Sizes(FileContent):
 
     @property
     def row_inputs(self) -> float:
-        """Values per row to the LoRA Server: inputs of gate/up and of down per chosen expert."""
+        """Values per row to the LoRA Server."""
         return float(self.num_experts_per_token * (self.hidden_size + self.intermediate_size))
 
     @property
@@ -134,13 +128,13 @@ class Sizes(FileContent):
 
     @property
     def row_pair_values(self) -> float:
-        """Adapter values of a row's experts: gate, up and down, A and B."""
+        """A and B of gate, up and down, for a row."""
         width = self.hidden_size + self.intermediate_size
         return 3.0 * self.num_experts_per_token * width * self.lora_rank
 
     @property
     def row_flop(self) -> float:
-        """Operations of the base GEMMs of a row's experts."""
+        """FLOP of a row's base experts."""
         return 6.0 * self.num_experts_per_token * self.hidden_size * self.intermediate_size
 
     @property
@@ -153,7 +147,7 @@ Times = tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...]
 
 
 class ServerTimes(FileContent):
-    """Times of a layer's deltas for one instance, by the instance's batch."""
+    """Times of a layer's deltas, by batch."""
 
     receive: Times
     compute: Times
@@ -161,7 +155,7 @@ class ServerTimes(FileContent):
 
 
 class BaseTimes(FileContent):
-    """Times of the base GEMMs of a layer's experts, and of the rest of a layer; None: derived from rates."""
+    """Times of a layer's base experts, and of the rest; None: derived."""
 
     experts: Times
     attention: Times | None = None
@@ -179,7 +173,7 @@ _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 
 class FixedTimes(FileContent):
-    """Microseconds of a stage at any batch; sync_per_rank: for each further rank."""
+    """Microseconds of a stage; sync_per_rank: for each further rank."""
 
     receive: _Latency = 0.0
     compute: _Latency = 0.0
@@ -192,8 +186,8 @@ Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "
 
 
 class _Device(FileContent):
-    """about: origin of the numbers, in a sentence.  ran: plan parts with a run on this device, and the run.
-    models_run: models with a run of all layers.  sources: origins of the numbers.
+    """about: origin of the numbers.  ran: plan parts with a run here, and the run.  models_run: with a run of
+    all layers.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -205,7 +199,7 @@ class _Device(FileContent):
 
 
 class MeasuredProfile(_Device):
-    """Measurements of one model at these batches.  server_us: by the EP degree x of the layout."""
+    """Measurements of one model.  server_us: by EP degree x."""
 
     kind: Literal["tables"]
     gpu: Gpu
@@ -216,7 +210,7 @@ class MeasuredProfile(_Device):
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """Tables by their place in the file, e.g. "server_us.4.send"."""
+        """Tables by place in the file, e.g. "server_us.4.send"."""
         listed = {f"server_us.{ep}": stages for ep, stages in self.server_us.items()}
         found = {}
         for place, stages in {**listed, "base_us": self.base_us}.items():
@@ -272,10 +266,7 @@ def _shipped() -> Any:
 
 
 def read_profile(name_or_path: str | Path) -> Profile:
-    """The shipped profile of this name, or the profile in this file.
-
-    Raises ConfigError with file and field for impossible content.
-    """
+    """The shipped profile of this name, or the file's.  Raises ConfigError for impossible content."""
     path = name_or_path
     if str(path) in shipped_profiles():
         path = _shipped() / f"{path}.json"

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lower bound of GPUs for a load on any cluster: operations and bytes over peak rates.
 
-Shares no code with the sizing (`provision.plan`): the bound must expose errors there.
-
-Legend: D hidden, F expert hidden, K experts per row, H query heads, G KV heads, d head size, l layers,
-R LoRA rank.
+Shares no code with the sizing (`provision.plan`): the bound must expose errors there.  Legend: D hidden, F
+expert hidden, K experts per row, H query heads, G KV heads, d head size, l layers, R LoRA rank.
 
     FLOP of a token    l (4 D d (H + G) + 6 K D F) + share of adapters * l 2 K (2 D + 3 F) R
     FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
-The delta counts one A for gate and up.  Left out: attention of layers with a window, output head, embedding,
-gate, norms, repeated weight reads, network, loads, and every goal.
+Left out: windowed attention, output head, embedding, gate, norms, repeated weight reads, network, loads,
+goals.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ from moe_lora.core.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of a mean request.
+    """Work of a mean request.  Pairs are of a token and an attended token.
 
-    computed_tokens: prompt tokens without prefix hits, and output tokens except the last.  prompt_pairs,
-    decode_pairs: pairs of a token and an attended token.
+    computed_tokens: prompt without prefix hits, and output except the last.
     """
 
     computed_tokens: float
@@ -37,7 +34,7 @@ class Work:
 
 
 def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
-    """lengths: (prompt, prefix hit, output) tokens per request; at least one request."""
+    """Mean work of (prompt, prefix hit, output) tokens."""
     computed = prompt_pairs = decode_pairs = 0
     for prompt, hit, output in lengths:
         own = prompt - hit
@@ -54,7 +51,7 @@ def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """gpus: the bound.  flop_gpus, byte_gpus, memory_gpus: GPUs for operations, KV reads, weights."""
+    """The bound, and GPUs for operations, KV reads, weights."""
 
     gpus: int
     flop_gpus: float
@@ -63,7 +60,7 @@ class LowerBound:
 
     @property
     def text(self) -> str:
-        """The bound and the three terms in a line."""
+        """The bound and terms in a line."""
         return (
             f"{self.gpus} GPU{'' if self.gpus == 1 else 's'} at peak rates: operations {self.flop_gpus:.1f}, "
             f"KV reads {self.byte_gpus:.1f}, weights in memory {self.memory_gpus:.1f}"
@@ -81,9 +78,10 @@ def lower_bound(
     weight_bytes: float,
     memory_bytes: float,
 ) -> LowerBound:
-    """rate_per_s: requests.  adapter_rank: mean LoRA rank over requests; the base model counts as 0.
+    """The bound in GPUs.
 
-    flop_per_s, bytes_per_s, memory_bytes: peak, of one GPU.  weight_bytes: of the base model.
+    rate_per_s: requests.  adapter_rank: mean, 0 for the base model.  flop_per_s, bytes_per_s, memory_bytes:
+    of a GPU.
     """
     width, inner, chosen = shape.hidden_size, shape.intermediate_size, max(1, shape.num_experts_per_token)
     heads = shape.num_heads + shape.num_kv_heads

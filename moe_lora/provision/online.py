@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provisioning solver on a sliding window over the requests of a running system.
-
-Time comes from a clock; no threads, no waits.
-"""
+"""The provisioning solver on a sliding window of requests."""
 
 from __future__ import annotations
 
@@ -22,14 +19,15 @@ from moe_lora.provision.admission.iar import expected_active
 
 NUM_BUCKETS = 30
 AT_ONCE_S = 0.1
-"""Longest wait of an immediate admission: a LoRA Server's answer takes a round trip between two steps."""
+"""Longest wait of an immediate admission: a LoRA Server answers between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Requests in a window.  counts: [seen adapters] requests of each.  global_batch: mean number of requests
-    in service, from admission to end; time to the first token counts at the request's end.
-    num_timed: ended requests with a known admission time.  num_at_once: of these, with immediate admission.
+    """Requests in a window.
+
+    counts: [seen adapters].  global_batch: mean requests in service; time to the first token counts at the
+    end.  num_timed: ended, with a known admission time.  num_at_once: with immediate admission.
     """
 
     counts: np.ndarray
@@ -64,10 +62,7 @@ class VisitWindow(Protocol):
 
 
 class Visit:
-    """One request in a window: arrives, starts, then ends or is refused.
-
-    number: private to the window.
-    """
+    """A request in a window."""
 
     __slots__ = ("_window", "adapter", "number", "started")
 
@@ -84,19 +79,16 @@ class Visit:
         self._window.start(self)
 
     def refuse(self) -> None:
-        """The request could not run, e.g. for an unknown name, and does not count."""
+        """Drop a request that could not run."""
         self._window.refuse(self)
 
     def end(self, timing: RequestTiming | None) -> None:
-        """The request ends.  timing: from the engine, or None."""
+        """timing: from the engine, or None."""
         self._window.end(self, timing)
 
 
 class DemandWindow:
-    """Counts requests for adapters over the last window_s, in a ring of buckets.
-
-    window_s: seconds.  Memory grows with the adapters in the window, times their buckets.  Not thread-safe.
-    """
+    """Requests for adapters over the last window_s.  Not thread-safe."""
 
     def __init__(self, clock: Clock, window_s: float, num_buckets: int = NUM_BUCKETS) -> None:
         self._clock = clock
@@ -135,10 +127,7 @@ class DemandWindow:
             bucket.num_at_once += timing.adapter_wait_s <= AT_ONCE_S
 
     def demand(self) -> Demand:
-        """A copy of the window's content.
-
-        Whole buckets leave, so the window is up to a bucket shorter than window_s.
-        """
+        """A copy of the window, up to a bucket shorter than window_s."""
         self._advance()
         begin_s = max(self._start_s, self._start_s + self._buckets[0].number * self._bucket_s)
         length_s = self._seen_s - begin_s
@@ -180,10 +169,9 @@ SHRINK_ABOVE = 1.25
 
 
 def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1) -> Outlook:
-    """Solve the provisioning model for the observed demand.
+    """Solve the provisioning model for the demand.
 
-    num_pools: pools of `capacity` adapters (instances without a LoRA Server).  Without requests IAR is 1 and
-    one slot suffices.
+    num_pools: of `capacity` adapters.  Without requests IAR is 1 and one slot suffices.
     """
     batch = demand.global_batch / num_pools
     active, needed = 0.0, 1
@@ -208,9 +196,9 @@ def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1
 
 
 def resized(found: Outlook, *, min_capacity: int, max_capacity: int) -> int:
-    """The next capacity, between the bounds: the need and a tenth (MARGIN).
+    """The next capacity: the need and a tenth (MARGIN).
 
-    Stays within a quarter (SHRINK_ABOVE) above the need, and without requests.
+    Stays without requests, and within a quarter (SHRINK_ABOVE) above the need.
     """
     if not found.num_requests:
         return found.capacity

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operating points: the highest rate of a server within its SLO, by bracketing and bisection.
-
-Source: LoRAServe, section IV-A: "the maximum number of tokens per second the LLM inference server can process
-using an adapter of a specific rank under SLO constraints".
-"""
+"""A server's highest rate within its SLO (LoRAServe, section IV-A)."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ class ServedRequest(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SloGoal(Settings):
-    """Upper limits in seconds: P95 of TTFT (arrival to first token), and mean TPOT."""
+    """P95 of TTFT (arrival to first token), and mean TPOT."""
 
     SECTION = "slo"
 
@@ -52,7 +48,7 @@ class SloGoal(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PointLoad(Settings):
-    """Requests of an operating point: equal lengths, Poisson arrivals, adapters of one rank.
+    """Equal lengths, Poisson arrivals, adapters of one rank.
 
     A run has num_requests, or the arrivals of duration_s if more.
     """
@@ -65,14 +61,11 @@ class PointLoad(Settings):
 
     @property
     def tokens_per_request(self) -> int:
-        """Tokens of prompt and answer, as in demand."""
+        """Tokens of prompt and answer."""
         return self.prompt_tokens + self.output_tokens
 
     def plan(self, rate_per_s: float, names: Sequence[str], seed: int) -> list[PlannedRequest]:
-        """Poisson arrivals, conditioned on the expected number of requests: removes the luck of short runs.
-
-        Draws the adapter of each request evenly.
-        """
+        """Poisson arrivals, conditioned on the expected number."""
         rng = np.random.default_rng(seed)
         count = max(self.num_requests, math.ceil(rate_per_s * self.duration_s))
         arrivals = np.sort(rng.uniform(0.0, count / rate_per_s, size=count))
@@ -85,7 +78,7 @@ class PointLoad(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RateRun:
-    """Result of a run at one rate.  overloaded: the run stopped, after waits far beyond the SLO."""
+    """Result of a run.  overloaded: stopped after waits far beyond the SLO."""
 
     rate_per_s: float
     p95_ttft_s: float
@@ -96,7 +89,7 @@ class RateRun:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """rate_per_s: highest rate that held; fails_at_per_s: lowest rate that failed."""
+    """Highest rate that held, and lowest failed rate."""
 
     lora_rank: int
     rate_per_s: float
@@ -106,7 +99,7 @@ class OperatingPoint:
 
 
 def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> RateRun:
-    """Judge the requests by the SLO; skips the first tenth, on an empty server."""
+    """Judge requests by the SLO; skips the first tenth."""
     served = sorted(requests, key=lambda request: request.arrival_s)
     served = served[len(served) // 10 :]
     ttft = float(np.percentile([one.first_token_s - one.arrival_s for one in served], 95))
@@ -132,9 +125,8 @@ def find_operating_point(
 ) -> OperatingPoint:
     """Double or halve the rate to bracket the SLO, then bisect (geometrically) to within tolerance.
 
-    run(rate, seed): a short run; a rate holds if more than half of `repeats` runs do.  Raises ConfigError for
-    impossible settings, SloError if start_per_s / 2^max_halvings fails or
-    start_per_s * 2^max_doublings holds.
+    run(rate, seed): a short run; a rate holds if more than half of `repeats` do.  Raises ConfigError for
+    impossible settings, SloError without a bracket.
     """
     if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
         raise ConfigError(
@@ -205,7 +197,7 @@ def points_content(
     settings: Mapping[str, Any],
     env: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fields of the file {rank: tokens/s}.  kind: "measured" or "simulated".  Tokens: prompts and answers."""
+    """Fields of the file.  Raises ConfigError for an unknown kind."""
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
     return {
@@ -221,9 +213,9 @@ def points_content(
 
 
 def read_operating_points(path: str | Path) -> dict[int, float]:
-    """{rank: tokens/s} from a file of `moe-lora operating-points`, for `placement.place_adapters`.
+    """{rank: tokens/s} from a file of `moe-lora operating-points`, or plain {"rank": tokens/s}.
 
-    Accepts a plain {"rank": tokens/s} file.  Raises ConfigError with the file and the fault.
+    Raises ConfigError with the fault.
     """
     content = read_object(path, "moe-lora operating-points MODEL_DIR --out FILE")
     if content.get("format", FORMAT) != FORMAT:
@@ -246,7 +238,7 @@ def simulated_run(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> RateRun:
-    """One simulated instance, all adapters resident, step times by a performance model."""
+    """A simulated instance with all adapters resident."""
     names = [str(index) for index in range(load.num_adapters)]
     config = SystemConfig(
         num_instances=1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performance models fitted to measured steps: least squares without negative coefficients."""
+"""Performance models fitted to measured steps: nonnegative least squares."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, fe
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """Time of one batch's steps.  samples_s: samples behind `seconds`.  held_out:
-    for judging, not for fitting.
-    """
+    """Time of a batch's steps.  held_out: not for fitting."""
 
     phase: str
     rows: tuple[Row, ...]
@@ -33,9 +31,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps.
+    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps; None for equal times.
 
-    mean_error: mean |t - t'| / t of held-out steps.  R^2 is None for equal times.
+    mean_error: mean |t - t'| / t of held-out steps.
     """
 
     num_fitted: int
@@ -56,8 +54,7 @@ class FittedModel:
 def fit_model(steps: Sequence[MeasuredStep], *, kernel: str, form: str, expert_share: float) -> FittedModel:
     """argmin over c >= 0 of sum ((t - c . features) / t)^2, separately for decode and prefill steps.
 
-    Relative errors weigh short steps like long steps.  steps: of this kernel.  Raises ConfigError if a phase
-    has fewer fitted steps than coefficients, no held-out step, or a time <= 0.
+    Raises ConfigError if a phase has fewer fitted steps than coefficients, no held-out step, or a time <= 0.
     """
     coefficients, quality = {}, {}
     for phase in PHASES:
@@ -128,9 +125,7 @@ def file_content(
     env: Mapping[str, Any],
     weights: str = "none",
 ) -> dict[str, Any]:
-    """The file's fields.  steps: by kernel.  settings, env: of the measurement.
-    weights: the base model's format.
-    """
+    """The file's fields.  steps: by kernel."""
     return {
         "format": FORMAT,
         "kind": "measured",
@@ -162,10 +157,10 @@ def file_content(
 def read_step_model(
     path: str | Path, *, kernel: str | None = None, form: str = "full", weights: str | None = None
 ) -> StepModel:
-    """The model of this kernel and form from a file of `moe-lora profile-steps`.
+    """The model from a file of `moe-lora profile-steps`.
 
-    kernel: None: the file's only kernel.  form: "full", or "toppings" for equation 2 alone.  weights:
-    required format of the base model; None: any.  Raises ConfigError with the file and the fault.
+    kernel: None: the only kernel.  form: "full", or "toppings" for equation 2.  weights: required format;
+    None: any.  Raises ConfigError with the fault.
     """
     content = read_object(path, "moe-lora profile-steps MODEL_DIR --out FILE")
     if content.get("format") != FORMAT:
@@ -215,22 +210,22 @@ MAX_PROMPT_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests with a common start: a prefill step with their prompts, then decode steps."""
+    """Requests with a common start: a prefill, then decode steps."""
 
     rows: tuple[Row, ...]
     held_out: bool
 
 
 class TimedEngine(Protocol):
-    """An engine that runs batches and reads a clock."""
+    """Runs batches and reads a clock."""
 
     def run(self, rows: Sequence[Row]) -> tuple[float, list[float]]:
-        """Seconds of the prefill step with these rows, and of the following decode steps."""
+        """Seconds of the prefill step, and of decode steps."""
         ...
 
 
 def adapter_names(ranks: Sequence[int], num_adapters: int) -> dict[str, int]:
-    """num_adapters adapters of each rank: name -> rank."""
+    """num_adapters names for each rank: name -> rank."""
     return {f"rank{rank}-{index}": rank for rank in ranks for index in range(num_adapters)}
 
 
@@ -246,8 +241,8 @@ def batches_to_time(
     """Batches that show every term of a performance model.
 
     Each (rank, batch size) with all adapters and with one; num_mixed random batches; each size without
-    adapters.  Holds out a random quarter.  Raises ConfigError for no ranks or sizes, and for a batch with
-    more requests than max_tokens.
+    adapters.  Holds out a random quarter.  Raises ConfigError for no ranks or sizes, and for more requests
+    than max_tokens.
     """
     if not ranks or not batch_sizes:
         raise ConfigError("no ranks or no batch sizes were given; give one or more of each")
@@ -284,10 +279,9 @@ def measure(
     quantile: float = 0.5,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[MeasuredStep]]:
-    """By kernel: a prefill and a decode step of each batch.
+    """By kernel: a prefill and a decode step of each batch, after a warm-up round.
 
-    Kernels take turns in every round, after a warm-up round.  quantile: of a batch's samples.  Raises
-    ConfigError outside [0, 1].
+    Kernels take turns.  quantile: of samples.  Raises ConfigError outside [0, 1].
     """
     if not 0 <= quantile <= 1:
         raise ConfigError(f"quantile={quantile} must lie between 0 and 1 (0.5: the median)")

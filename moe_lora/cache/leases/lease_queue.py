@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of instances for leases, and the order of evictions and leases among several tenants."""
+"""The queue for leases, and the order among tenants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_OWNER = -1
 
 
 class ServedView(ResidentView, Protocol):
-    """A resident adapter.  owner: number of its tenant.  room [K]: see `Standing`."""
+    """A resident adapter.  owner: the tenant.  room: [K], see `Standing`."""
 
     @property
     def owner(self) -> int: ...
@@ -37,12 +37,10 @@ Served = TypeVar("Served", bound=ServedView)
 
 
 class Standing(Generic[Served]):
-    """Tenants' holdings at one moment, and the evictable adapters for each tenant.
+    """Tenants' holdings, and the adapters evictable for a tenant.
 
-    A tenant within its share loses idle adapters only after all idle adapters beyond shares, and only to a
-    tenant within its own share, or without any adapter in use.
-
-    residents [N]: all residents.  totals [K]: amount of each kind of room: places, then pages of each rank.
+    Idle adapters beyond shares go first; within shares, only for a tenant within its share or without an
+    adapter in use.  residents: [N].  totals: [K], places, then pages of each rank.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Standing(Generic[Served]):
         in_use = np.array([one.num_running > 0 for one in residents], bool)
         self._held = [shares.held(owners, room) for room in rooms.T]  # of each kind [T]
         used = [shares.held(owners[in_use], room) for room in rooms[in_use].T]
-        # Of tens of tenants that wait each is asked for: lists are much quicker for that than arrays.
+        # Lists are quicker than arrays for single tenants.
         self._used_by: list[list[float]] = [each.tolist() for each in used]
         self._held_by: list[list[float]] = [each.tolist() for each in self._held]
         self._parts: list[list[float]] = np.outer(totals, shares.portions(now_s)).tolist()
@@ -68,9 +66,7 @@ class Standing(Generic[Served]):
         self._leaving: dict[tuple[int, bool], list[Served]] = {}
 
     def turn(self, tenant: int, room: tuple[int, ...]) -> float:
-        """Rank in the queue, lower first: 1 within the share after the grant, else
-        the factor beyond the share.
-        """
+        """Rank in the queue, lowest first: 1 within the share, else the factor beyond, after the grant."""
         key = tenant, room
         if key not in self._turns:
             kinds = zip(self._used_by, self._parts, room, strict=True)
@@ -81,7 +77,7 @@ class Standing(Generic[Served]):
         return self._turns[key]
 
     def may_leave(self, tenant: int, room: tuple[int, ...]) -> list[Served]:
-        """Evictable residents for this room of the tenant's, in order."""
+        """Residents evictable for the tenant's room, in order."""
         only_beyond = self._used_by[0][tenant] > 0 and self._is_beyond(tenant, room)
         key = (tenant if tenant in self._idle_owners else _NO_OWNER), only_beyond
         if key not in self._leaving:
@@ -126,7 +122,7 @@ class Standing(Generic[Served]):
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """An instance in the queue for an adapter since arrival_s, for a tenant's request."""
+    """An instance's place in the queue."""
 
     instance: str
     adapter: ServedAdapter
@@ -135,7 +131,7 @@ class Waiter:
 
     @property
     def adapter_uid(self) -> tuple[int, int]:
-        return self.adapter.uid, self.tenant  # for another tenant others may leave
+        return self.adapter.uid, self.tenant  # evictable adapters depend on the tenant
 
     @property
     def takes_nothing(self) -> bool:
@@ -147,11 +143,10 @@ class Waiter:
 
 
 class LeaseQueue:
-    """First come first served over all instances; skips adapters without a place.  After starvation_s a
-    waiter stops younger waiters.
+    """First come first served; adapters without a place are skipped.
 
-    With several tenants, adapters in use are not stopped, and tenants within shares come first
-    (`Standing.turn`).  standing: None for a single tenant.
+    After starvation_s a waiter stops younger waiters.  With several tenants, adapters in use are not stopped,
+    and tenants within shares come first.  standing: None for a single tenant.
     """
 
     def __init__(self, starvation_s: float) -> None:
@@ -168,7 +163,7 @@ class LeaseQueue:
         return self._waiters.get((instance, adapter_id))
 
     def put(self, waiter: Waiter) -> None:
-        """Append, or replace the instance's waiter for the same adapter."""
+        """Append, or replace the instance's waiter."""
         key = waiter.instance, waiter.adapter.adapter_id
         if key not in self._waiters:
             waiter.adapter.num_waiting += 1
@@ -184,7 +179,7 @@ class LeaseQueue:
         standing: Standing[ServedAdapter] | None,
         now_s: float,
     ) -> Iterator[Waiter]:
-        """Waiters that may get a lease, in order; see `policies.admission.admission.admissible`."""
+        """Admissible waiters, in order."""
         queue = list(self)
         if standing is not None:
             queue.sort(key=partial(Waiter.turn, standing=standing))
@@ -192,7 +187,7 @@ class LeaseQueue:
         return admissible(queue, can_be_resident, now_s, self._starvation_s, keeps)
 
     def stops(self, waiter: Waiter, standing: Standing[ServedAdapter] | None, now_s: float) -> bool:
-        """True if a starving waiter stops the youngest."""
+        """True if a starving older waiter stops this waiter."""
         for older in self:
             if now_s - older.arrival_s <= self._starvation_s:
                 return False

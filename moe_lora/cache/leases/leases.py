@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases of the LoRA Server's adapters for instances.
-
-The leader's `LeaseTable` only decides: actions are events (`take_events`), times are arguments.  The slot's
-generation (`residency.Residency`) identifies puts after a lease's end.
-"""
+"""Leases of the LoRA Server's adapters, with actions as events and times as arguments."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ from .residency import Evict, Load, Residency, ServedAdapter, ShardPages
 
 @dataclass(frozen=True)
 class Grant:
-    """The instance holds a lease: puts for this adapter carry slot and generation.
+    """A lease.  Puts carry slot and generation: late puts are recognized.
 
-    The adapter's Load precedes, possibly just before: a put may wait for a layer.
+    The Load event precedes, possibly just before: a put may wait for a layer.
     """
 
     instance: str
@@ -40,14 +36,10 @@ Event: TypeAlias = Load | Evict | Grant
 
 
 class LeaseTable:
-    """Shares `capacity` slots and the ranks' pages among all instances.
+    """Shares `capacity` slots and the ranks' pages among instances.
 
-    `LeaseQueue` orders waiting instances, `Residency` evictions.  Freed room is granted on the caller's
-    `grant_due`, once for all changes.
-
-    capacity: resident adapters.  pages_per_rank: pages of each server rank's
-    arena.  page_bytes: bytes of a page.
-    Raises ConfigError for a capacity below 1.
+    `grant_due` grants freed room, once for all changes.  pages_per_rank: of server ranks.  Raises ConfigError
+    for a capacity below 1.
     """
 
     def __init__(
@@ -67,7 +59,7 @@ class LeaseTable:
         self.is_due = False
         """True after a change that may allow a waiting lease."""
         self._is_promised = False
-        """True if freed room belongs to waiters: newcomers wait for the look too."""
+        """True if freed room belongs to waiters."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -86,8 +78,7 @@ class LeaseTable:
     def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
         """Make the adapter (content hash) known; idempotent.
 
-        shard_pages: pages per server rank and layer, without empty layers. Raises ConfigError if a rank can
-        never hold the shard, ValueError for other shards of a known adapter.
+        Raises ConfigError if a rank can never hold the shard, ValueError for changed shards.
         """
         wanted = {
             rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
@@ -108,10 +99,7 @@ class LeaseTable:
             known.retired = False
 
     def unregister(self, adapter_id: str) -> None:
-        """Refuse new acquires; current leases and waits are served to the end.
-
-        Raises AdapterNotFoundError.
-        """
+        """Refuse new acquires; leases and waits continue.  Raises AdapterNotFoundError."""
         adapter = self._registered(adapter_id)
         adapter.retired = True
         self._settle(adapter)
@@ -120,9 +108,8 @@ class LeaseTable:
     def acquire(self, instance: str, adapter_id: str, now_s: float, asker: Asker = ANYBODY) -> Grant | None:
         """The instance's lease if available; else None, and a Grant event follows.
 
-        asker: the requester.  This lease is also among the events.  A held lease is returned again without
-        an event; a waiting instance keeps the place in the queue, for the asker of earliest turn. Raises
-        AdapterNotFoundError.
+        A new lease is also an event.  A waiter keeps the place in the queue, for the asker of earliest turn.
+        Raises AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if waiter := self._queue.get(instance, adapter_id):
@@ -134,7 +121,7 @@ class LeaseTable:
             self._queue.put(waiter)
             portions = self._shares.portions(now_s)
             if not is_alone and not np.array_equal(portions, self._portions):
-                self._promise()  # with other shares older ones may have become admissible
+                self._promise()  # new shares may make older waiters admissible
             self._portions = portions
             if is_alone or not self._is_promised:
                 lease = self._grant_youngest(waiter, now_s)
@@ -148,10 +135,7 @@ class LeaseTable:
         return True
 
     def cancel(self, instance: str, adapter_id: str) -> bool:
-        """Stop waiting; False if the instance does not wait.
-
-        A lease granted meanwhile stands: the instance releases it after the Grant.
-        """
+        """Stop waiting; False without a wait.  A granted lease stands."""
         waiter = self._queue.get(instance, adapter_id)
         if waiter is None:
             return False
@@ -160,10 +144,7 @@ class LeaseTable:
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
-        """Make the adapter resident without a lease; False if evicting idle adapters does not suffice.
-
-        Raises AdapterNotFoundError.
-        """
+        """Make resident without a lease; False without room.  Raises AdapterNotFoundError."""
         adapter = self._registered(adapter_id)
         if not self._residency.bring_in(adapter, adapter.owner, self._stand(now_s)):
             return False
@@ -171,9 +152,7 @@ class LeaseTable:
         return True
 
     def prefill(self, adapter_ids: Sequence[str]) -> None:
-        """Register adapters and make them resident before the first lease, without events; the last is
-        evicted first.
-        """
+        """Register residents, without events; the last is evicted first."""
         for before, adapter_id in enumerate(reversed(adapter_ids), start=-len(adapter_ids)):
             self.register(adapter_id, {})
             self.prefetch(adapter_id, float(before))
@@ -189,15 +168,14 @@ class LeaseTable:
         self._promise()
 
     def is_resident(self, adapter_id: str, generation: int) -> bool:
-        """True if the adapter is resident in this generation of its slot."""
+        """True if resident in this generation of the slot."""
         adapter = self._adapters.get(adapter_id)
         return adapter is not None and adapter.slot is not None and adapter.generation == generation
 
     def fail(self, adapter_id: str, now_s: float) -> set[str]:
-        """End all leases and waits of a failed adapter, and forget the adapter.
+        """Forget a failed adapter.  Returns the instances whose leases and waits end.
 
-        Slot and pages are free at once: puts of the generation are stale.  A later `register` makes the
-        adapter known again.  Returns the instances with a lease or a wait.
+        Slot and pages are free at once: puts of the generation are stale.
         """
         adapter = self._adapters.get(adapter_id)
         if adapter is None:
@@ -222,7 +200,7 @@ class LeaseTable:
         while self._residency.is_over and self._residency.evict_idle(self._stand(now_s)):
             pass
         found = set() if self._residency.is_over else {waiter.adapter for waiter in self._queue}
-        # What leases keep only grows meanwhile: who could have no room needn't be asked again.
+        # Leases only grow in this loop: an adapter without possible room needs no second look.
         while found := {one for one in found if one.num_waiting and self._residency.could_have_room(one)}:
             if not self._grant_first(found, now_s):
                 break
@@ -230,11 +208,7 @@ class LeaseTable:
         self.is_due = self._is_promised = False
 
     def resize(self, capacity: int) -> None:
-        """Change the number of resident adapters.
-
-        Shrinking evicts idle adapters; no leases are granted above the capacity.
-        Raises ConfigError below 1.
-        """
+        """Change the number of residents.  Raises ConfigError below 1."""
         if capacity < 1:
             raise ConfigError(
                 f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"
@@ -243,7 +217,7 @@ class LeaseTable:
         self._promise()
 
     def max_capacity(self) -> int | None:
-        """Registered adapters per rank by `ServerPages.num_fitting`; None without any."""
+        """`ServerPages.num_fitting` of the registered adapters; None without any."""
         known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
         return self._residency.pages.num_fitting(known) if known else None
 
@@ -289,7 +263,7 @@ class LeaseTable:
         changes_nothing = waiter.takes_nothing and waiter.adapter.owner == waiter.tenant
         lease = self._grant(waiter, now_s)
         if standing is not None and self._queue and not changes_nothing:
-            self.is_due = True  # what tenants hold has changed, and so whose turn it is; nothing fell free
+            self.is_due = True  # holdings and turns have changed, nothing fell free
         return lease
 
     def _grant_first(self, among: set[ServedAdapter], now_s: float) -> bool:
@@ -301,7 +275,7 @@ class LeaseTable:
         for waiter in self._queue.admissible(can_be_resident, standing, now_s):
             self._grant(waiter, now_s)
             if standing is not None:
-                return True  # it may be another's turn now
+                return True
         return False
 
     def _grant(self, waiter: Waiter, now_s: float) -> Grant:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident adapters of the LoRA Server: slots, and pages in the arenas of all server ranks."""
+"""Resident adapters of the LoRA Server: slots and pages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moe_lora.policies.caching.caching import NOBODY
 from .lease_queue import Standing
 
 Run: TypeAlias = tuple[int, int]
-"""(first page, number of pages) in the arena of one server rank."""
+"""(first page, number of pages) in a rank's arena."""
 Runs: TypeAlias = Mapping[int, Mapping[int, Run]]
 """server rank -> layer -> run, without empty ranks and layers."""
 ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
-"""server rank -> layer -> pages of the adapter's shard."""
+"""server rank -> layer -> pages of the shard."""
 
 
 class ServerPages:
-    """One page allocator per server rank; an adapter has one run of pages per rank and layer."""
+    """A page allocator per server rank."""
 
     def __init__(self, pages_per_rank: Sequence[int]) -> None:
         self.pages_per_rank = tuple(pages_per_rank)
@@ -38,7 +38,7 @@ class ServerPages:
         return tuple(pages.num_free for pages in self._ranks)
 
     def alloc(self, shard_pages: ShardPages) -> Runs | None:
-        """A run for every layer on every rank; None, without effect, if some run has no place."""
+        """A run per rank and layer; None, without effect, if a run has no place."""
         for rank, layers in shard_pages.items():
             if sum(layers.values()) > self._ranks[rank].num_free:
                 return None
@@ -58,7 +58,7 @@ class ServerPages:
                 self._ranks[rank].free(first, num_pages)
 
     def could_alloc(self, shard_pages: ShardPages, pinned: Sequence[Runs]) -> bool:
-        """True if `alloc` would succeed with only the `pinned` runs in use."""
+        """True if `alloc` would succeed beside the `pinned` runs."""
         return all(
             fits(
                 self.pages_per_rank[rank],
@@ -69,7 +69,7 @@ class ServerPages:
         )
 
     def check_fits(self, adapter_id: str, shard_pages: ShardPages, page_bytes: int) -> None:
-        """Raises ConfigError if a rank can never hold its shard, for the rank with the largest shard."""
+        """Raise ConfigError if a rank can never hold its shard."""
         shards = sorted(((sum(layers.values()), rank) for rank, layers in shard_pages.items()), reverse=True)
         for needed, rank in shards:
             given = self.pages_per_rank[rank]
@@ -82,7 +82,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """Adapters of the known ones' mean size that fit every rank, ignoring fragmentation."""
+        """Adapters of mean size on every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -90,7 +90,7 @@ class ServerPages:
 
 
 def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
-    """True if runs of the wanted lengths fit beside the taken ones, first fit in this order."""
+    """True if the wanted runs fit beside the taken, first fit in order."""
     gaps = []
     end = 0
     for first, length in sorted(taken):
@@ -110,15 +110,13 @@ def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
 
 
 def enough_gb(num_bytes: int) -> float:
-    """Sufficient budget for an adapter of these bytes.  Larger pages of a larger budget cost less than 0.1
-    %.
-    """
+    """Sufficient budget; larger pages cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load the adapter's shards into these pages, layer by layer, and serve (slot, generation)."""
+    """Load the shards, layer by layer, and serve (slot, generation)."""
 
     adapter_id: str
     slot: int
@@ -137,10 +135,10 @@ class Evict:
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """A registered adapter: size, place (slot None: not resident), users.
+    """A registered adapter; slot None: not resident.
 
-    num_running: instances with a lease.  num_waiting: instances that wait.  retired: unregistered, but
-    still in use.  room: places, and pages of each rank.  owner: tenant of the last lease.
+    num_running: instances with a lease.  retired: unregistered, but in use.  room: places, and pages of each
+    rank.  owner: of the last lease.
     """
 
     uid: int
@@ -163,12 +161,9 @@ class ServedAdapter:
 
 
 class Residency:
-    """Assigns slots and pages to adapters, and evicts idle adapters.
+    """Assigns slots and pages, evicting the least recently used idle adapters.
 
-    A slot's generation grows with every new content.  Evicts the least recently used idle adapter when room
-    is needed; with several tenants, by a `Standing`.
-
-    on_event: called with each action, in order.
+    With several tenants a `Standing` orders evictions.  A generation grows with new content.
     """
 
     def __init__(self, pages_per_rank: Sequence[int], on_event: Callable[[Load | Evict], None]) -> None:
@@ -180,7 +175,7 @@ class Residency:
         self._generations: list[int] = []
         self._free_slots: list[int] = []
         self._used = [0] * (1 + len(pages_per_rank))
-        """Places, and pages of each rank, of leased adapters."""
+        """Places, and pages of ranks, of leased adapters."""
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -205,28 +200,28 @@ class Residency:
         self.capacity = capacity
 
     def hold(self, adapter: ServedAdapter) -> None:
-        """One more instance has a lease: the adapter stays."""
+        """Count a lease: the adapter stays."""
         if adapter.num_running == 0:
             self._used = [used + taken for used, taken in zip(self._used, adapter.room, strict=True)]
         adapter.num_running += 1
 
     def let_go(self, adapter: ServedAdapter) -> None:
-        """One lease less."""
+        """Undo a `hold`."""
         adapter.num_running -= 1
         if adapter.num_running == 0:
             self._used = [used - taken for used, taken in zip(self._used, adapter.room, strict=True)]
 
     def could_have_room(self, adapter: ServedAdapter) -> bool:
-        """True if resident, or possibly placeable without all idle adapters and fragmentation."""
+        """True if resident, or fitting beside leased adapters but for fragmentation."""
         return adapter.slot is not None or all(
             used + asked <= total
             for used, asked, total in zip(self._used, adapter.room, self.totals, strict=True)
         )
 
     def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
-        """Make the adapter resident for a tenant by evictions of idle adapters; evicts none on failure.
+        """Make the adapter resident, evicting idle adapters.
 
-        standing: tenants' current holdings; None for a single tenant.  Returns False while `is_over`.
+        On failure, and while `is_over`, False without evictions.  standing: None for a single tenant.
         """
         if self.is_over:
             return False
@@ -253,7 +248,7 @@ class Residency:
         return True
 
     def evict_idle(self, standing: Standing[ServedAdapter] | None) -> bool:
-        """Evict the first adapter without a lease; False if all are leased."""
+        """Evict the first idle adapter; False if none."""
         leaving = self._may_leave((0,) * len(self.totals), NOBODY, standing)
         if leaving:
             self.evict(leaving[0])

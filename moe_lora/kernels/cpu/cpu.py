@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations on CPU: a binding of the C++ kernels in csrc/, equal in meaning to `reference`.
+"""The operations on CPU: the C++ kernels in csrc/, equal in meaning to `reference`.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, S sequences, R LoRA rank.
-Of the gated delta rule: S sequences, P pages of a layer's state, C channels of the convolution, W its width,
-N value heads, K size of a key head, V of a value head.
+Of the gated delta rule: P pages of a state, C channels of the convolution, W its width, N value heads, K
+size of a key head, V of a value head.
 
-Calls release the GIL and use up to `torch.get_num_threads()` threads.  A row's bits do not depend on further
-rows, nor on the number of threads.  LoRA kernels, equal in bits:
+Calls release the GIL.  A row's bits depend neither on further rows nor on threads.  LoRA kernels, equal in
+bits:
 
 - "sgmv" (ours): rows of one (adapter, expert) form a segment, at true rank.
 - "bgmv" (Punica, arXiv 2310.18547): row by row, padded to the batch's largest rank (Toppings, equation 2).
@@ -39,7 +39,7 @@ _shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_l
 
 
 class CpuShrunk:
-    """x @ A.T of one site's rows, with its plan; consumed by one `lora_expand`."""
+    """x @ A.T of a site's rows; consumed by one `lora_expand`."""
 
     __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
 
@@ -51,7 +51,7 @@ class CpuShrunk:
         self.dtype = dtype
 
     def redeem(self) -> int:
-        """The library's address, once.  Raises ValueError the second time."""
+        """The library's address.  Raises ValueError the second time."""
         address, self._address = self._address, 0
         if not address:
             raise ValueError("this CpuShrunk was expanded before; call lora_shrink for another")
@@ -63,11 +63,10 @@ class CpuShrunk:
 
 
 def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
-    """h = x_row @ A.T in fp32, for each row with an adapter and each module of the site.
+    """h = x_row @ A.T in fp32, for each row with an adapter and each module.
 
-    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the
-    module.  Modules with a common A (same a_offset) are computed once.  Raises ValueError for operands that
-    don't fit, or a matrix outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
+    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  Modules with a common
+    A are computed once.  Raises ValueError for bad operands, or a matrix outside the arena.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     code = dtype_code(x)
@@ -120,20 +119,18 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
 def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row with an adapter.
 
-    The delta is rounded to y's dtype before the addition: a delta from elsewhere (`lora_delta`) gives the
-    same bits.  y: [T, N] or [T*K, N] in the dtype of the shrink's x, or fp32 with an unrounded delta; rows
-    may be strided.  subtract: y -= delta.
-    Raises ValueError for a y that doesn't fit or a consumed CpuShrunk.
+    The delta is rounded to y's dtype first: `lora_delta` gives the same bits.  y: [T, N] or [T*K, N] in x's
+    dtype, or fp32 with an unrounded delta; rows may be strided.  subtract: y -= delta.  Raises ValueError for
+    a bad y or a consumed CpuShrunk.
     """
     dtype = torch.float32 if y.dtype == torch.float32 else shrunk.dtype
     _redeem(shrunk, y, "y", dtype, -1.0 if subtract else 1.0)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
-    """out = delta of `lora_expand`, zero for a row without an adapter.
+    """out = delta of `lora_expand`, zero without an adapter.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided.  The rest as in `lora_shrink`.
-    A ValueError leaves out unchanged.
+    out: [T, N] or [T*K, N] in x's dtype, rows may be strided; unchanged by a ValueError.
     """
     shrunk = lora_shrink(operands, kernel=kernel)
     _redeem(shrunk, out, "out", shrunk.dtype, 1.0, overwrite=True)
@@ -162,17 +159,15 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (64, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Largest number of rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for
-stable bits; torch's change with the number of rows.
-"""
+"""Most rows for `linear`.  AVX-512 and AMX: faster than torch up to there.  AVX2: for stable bits."""
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
-"""For weights-only formats; above, each step dequantises the whole matrix."""
+"""For weights-only formats; above, a step dequantises the whole matrix."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias.  x: [T, H], rows may be strided.  weight: [N, H].  bias: [N].  Returns [T, N].
 
-    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for other dtypes, shapes or strides.
+    One dtype, fp32 or bf16; sums in fp32.  Raises ValueError for bad operands.
     """
     code = dtype_code(x)
     rows, width = x.shape
@@ -199,10 +194,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]]; id -1 gives a zero row.
+    """`reference.expert_linear` in fp32 or bf16.
 
     x: [T, H] or [T*K, H], rows may be strided.  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.
-    Returns [T*K, N] in x's dtype.  Raises ValueError for an id outside -1 .. E-1, or operands that don't fit.
+    Returns [T*K, N].  Raises ValueError for an id outside -1 .. E-1, or bad operands.
     """
     code = dtype_code(x)
     tokens, top_k = ids.shape
@@ -231,8 +226,7 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over weights in the layout of `quantised.put`.
 
-    Bits equal those over the dequantised weights; a dynamic format follows torchao's arithmetic with exact
-    integer sums.  Raises ValueError as these do.
+    Bits equal those over dequantised weights; dynamic formats follow torchao.
     """
     form, data = weight.form, weight.data
     code = dtype_code(x)
@@ -265,7 +259,7 @@ _FORMATS = {"int8": 0, "fp8": 1, "int4": 2, "mxfp4": 3}
 
 
 def packed_weights(weight: QuantisedOperand) -> library.PackedWeights:
-    """The library's view.  Raises ValueError unless the parts are contiguous on the CPU."""
+    """The library's view.  Raises ValueError unless contiguous on the CPU."""
     form, data, scale, zero = weight
     return library.PackedWeights(
         checked(data, "data", data.dtype, data.numel()),
@@ -285,7 +279,7 @@ def _parts(form: Format, matrices: tuple[int, ...], num_out: int, width: int, dt
 def fits(
     weight: QuantisedOperand, dtype: torch.dtype, width: int, matrices: tuple[int, ...], num_out: int
 ) -> bool:
-    """True for the shapes and dtypes of `Format`; int4's scales may be fp32 beside bf16."""
+    """True for the shapes and dtypes of `Format`; int4's scales may be fp32."""
     form, data, scale, zero = weight
     data_shape, scale_shape, zero_shape, kind, scale_kind = _parts(form, matrices, num_out, width, dtype)
     return (
@@ -298,9 +292,9 @@ def fits(
 
 
 class StepAttention:
-    """`paged_attention` of one step: reads tables and arena once per step, not per layer.
+    """`paged_attention` of a step: reads tables and arena once.
 
-    Raises ValueError for tables that don't fit.
+    Raises ValueError for bad tables.
     """
 
     def __init__(self, step: StepTables, layout: KvLayout, arena: torch.Tensor) -> None:
@@ -325,10 +319,9 @@ class StepAttention:
         scale: float,
         window: int,
     ) -> torch.Tensor:
-        """Write this step's K and V to their pages, then causal attention; see `reference.paged_attention`.
+        """`reference.paged_attention`.
 
-        Rows of q, k and v may be strided (a fused qkv buffer).  Returns [T, heads, head_dim].
-        Raises ValueError for operands that don't fit.
+        Rows may be strided.  Returns [T, heads, head_dim].  Raises ValueError for bad operands.
         """
         layout = self._layout
         code = dtype_code(q)
@@ -374,11 +367,11 @@ def delta_rule(
     """S = exp(log_decay) * S, then S = S + k (beta * (v - k S)), and out = q S / sqrt(K), per value head.
 
     q, k, v: silu of the causal convolution of qkv; q and k have length 1.  spans: int64 [S, 3] first row,
-    end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64
-    pages of the state before, rows of arena [pages, bytes], which does not change.  Returns out [T, N, V],
-    zero outside the spans, and the states after, then at marks: fp32 [S + M, P, numbers of a page] from the
-    last W - 1 rows of qkv, then S [N, K, V].  Bits do not depend on cuts, further
-    sequences or threads.  Raises ValueError for operands that don't fit.
+    end, and 1 for a sequence's first rows; int64 [M, 2] marks, a sequence and an end of rows.  pages: int64,
+    the state before in arena [pages, bytes], unchanged.  Returns out [T, N, V], zero outside the spans, and
+    the states after, then at marks: fp32 [S + M, P, numbers of a page] from the last W - 1 rows of qkv, then
+    S [N, K, V].  Bits do not depend on cuts, further sequences or threads.  Raises ValueError for bad
+    operands.
     Source: Gated DeltaNet (arXiv 2412.06464), equation 10.
     """
     num_rows, num_heads = beta_TN.shape

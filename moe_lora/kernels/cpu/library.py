@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the C++ library, and converts tensors and tables to its arguments."""
+"""Loads the C++ library, and converts arguments."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def _load() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Instruction set in use: amx_bf16, avx512_bf16, avx512, avx2 or portable (or amx_emulated, in tests)."""
+    """Instruction set: amx_bf16, avx512_bf16, avx512, avx2, portable (or amx_emulated, in tests)."""
     return lib.moe_lora_isa().decode()
 
 
 def set_isa(name: str) -> None:
-    """Use a lower instruction set.  Raises ValueError if this processor lacks the set."""
+    """Use a lower instruction set.  Raises ValueError if the processor lacks it."""
     if lib.moe_lora_set_isa(name.encode()) != 0:
         raise ValueError(
             f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of amx_bf16, "
@@ -142,7 +142,7 @@ def set_isa(name: str) -> None:
 
 
 def dtype_code(x: torch.Tensor) -> int:
-    """The library's code of a tensor's dtype.  Raises ValueError for an unknown dtype."""
+    """Code of a dtype.  Raises ValueError for others."""
     code = DTYPE_CODES.get(x.dtype)
     if code is None or not x.is_cpu:
         raise ValueError(
@@ -152,7 +152,7 @@ def dtype_code(x: torch.Tensor) -> int:
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Elements from row to row.  Raises ValueError unless every row is contiguous."""
+    """Elements from row to row.  Raises ValueError unless contiguous."""
     stride = x.stride()
     inner = len(stride) == 3 and x.shape[1] > 1 and stride[1] != x.shape[2]
     if inner or (stride[-1] != 1 and x.shape[-1] > 1):
@@ -161,7 +161,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Address of a contiguous CPU tensor.  Raises ValueError if dtype, size, layout or device differ."""
+    """Address of a contiguous CPU tensor.  Raises ValueError for other dtypes, sizes, layouts or devices."""
     if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
         raise ValueError(
             f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "
@@ -171,7 +171,7 @@ def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
 
 
 def check_rows(x: torch.Tensor, tokens: int, top_k: int) -> None:
-    """Raises ValueError unless x has a row per token or per output."""
+    """Raise ValueError unless x has a row per token or output."""
     if x.shape[0] != tokens and x.shape[0] != tokens * top_k:
         raise ValueError(
             f"x has {x.shape[0]} rows; {tokens} tokens x {top_k} experts need {tokens} or {tokens * top_k}"
@@ -189,7 +189,7 @@ _pages: dict[int, tuple[KvLayout, _Pages]] = {}
 
 
 def lora_site(site: Site) -> _Site:
-    """The library's constants of a site, cached with the site."""
+    """The library's constants, cached with the site."""
     known = _sites.get(id(site))
     if known is not None:
         return known[1]
@@ -205,7 +205,7 @@ def lora_site(site: Site) -> _Site:
 
 
 def lora_slots(slots: SlotTable) -> _Slots:
-    """The library's view of a slot table, cached with the table."""
+    """The library's view, cached with the table."""
     known = slots.__dict__.get("_cpu_view")
     if known is None:
         cells = slots.lora_rank.numel()
@@ -217,7 +217,7 @@ def lora_slots(slots: SlotTable) -> _Slots:
 
 
 def kv_pages(layout: KvLayout) -> _Pages:
-    """The library's constants of a KV layout, cached with the layout."""
+    """The library's constants, cached with the layout."""
     known = _pages.get(id(layout))
     if known is None:
         sizes = (layout.num_kv_heads, layout.head_dim, layout.block_size)
@@ -236,10 +236,7 @@ _libc = ctypes.CDLL(None)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages behind a new CPU tensor, for fewer TLB misses; ignores small tensors.
-
-    Without transparent huge pages nothing changes.
-    """
+    """Ask for huge pages behind a CPU tensor, for fewer TLB misses."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or not tensor.is_cpu or tensor.nbytes < _LEAST_BYTES:
         return
@@ -249,19 +246,19 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def give_memory_back(tensor: torch.Tensor) -> None:
-    """Give the whole pages behind a contiguous CPU tensor back; its values are undefined until written."""
+    """Free the pages behind a contiguous CPU tensor; values become undefined."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
-# The Refusal codes of csrc/kernels.h.
+# Refusal codes of csrc/kernels.h.
 _BAD_EXPERT, _BAD_SLOT, _BAD_OFFSET, _BAD_PAGE = -2, -3, -4, -5
 
 
 def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """The fault in the operands of a linear layer."""
+    """The fault in operands of a linear layer."""
     return (
         f"weight must be contiguous {x.dtype} with rows of {x.shape[-1]}, not {weight.dtype} of shape "
         f"{tuple(weight.shape)} and strides {weight.stride()}"
@@ -269,7 +266,7 @@ def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def quantised_error(dtype: torch.dtype, width: int, weight: QuantisedOperand, num_out: int) -> str:
-    """The fault in the operands of a quantised linear layer."""
+    """The fault in operands of a quantised layer."""
     form, data, scale, zero = weight
     zeros = "no zeros" if zero is None else f"zeros {zero.dtype} of {tuple(zero.shape)}"
     return (
@@ -297,7 +294,7 @@ def shrink_error(operands: LoraOperands, kernel: str) -> str:
 
 
 def lora_error(refusal: int, operands: LoraOperands) -> str:
-    """The fault of shrink by the library's code."""
+    """The fault of a shrink, by code."""
     if refusal == _BAD_EXPERT:
         return f"ids hold an expert outside -1 .. {max(1, operands.site.num_experts) - 1}"
     if refusal == _BAD_SLOT:
@@ -342,7 +339,7 @@ def attention_error(operands: AttentionOperands) -> str:
 
 
 def step_error(refusal: int) -> str:
-    """The fault in the step tables by the library's code."""
+    """The fault in step tables, by code."""
     if refusal == _BAD_PAGE:
         return "block_tables hold a page outside the arena"
     return "query_start must ascend within the rows, and seq_lens cover the rows and fit the block table"

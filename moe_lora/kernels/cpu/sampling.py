@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of next tokens, and masks of logits, on CPU; calls release the GIL.
-
-Legend: S sequences, V vocabulary, N masked rows, W words.
-"""
+"""Draws of next tokens, and masks of logits; calls release the GIL."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from .library import checked, lib
 
 
 def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """See `kernels.triton.sampling.draw`: equal unless two scores are within rounding of each other."""
+    """`kernels.triton.sampling.draw`, unless scores are within rounding."""
     num_rows, vocab = logits.shape
     tokens_S = torch.empty(num_rows, dtype=torch.int64)
     settings_at = checked(settings, "settings", torch.float32, 3 * num_rows)
@@ -26,9 +23,9 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) ->
 
 
 def mask(logits_SV: torch.Tensor, rows: Sequence[int], words: Sequence[np.ndarray]) -> None:
-    """Set logits to -inf without their bit: bit i of words[n][w] stands for token 32 w + i in row rows[n].
+    """Set logits without a bit to -inf: bit i of words[n][w] is token 32 w + i in row rows[n].
 
-    words: each [ceil(V / 32)] uint32.  Raises ValueError for rows or words that don't fit.
+    logits: [S, V].  words: [ceil(V / 32)] uint32.  Raises ValueError for bad operands.
     """
     num_rows, vocab = logits_SV.shape
     rows_N, words_NW = np.array(rows, np.int64), np.stack(words)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA site of a step in one call of the library: base weights and deltas.
+"""A LoRA site of a step in one call of the library.
 
-Legend: T token rows, H input width, N output width, E experts, K experts per token.
-
-Time between kernels counts in a decode step: weights are checked once, rows once per step.
+Legend: see `cpu`.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ _ANY_NUMBER = 2**63 - 1
 
 @dataclass(frozen=True, eq=False)
 class LoraRows:
-    """The rows with deltas at a site, all from this device's arena.
-
-    site: None without such rows.  num_layers: of the slot table.  keeps: buffers of the library's view.
-    """
+    """Rows with deltas at a site; site: None without rows."""
 
     table: library.SiteRows
     address: int
@@ -51,7 +46,7 @@ class LoraRows:
 def lora_rows(
     site: Site, token_slots: torch.Tensor, slots: SlotTable, arena: torch.Tensor, kernel: str = "sgmv"
 ) -> LoraRows:
-    """`LoraRows` of operands as in `LoraOperands`.  Raises ValueError for operands that don't fit."""
+    """`LoraRows` of operands.  Raises ValueError for bad operands."""
     constants, tables, num_rows = lora_site(site), lora_slots(slots), len(token_slots)
     if constants.last_entry > tables.num_entries:
         raise ValueError(
@@ -72,11 +67,10 @@ NO_ROWS = LoraRows(_NO_TABLE, ctypes.addressof(_NO_TABLE))
 
 
 class SiteLinear:
-    """x @ weight.T + bias + deltas of one site in one layer, for x of one dtype on the CPU.
+    """x @ weight.T + bias + deltas of a site in a layer.
 
-    weight: [N, H] or [E, N, H] of this dtype, or a quantised operand with contiguous parts.  bias: [N]
-    or [E, N].  first_expert: model number of the first of E experts; None: a dense site.
-    Raises ValueError for operands that don't fit.
+    weight: [N, H] or [E, N, H], or a quantised operand.  bias: [N] or [E, N].  first_expert: model number of
+    the first expert; None: a dense site.  Raises ValueError for bad operands.
     """
 
     def __init__(
@@ -116,7 +110,7 @@ class SiteLinear:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor | None, rows: LoraRows) -> torch.Tensor | None:
         """[T, N], or [T*K, N] with ids; None for unsupported operands.
 
-        x: [T, H] or [T*K, H].  ids: [T, K] int32, model numbers, -1: no expert.
+        x: [T, H] or [T*K, H].  ids: [T, K] int32, -1: none.
         """
         num_rows, width = x.shape
         if ids is None:
@@ -187,7 +181,7 @@ class _StepCalls(ctypes.Structure):
 
 
 class StepCalls:
-    """The tables of one engine.  address: for its channels, valid during this object's life."""
+    """An engine's tables.  address: for channels, during this object's life."""
 
     def __init__(self, num_layers: int) -> None:
         self._sites = (_SeenSite * (num_layers * _MAX_SITES))()
@@ -198,7 +192,7 @@ class StepCalls:
         self.address = ctypes.addressof(self._calls)
 
     def begin_step(self, rows: Sequence[LoraRows | None], attention: StepAttention) -> None:
-        """rows: by site, the same in all layers; None: in Python."""
+        """rows: by site, for all layers; None: in Python."""
         self._calls.attention = _StepAttention(*attention.tables, attention.dtype_code)
         ctypes.memset(self._rows, 0, ctypes.sizeof(self._rows))
         for site, here in enumerate(rows[:_MAX_SITES]):
@@ -229,7 +223,7 @@ def _built_for(operations: ctypes.CDLL) -> str:
 
 
 def _load() -> ctypes.CDLL | None:
-    """Registers the operations; None if not built, or built for another torch."""
+    """Registers the operations; None if not built for this torch."""
     spec = importlib.util.find_spec("moe_lora.kernels.cpu._operations")
     if spec is None or spec.origin is None:
         logger.info("operations of a CPU step run in Python: moe_lora was built without torch's headers")

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meta-parameters of each kernel's launch: committed tables, and an override.
+"""Meta-parameters of launches: tables `configs/<gpu name>.json`, and an override.
 
-A table is a JSON file `configs/<gpu name>.json`, keyed by kernel, dtype, phase and the site's widths.
-Parameters that fix a row's order of sums (the algorithm, and `ORDER_FIXING`) must not depend on the phase, as
-a step mixes decode rows and prefill chunks.  `state` of an entry: `tuned` on this GPU, or `default`.
-A launch never waits for the device, so CUDA graphs can capture launches.
+Parameters that fix a row's order of sums must not depend on the phase: a step mixes decode rows and prefill
+chunks.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "vector_shrink": ("block_r", "block_k", "split_k", *_COMMON),
     "vector_expand": ("block_r", "block_c", *_COMMON),
 }
-"""Meta-parameters by kernel.  `block_t`: tokens of a tile (wgmma's N); `block_r`: rank rows; `block_k`:
-input columns per step; `split_k`: most separate sums over the input width, and `part_k`: least columns of a
-sum; `tma`: weights by TMA, or by pointer; `block_c`: output columns; `blocks_per_item`: column blocks per
-work item; `programs_per_sm`: programs of the persistent grid per SM.
+"""Meta-parameters by kernel.  `block_t`: tokens of a tile; `block_r`: rank rows; `block_k`: input columns per
+step; `split_k`: most separate sums; `part_k`: least columns of a sum; `tma`: weights by TMA; `block_c`:
+output columns; `blocks_per_item`: column blocks.
 """
 KERNEL_NAMES = tuple(PARAMETERS)
 ORDER_FIXING: dict[str, tuple[str, ...]] = {
@@ -47,13 +44,13 @@ ORDER_FIXING: dict[str, tuple[str, ...]] = {
     "vector_shrink": ("block_r", "block_k", "split_k", "num_warps"),
     "vector_expand": ("block_r", "block_c", "num_warps"),
 }
-"""Meta-parameters that change a row's order of sums.  Tensor cores add along the inner width for any token
-tile; for threads, the whole tile's layout decides.
+"""Meta-parameters that change a row's order of sums.  Tensor cores add alike for any token tile; for threads
+the whole layout decides.
 """
 
 
 def check_config(kernel: str, config: Config) -> None:
-    """Raises ValueError if the kernel is unknown or a meta-parameter is missing, unknown or not a size."""
+    """Raise ValueError for an unknown kernel, and a missing or impossible meta-parameter."""
     if kernel not in PARAMETERS:
         raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
     if set(config) != set(PARAMETERS[kernel]):
@@ -64,7 +61,7 @@ def check_config(kernel: str, config: Config) -> None:
 
 
 def order_of(kernel: str, config: Config) -> tuple[Any, ...]:
-    """The configuration's values that fix the order of sums."""
+    """The values that fix the order of sums."""
     return tuple(config[name] for name in ORDER_FIXING[kernel])
 
 
@@ -76,7 +73,7 @@ CONFIG_DIR = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigEntry:
-    """One row of a table: `config` of `kernel` for matching dtype, phase and widths (None matches any)."""
+    """`config` of `kernel` for a matching key (None matches any)."""
 
     kernel: str
     config: Config
@@ -96,10 +93,7 @@ class ConfigEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`algorithm` for adapters of ranks min_rank..max_rank and a matching key (see `choose`).
-
-    Without a phase: the algorithm fixes the order of sums.
-    """
+    """`algorithm` for ranks min_rank..max_rank and a matching key."""
 
     algorithm: str
     min_rank: int = 1
@@ -112,11 +106,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class ConfigTable:
-    """Launch configurations and algorithm choices of one GPU; the first match counts.
+    """Launch configurations and algorithm choices of a GPU; the first match counts.
 
-    dependent_launch: kernels of `DEPENDENT` start while the previous kernel ends (CUDA's programmatic
-    dependent launch, from sm_90 on).
-    Raises ValueError if phases of one place add a row in different orders.
+    dependent_launch: kernels of `DEPENDENT` start while the previous kernel ends (from sm_90 on).  Raises
+    ValueError if phases add a row in different orders.
     """
 
     gpu: str
@@ -145,7 +138,7 @@ class ConfigTable:
                 )
 
     def config(self, kernel: str, dtype: str, phase: str, in_features: int, out_features: int) -> Config:
-        """The kernel's configuration: an active override, else the first matching entry."""
+        """The configuration: an active override, else the first match."""
         overridden = _overrides.get().get(kernel)
         if overridden is not None:
             return overridden
@@ -162,7 +155,7 @@ _overrides: ContextVar[dict[str, Config]] = ContextVar("overrides", default={}) 
 
 
 def matches(have: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
-    """True if each field except None equals the wanted field."""
+    """True if each field except None equals the wanted."""
     return all(h is None or h == w for h, w in zip(have, wanted, strict=True))
 
 
@@ -175,10 +168,7 @@ def _first_fit(entries: Iterable[ConfigEntry], wanted: tuple[Any, ...]) -> Confi
 
 @cache
 def load_table(gpu_name: str) -> ConfigTable:
-    """The table of this GPU (`torch.cuda.get_device_name()`), or the fallback.
-
-    Raises ValueError for a bad table: unknown fields, or see `ConfigTable`.
-    """
+    """The table of this GPU, or the fallback.  Raises ValueError for a bad table."""
     path = table_path(gpu_name)
     path = path if path.exists() else table_path(FALLBACK)
     data = json.loads(path.read_text())
@@ -191,7 +181,7 @@ def load_table(gpu_name: str) -> ConfigTable:
 
 
 def table_path(gpu_name: str) -> Path:
-    """File of this GPU's table; the name's spaces and slashes become underscores."""
+    """File of this GPU's table."""
     return CONFIG_DIR / f"{gpu_name.replace(' ', '_').replace('/', '_')}.json"
 
 
@@ -211,7 +201,7 @@ _INTERPRETED_SMS = 3
 
 
 def kernels(name: str) -> ModuleType:
-    """The module `name` of this package, with Triton kernels.  Raises ImportError without Triton."""
+    """The named module.  Raises ImportError without Triton."""
     try:
         return importlib.import_module(f"{__package__}.{name}")
     except ModuleNotFoundError as error:
@@ -221,7 +211,7 @@ def kernels(name: str) -> ModuleType:
 
 
 def interpreted() -> bool:
-    """True if Triton interprets kernels on CPU tensors (TRITON_INTERPRET=1)."""
+    """True if Triton interprets kernels (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -236,12 +226,12 @@ def table_of(device: torch.device) -> ConfigTable:
 
 
 def programs_at_once(device: torch.device, per_sm: int) -> int:
-    """Programs on the whole device, at per_sm per SM."""
+    """Programs on the device."""
     return per_sm * (_INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1])
 
 
 def num_programs(device: torch.device, config: Config, max_items: int) -> int:
-    """Programs of a persistent grid: as many as the device holds, or fewer for little work."""
+    """Programs of a persistent grid."""
     return max(1, min(programs_at_once(device, config["programs_per_sm"]), max_items))
 
 
@@ -258,21 +248,18 @@ DEPENDENT = frozenset(
         "attention.attention_kernels.join_parts",
     }
 )
-"""Kernels of a decode step, by module, with a wait for the previous kernel as first action."""
+"""Kernels that first wait for the previous kernel."""
 
 
 def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
-    """A kernel's constants and compile options for an early start; empty for further kernels."""
+    """A kernel's options for an early start; empty for further kernels."""
     if f"{kernel.fn.__module__}.{kernel.fn.__name__}".removeprefix(f"{__package__}.") not in DEPENDENT:
         return {}
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
 
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-    """Launch `programs` programs of a Triton kernel on its tensors' device.
-
-    meta: constants and compile options.
-    """
+    """Launch `programs` programs of a kernel.  meta: constants and compile options."""
     import triton
 
     if interpreted():

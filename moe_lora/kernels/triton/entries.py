@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the slot table's entry of a (slot, layer, module, expert), shared by LoRA kernels.
+"""Access to the slot table's entry of a (slot, layer, module, expert).
 
-tables: `problem.Tables`, [N, L, X] each; `slot_stride` is L * X and `table_base` is layer * X + the site's
-first entry.  widths: of three modules, 0 for absent modules.
+tables: `problem.Tables`, [N, L, X] each.  slot_stride: L * X.  table_base: layer * X + the site's first
+entry.  widths: of three modules, 0 if absent.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ NOT_SPECIALIZED = (
     *("arena_bytes", "slot_stride", "table_base", "min_rank", "max_rank", "padded_rank"),
     *("lanes", "num_rows"),
 )
-"""Numbers that must not trigger a compilation while serving; in a tuple they would."""
+"""Numbers that must not trigger a compilation; in a tuple they would."""
 
 
 @triton.jit
 def wait_for_kernel_before():
-    """First call in a kernel of `configs.DEPENDENT` with an early start; from sm_90 on.
+    """Wait for the previous kernel's writes; then the next kernel may start.
 
-    Afterwards the previous kernel's writes are visible, and the next kernel may start.
+    First call in a kernel of `configs.DEPENDENT`.
     """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -29,7 +29,7 @@ def wait_for_kernel_before():
 
 @triton.jit
 def entry_of(slot, expert, module, slot_stride, table_base, MODULES: tl.constexpr):
-    """Flat index of the entry in the slot table."""
+    """Flat index in the slot table."""
     return slot.to(tl.int64) * slot_stride + table_base + expert * MODULES + module
 
 
@@ -42,7 +42,7 @@ def rank_of(tables, entry, min_rank, max_rank):
 
 @triton.jit
 def first_with_same_a(tables, first_entry, module, MODULES: tl.constexpr):
-    """First module of the site with the same A: only its h is computed."""
+    """First module with the same A: only its h is computed."""
     offset = tl.load(tables.a_offset + first_entry + module)
     rank = tl.load(tables.lora_rank + first_entry + module)
     first = module
@@ -55,16 +55,14 @@ def first_with_same_a(tables, first_entry, module, MODULES: tl.constexpr):
 
 @triton.jit
 def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
-    """Pointer to the first element of a packed matrix, at a multiple of 64 bytes."""
+    """Pointer to a packed matrix, at a multiple of 64 bytes."""
     offset = tl.multiple_of(tl.load(offsets + entry), 64)
     return (arena + offset).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
-    """(module, first column within the module, module width, module's first column
-    in y) of an output block.
-    """
+    """(module, first column in it, module width, module's first column in y) of a block."""
     # Selects, not branches: the compiler then keeps the alignment of 16.
     first1 = tl.cdiv(widths[0], BLOCK_C)
     first2 = first1 + tl.cdiv(widths[1], BLOCK_C)
@@ -77,13 +75,13 @@ def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr)
 
 @triton.jit
 def num_blocks(widths, BLOCK_C: tl.constexpr):
-    """Blocks of output columns of all modules; absent modules have width 0."""
+    """Blocks of output columns of all modules."""
     return tl.cdiv(widths[0], BLOCK_C) + tl.cdiv(widths[1], BLOCK_C) + tl.cdiv(widths[2], BLOCK_C)
 
 
 @triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a @ b in fp32.  (The interpreter's product of two bf16 tiles is wrong.)"""
+    """acc + a @ b in fp32.  (The interpreter's product of bf16 tiles is wrong.)"""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -91,7 +89,7 @@ def dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 values rounded to nearest even in DTYPE; the interpreter does not round bf16 by itself."""
+    """fp32 values rounded to nearest even; the interpreter does not round bf16 by itself."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -103,7 +101,7 @@ def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def add_delta(before, total, scale, ADD: tl.constexpr, SUBTRACT: tl.constexpr, INTERPRETED: tl.constexpr):
     """round(before + round(scale * total)) if ADD, before - ... if SUBTRACT too, else round(scale * total).
 
-    before: of y, whose dtype sets the rounding: in fp32 deltas stay unrounded.
+    before: its dtype sets the rounding: in fp32 deltas stay unrounded.
     """
     dtype = before.dtype
     delta = rounded(total * (-scale if SUBTRACT else scale), dtype, INTERPRETED)

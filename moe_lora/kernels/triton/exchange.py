@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels around one-sided puts: waiting for signals, admitting rows to slots, adding answers.
+"""Triton kernels around one-sided puts: waiting for signals, admitting rows, adding answers.
 
-A signal's words lie eight int64 apart; the waiting side keeps counts in `expected`.  A wait ends at its
-bound, or when `state` is set, and records the end in `state`: later work on the stream is void, and the host
-sees the state.
-
-Legend: T token rows of a step, R rows of an answer, N output width.
+A wait ends at its bound, or when `state` is set, and records the end there: later work on the stream is void.
+Legend: T token rows, R rows of an answer, N output width.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -22,7 +19,7 @@ from .signals import seen
 
 WORDS = 8
 LOST, STALE, ENDED = 1, 2, 4
-"""Bits of a state: a wait hit its bound; rows of an answer are missing; the owner stopped the wait."""
+"""Bits of a state: a wait hit its bound; an answer lacks rows; the owner stopped the wait."""
 _LOST, _STALE, _OVER = tl.constexpr(LOST), tl.constexpr(STALE), tl.constexpr(LOST | ENDED)
 NO_BOUND = 1 << 62
 _COLUMNS = 512
@@ -45,8 +42,7 @@ def wait_signals(
 ):
     """Wait until signals first, first + stride, .. (count of them) advance by `more` since the last wait.
 
-    status: for these signals, stride apart, BLOCKS counts of missing rows each, two int64 apart, which set
-    STALE in the state; BLOCKS 0: no counts.  One program.
+    status: per signal BLOCKS counts of missing rows, two int64 apart; above 0: STALE.  One program.
     """
     for number in range(count):
         signal = first + number * stride
@@ -83,9 +79,9 @@ def admit(
 ):
     """token_slots[t] = slot of token t after its layer has loaded, else -1.
 
-    frame: int64 T, slots [T], generations [T].  generation: [M], loaded: [M, num_layers].  One program; ends
-    when every slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the
-    layer; is_first: starts at 0.
+    frame: int64 T, slots [T], generations [T].  generation: [M], loaded: [M, num_layers].  Ends when every
+    slot has the layer or never will, or after max_polls.  missing: [1] += tokens without the layer.  One
+    program.
     """
     rows = tl.arange(0, MAX_ROWS)
     num_rows = tl.load(frame)
@@ -115,10 +111,7 @@ def admit(
 def add_rows(
     y, y_stride, delta, frame, ids, top_k, num_columns, HAS_IDS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """y[r] = round(y[r] + delta[r]) for each row whose token has a slot in the frame.
-
-    A program per row and COLUMNS columns.
-    """
+    """y[r] = round(y[r] + delta[r]) for each row whose token has a slot."""
     row = tl.program_id(0)
     blocks = tl.cdiv(num_columns, COLUMNS)
     column = row % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -135,7 +128,7 @@ def add_rows(
 
 
 class Signals(NamedTuple):
-    """Signals of one wait.  words: int64 [signals * WORDS].  expected: int64 [signals]."""
+    """Signals of a wait.  words: int64 [signals * WORDS].  expected: int64 [signals]."""
 
     words: torch.Tensor
     expected: torch.Tensor

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of row norms outside compiled graphs: of prompts, and the last norm.
-
-Reads and writes a row once; the reference moves a row some twenty times.
-"""
+"""Triton kernel of row norms outside compiled graphs."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ def norm_rows(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y[row] = `reference.norm` of x[row].  A program per row.  x, y: [R, WIDTH], x's rows x_row
-    apart.  weight, bias: [WIDTH].
+    """y[row] = `reference.norm` of x[row].  x, y: [R, WIDTH], x's rows x_row apart.  weight, bias:
+    [WIDTH].
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -49,7 +46,7 @@ def norm(
 ) -> torch.Tensor:
     """As `reference.norm`.  x: [R, H], bf16, fp16 or fp32.  weight, bias: [H].
 
-    A row's bits don't depend on further rows.  Raises ValueError for operands that don't fit.
+    A row's bits don't depend on further rows.  Raises ValueError for bad operands.
     """
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.dtype not in configs.DTYPE_NAMES:
         raise ValueError(

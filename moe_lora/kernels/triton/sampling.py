@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that draw next tokens after temperature, top-k, top-p and min-p.
+"""Triton kernels that draw tokens after temperature, top-k, top-p and min-p.
 
-Legend: S sequences, V vocabulary, P parts of the vocabulary.
-
-Without a sort or host noise: bisection over values finds cuts, fp64 sums masses, the noise is Philox of seed
-and position as in numpy.  A row's token does not depend on
-further rows.
+Legend: S sequences, V vocabulary, P parts of the vocabulary.  Bisection finds cuts, fp64 sums masses, the
+noise is numpy's Philox.  A row's token does not depend on further rows.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def exponential(word, half: tl.constexpr):
 
 @triton.jit
 def relative(logits, temperature, peak):
-    """exp(logits / temperature - peak), to about one unit in the last place: exp2's operand in two parts."""
+    """exp(logits / temperature - peak), to about one unit in the last place."""
     x = tl.maximum(tl.div_rn(logits, temperature) - peak, -1000.0)
     power = x * 1.4426950216293335
     rest = tl.fma(x, 1.4426950216293335, -power) + x * 1.925963033500968e-08
@@ -56,14 +53,14 @@ def relative(logits, temperature, peak):
 
 @triton.jit
 def is_kept(e, index, cut_value, cut_index):
-    """True for a token at or above the cut; ties: the first are above."""
+    """True at or above the cut; ties: the first are above."""
     bits = e.to(tl.int32, bitcast=True)
     return (bits > cut_value) | ((bits == cut_value) & (index <= cut_index))
 
 
 @triton.jit
 def sum_above(e_V, vocab, above, cut_value, cut_index, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Mass, or number, of kept tokens with bits above `above`; fp64."""
+    """Mass, or number, of kept tokens above `above`; fp64."""
     total = tl.zeros((BLOCK,), tl.float64)
     for first in tl.range(0, vocab, BLOCK):
         index = first + tl.arange(0, BLOCK)
@@ -107,10 +104,10 @@ def cut_at(e_V, vocab, bound, cut_value, cut_index, COUNT: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=("vocab",))
 def truncate(logits, settings, numbers, cuts, vocab, BLOCK: tl.constexpr):
-    """logits[s] = `relative` of them, and the row's cut: top-k, then top-p of the rest.
+    """logits[s] = their `relative`, and the row's cut: top-k, then top-p of the rest.
 
-    logits: [S, V] fp32.  settings: [S, 3] fp32 temperature (0: the row is not drawn), top_p, min_p.
-    numbers: [S, 3] int64 top_k (0: all), seed, position.  cuts: [S, 2] int32.
+    logits: [S, V] fp32.  settings: [S, 3] fp32 temperature (0: not drawn), top_p, min_p.  numbers: [S, 3]
+    int64 top_k (0: all), seed, position.  cuts: [S, 2] int32.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(settings + row * 3)
@@ -141,10 +138,9 @@ def truncate(logits, settings, numbers, cuts, vocab, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("vocab",))
 def race(e, settings, numbers, cuts, scores, tokens, vocab, part, PARTS: tl.constexpr, GROUPS: tl.constexpr):
-    """In each of P parts of a row, the kept token of highest e / noise, and this score.
+    """In each of P parts of a row, the kept token of highest e / noise, and the score.
 
-    part: groups of 8 tokens in a part; a token's number fixes its noise word and half.
-    scores: [S, P] fp32, tokens: [S, P] int32.
+    part: groups of 8 tokens in a part.  scores: [S, P] fp32, tokens: [S, P] int32.
     """
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     first_group = (tl.program_id(0) % PARTS) * part
@@ -174,8 +170,7 @@ def race(e, settings, numbers, cuts, scores, tokens, vocab, part, PARTS: tl.cons
 def draw(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """A token of each row, [S] int64; logits [S, V] fp32 are overwritten.
 
-    settings, numbers: on the device, as in `truncate`; temperature 0: the likeliest token.  Does not wait
-    for the device.
+    settings, numbers: as in `truncate`; temperature 0: the likeliest token.
     """
     num_rows, vocab = logits.shape
     likeliest = logits.argmax(1)

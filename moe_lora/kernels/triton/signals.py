@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for calls from a stream to a host process, and waits for the reply.
+"""Triton kernels for calls from a stream to a host process.
 
-The words lie in mapped host memory.  Access is by plain loads and stores of system scope: atomics over PCIe
-depend on the machine, and could undo a store of the host.
+Access to mapped host memory is by plain loads and stores of system scope: atomics over PCIe depend on the
+machine, and could undo a store of the host.
 """
 # mypy: disable-error-code="no-untyped-def"
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of requests with an immediate start, by both estimators.
-
-Capacities hold for a load and for every smaller load: IAR is not monotone in the load.
-"""
+"""Share of requests with an immediate start."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
 def smallest_capacity_of(
     estimator: str, probabilities: NDArray[np.float64], global_batch: float, target: float
 ) -> int:
-    """Smallest capacity with IAR >= target.
-
-    estimator: "paper" (algorithm 1), or "corrected" (bisection around the paper's answer).
-    """
+    """Smallest capacity with IAR >= target; "corrected" bisects around "paper" (algorithm 1)."""
     near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
         return near
@@ -54,7 +48,7 @@ NUM_POINTS = 25
 def iar_curves(
     probabilities: NDArray[np.float64], global_batch: float, up_to: int
 ) -> dict[str, list[tuple[int, float]]]:
-    """(capacity, IAR) points by estimator, from 1 to up_to adapters."""
+    """(capacity, IAR) points by estimator."""
     most = min(up_to, int(np.count_nonzero(probabilities)))
     capacities = sorted({round(place) for place in np.linspace(1, most, min(NUM_POINTS, most))})
     return {
@@ -67,9 +61,9 @@ GRID_RATIO = 1.25
 
 
 class NeededCapacity:
-    """M*(LB): smallest capacity with the target share at LB and at every smaller load.
+    """M*(LB): smallest capacity with the target IAR at LB and every smaller load; IAR is not monotone in LB.
 
-    estimator: of IAR.  probabilities: [N].  adapter_share: requests with an adapter, over LB.
+    probabilities: [N].  adapter_share: of requests.
     """
 
     def __init__(
@@ -80,7 +74,7 @@ class NeededCapacity:
         self._found: list[tuple[float, float, int]] = []  # load, smaller or equal load of largest need, M*
 
     def __call__(self, global_batch: float) -> int:
-        """M* in adapters.  Skips loads with at most half the slots in use."""
+        """Skips loads with at most half the slots in use."""
         for load, peak, needed in self._found:
             if peak <= global_batch <= load:
                 return needed
@@ -109,7 +103,7 @@ class NeededCapacity:
         return smallest_capacity_of(self._estimator, self._probabilities, batch, self._target)
 
     def largest_load(self, slots: int, most: int) -> int:
-        """Largest global batch <= most with the target share for `slots` adapters; 0 without any."""
+        """Largest global batch <= most with the target share; 0: none."""
         if slots >= np.count_nonzero(self._probabilities):
             return most
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Immediate admissibility rate (IAR) of a cache with a queue: waiting requests keep slots busy for longer.
 
-A birth-death chain follows the number of wanting adapters: active in a slot, or in the queue.  With k in the
-queue, slots free at rate mu: W = k / mu.  Per adapter, mu, waits and busy periods are a fixed point.
-IAR = 1 - sum_{n >= M} Pr[n] sum_i p_i P(i not active | n); exact without a queue.  Derivation:
-docs/explanation/estimator.md.
+A birth-death chain follows the number of wanting adapters: IAR = 1 - sum_{n >= M} Pr[n] sum_i p_i P(i not
+active | n).  Derivation: docs/explanation/estimator.md.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from moe_lora.provision.admission.iar import (
 from .iar import BELOW_ONE
 
 NUM_NODES = 40
-LARGEST_RATE = 40.0  # above this rate an adapter is always active
+LARGEST_RATE = 40.0
 
-# Legendre nodes in v = u^(1/3), u in (0, 1): dense near 0, the steep end of the integrand.
+# Legendre nodes in v = u^(1/3): dense near 0, the steep end.
 _ABSCISSAE, _WEIGHTS = np.polynomial.legendre.leggauss(NUM_NODES)
 _V = (_ABSCISSAE + 1) / 2
 _U = _V**3
@@ -36,7 +34,7 @@ _DU = 1.5 * _V**2 * _WEIGHTS
 
 
 class BusyPeriods:
-    """Mean busy periods of M/M/infinity queues, service times exponential with mean 1.
+    """Mean busy periods of M/M/infinity queues with mean service time 1.
 
     rates: [G] requests per mean service time, clipped to 40.
     """
@@ -48,7 +46,7 @@ class BusyPeriods:
         """(exp(lambda) - 1) / lambda, [G]."""
 
     def after_queue(self, length: int, speeds: np.ndarray) -> np.ndarray:
-        """Mean busy periods, [G], after a wait for `length` slots.  speeds: [G], rates of freed slots.
+        """[G]: mean busy periods after a wait for `length` slots, freed at rates `speeds` [G].
 
         The wait is Erlang: E exp(-s W) = (1 + s / speed)^-length.
         """
@@ -73,7 +71,7 @@ class DemandState(NamedTuple):
 
 
 class SlotDemand:
-    """Shares of time per adapter, and the chain's rates, by number of wanting adapters."""
+    """Shares of time and rates, by number of wanting adapters."""
 
     def __init__(self, probabilities: np.ndarray, global_batch: float, capacity: int) -> None:
         self.num_adapters, self.capacity = len(probabilities), capacity
@@ -83,7 +81,7 @@ class SlotDemand:
         self._others_speed = np.ones(len(self._rates))
 
     def at(self, num_wanting: int) -> DemandState:
-        """State n.  Above `capacity`, call with rising n: each fixed point starts from the previous."""
+        """State n.  Above `capacity`, call with rising n: a fixed point starts from the last."""
         busy = self._busy.without_wait
         if num_wanting <= self.capacity:
             wanting, idle = self._shares(busy, num_wanting)
@@ -100,14 +98,14 @@ class SlotDemand:
         )
 
     def _num_waiting(self, queued: np.ndarray, length: int) -> float:
-        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]), with W Erlang of k stages of rate mu r_i."""
+        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]), W Erlang of k stages of rate mu r_i."""
         since = (length + 1) / (2 * self._throughput * self._others_speed)
         return float((self._counts * queued) @ (1 + self._rates * since))
 
     def _with_queue(self, num_wanting: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """P(idle), P(active) and mean busy period per adapter at the fixed point of mu and r.
 
-        Rounds are limited: near mu = 0 convergence is slow, but shares no longer depend on mu.
+        Near mu = 0 convergence is slow, but shares no longer depend on mu.
         """
         length = num_wanting - self.capacity
         for _ in range(MAX_ROUNDS):
@@ -120,7 +118,7 @@ class SlotDemand:
             others_ends = np.maximum(num_ends - ends, ROUNDING * num_ends)
             others_active = np.maximum(num_active - active, ROUNDING * num_active)
             self._others_speed = others_ends / others_active * (num_active / num_ends)
-            # mu of k queued and M active adapters: sum_i ends_i W_i = k.
+            # mu of k queued and M active: sum_i ends_i W_i = k.
             before = self._throughput
             self._throughput = self.capacity / num_active * float(self._counts @ (ends / self._others_speed))
             if abs(self._throughput - before) <= TOLERANCE * before:
@@ -128,7 +126,7 @@ class SlotDemand:
         return idle, active, busy
 
     def _shares(self, period: np.ndarray, num_wanting: int) -> tuple[np.ndarray, np.ndarray]:
-        """P(wanting) and P(idle) per adapter, given the number of wanting adapters; period: W_i + B_i.
+        """P(wanting) and P(idle) per adapter, given num_wanting; period: W_i + B_i.
 
         Independent indicators given their sum, to second order (Edgeworth).
         """
@@ -165,18 +163,17 @@ GRID_RATIO = 1.3
 def corrected_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
     """Share of requests with an immediate start, in [0, 1]; first come, first served.
 
-    popularity: [N] probabilities, sum 1 within a millionth.  global_batch: mean requests in service, > 0.
-    capacity: adapter slots, >= 1; the result is 1.0 if and only if every used adapter fits.
-    Raises ValueError with the given value for bad arguments.
+    popularity: [N], sum 1 within a millionth.  global_batch: mean requests in service.  The result is 1.0 if
+    and only if every used adapter fits.  Raises ValueError for bad arguments.
     """
     demand = _demand(popularity, global_batch, capacity)
     return 1.0 if demand is None else min(1.0 - _refused(demand)[0], BELOW_ONE)
 
 
 def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int) -> float:
-    """Mean wait of requests without an immediate start, in mean service times; 0.0 without waits.
+    """Mean wait without an immediate start, in mean service times (Little's law).
 
-    Little's law.  Arguments, process and errors as in `corrected_admissibility_rate`.
+    Arguments and errors as in `corrected_admissibility_rate`.
     """
     demand = _demand(popularity, global_batch, capacity)
     if demand is None:
@@ -193,7 +190,7 @@ def _demand(popularity: Probabilities, global_batch: float, capacity: int) -> Sl
 
 
 def _refused(demand: SlotDemand) -> tuple[float, float]:
-    """sum_{n >= M} Pr[n] P(adapter of a request not active | n), and the mean number of waiting requests."""
+    """sum_{n >= M} Pr[n] P(adapter of a request not active | n), and mean waiting requests."""
     capacity, num_adapters = demand.capacity, demand.num_adapters
     below = capacity - _distances(capacity)[::-1]
     above = capacity + _distances(num_adapters - capacity)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immediate admissibility rate (IAR) of a cache of adapters, and the smallest cache for a target IAR.
+"""Immediate admissibility rate (IAR) of a cache, and the smallest cache for a target.
 
 Legend: X_j = 1 with probability q_j, S = sum of X_j, S_i = S without adapter i, v = sum q_j (1 - q_j).
 Source: InfiniLoRA section 4.2.1, equations 1 to 4 and algorithm 1.
@@ -33,10 +33,8 @@ class Overflow(NamedTuple):
 def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int) -> Overflow:
     """turned_away = sum_i mass_i (1 - q_i) Pr[S_i >= capacity] and full = Pr[S >= capacity].
 
-    q: [G] probabilities in [0, 1], by group.  counts: [G] members, real numbers.
-    mass: [G] weight of a group's members in the first sum, total at most 1.
-    Reads generating functions at roots of unity; error below 1e-13 (Bernstein)
-    plus rounding (1e-12 at 10^6 adapters).
+    q: [G] probabilities.  counts: [G] members, real numbers.  mass: [G] weights, total at most 1.  Reads
+    generating functions at roots of unity: error below 1e-13 (Bernstein), plus rounding.
     """
     mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
     log_inverse = math.log(2 / OUTSIDE)
@@ -59,7 +57,7 @@ def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int)
 
 
 def _angles(order: int, variance: float) -> np.ndarray:
-    """The points 2 pi k / order in (0, pi) with a characteristic function that is not negligible."""
+    """Points 2 pi k / order in (0, pi), except negligible."""
     cosine = 1 - NEGLIGIBLE / max(variance - 0.25, 1e-9)  # without one variable: 1/4 less variance
     last = math.pi if cosine <= -1 else math.acos(cosine)
     count = min((order - 1) // 2, math.floor(last * order / (2 * math.pi)) + 1)
@@ -80,15 +78,12 @@ def _generating_functions(
 
 
 def largest_probability(variance: float) -> float:
-    """Bound on max_k Pr[S = k]: exp(-v) I_0(v), the mean of exp(-v (1 - cos theta)) over the circle."""
+    """Bound on max_k Pr[S = k]: exp(-v) I_0(v)."""
     return float(ive(0, max(variance, 0.0)))
 
 
 def largest_step(variance: float) -> float:
-    """Bound on max_k |Pr[S = k] - Pr[S = k - 1]|: the mean of |1 - z| exp(-v (1 - cos theta)).
-
-    Equals (4 / pi) dawsn(x) / x with x = sqrt(2 v).
-    """
+    """Bound on max_k |Pr[S = k] - Pr[S = k - 1]|: (4 / pi) dawsn(x) / x with x = sqrt(2 v)."""
     root = math.sqrt(2 * variance) if variance > 0 else 0.0
     return 4 / math.pi * (float(dawsn(root)) / root if root > 1e-6 else 1.0)
 
@@ -103,8 +98,7 @@ COLD = 1e-13  # rates with a smaller sum count as 0
 class RateGroups:
     """sum_i f(lambda_i) ~ counts @ f(rates) and sum_i p_i f(lambda_i) ~ mass @ f(rates), for smooth f.
 
-    rates: [G] requests of one adapter in a global batch.  counts: [G], total: the number of adapters.
-    mass: [G], total 1.  Counts are integers for equal rates, else real and possibly negative.
+    rates: [G] requests of an adapter in a global batch.  counts: [G], possibly negative.  mass: [G], total 1.
     """
 
     rates: np.ndarray
@@ -115,7 +109,7 @@ class RateGroups:
 def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
     """Groups of equal rates.  Above 2048 distinct rates, crowded panels move to 16 Chebyshev points.
 
-    probabilities: [N], > 0.  On a panel, Poisson tails are polynomials of degree 15 within 1e-11 (tested).
+    probabilities: [N], > 0.  On a panel, Poisson tails are polynomials of degree 15 within 1e-11.
     """
     rates = probabilities * global_batch
     cold = rates < COLD / len(rates)
@@ -163,23 +157,20 @@ RECENT = 64
 
 
 def poisson_tail(rates: np.ndarray, tau: float) -> np.ndarray:
-    """Pr[Poisson(rate) > tau] for real tau >= 0: the regularised lower gamma function P(tau + 1, rate)."""
+    """Pr[Poisson(rate) > tau] for real tau >= 0."""
     return gammainc(tau + 1, rates)
 
 
 class AdmissibilityModel:
-    """Independence model: an adapter is resident if its load exceeds one common threshold.
+    """Independence model: an adapter is resident if its load exceeds a common threshold.
 
-    Gives thresholds, residency and IAR at any capacity.
-    num_used: adapters of popularity > 0.  expected_active: sum_i 1 -
-    exp(-lambda_i), the residents at tau = 0.
+    expected_active: the residents at tau = 0.
     """
 
     def __init__(self, probabilities: np.ndarray, global_batch: float) -> None:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
         self.groups = groups = group_rates(used, global_batch)
-        # A search returns to known capacities, and starts from the thresholds of neighbours.
         self._expected_resident = cache(lambda tau: float(groups.counts @ poisson_tail(groups.rates, tau)))
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
@@ -187,7 +178,7 @@ class AdmissibilityModel:
         self.overflow = lru_cache(RECENT)(self._overflow)
 
     def threshold(self, capacity: int) -> float:
-        """tau >= 0 with a mean of `capacity` resident adapters; 0 if fewer are active."""
+        """tau >= 0 with a mean of `capacity` residents; 0 if fewer are active."""
         if capacity >= self.expected_active:
             return 0.0
         if capacity not in self._taus:
@@ -202,7 +193,7 @@ class AdmissibilityModel:
         return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
 
     def rate(self, capacity: int) -> float:
-        """IAR; 1 exactly if and only if every used adapter fits."""
+        """IAR; 1 if and only if every used adapter fits."""
         if capacity >= self.num_used:
             return 1.0
         return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
@@ -223,9 +214,9 @@ MARGIN = 1e-8  # of the bounds over the errors of their sums
 
 
 def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
-    """Smallest capacity with model.rate(capacity) >= target; the number of used adapters always suffices.
+    """Smallest capacity with model.rate(capacity) >= target.
 
-    IAR may fall below the expected number of active adapters: skips stretches by `least_turned_away`.
+    IAR may fall below the expected active adapters: skips stretches by `least_turned_away`.
     """
     first_monotone = max(1, math.ceil(model.expected_active))
     found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
@@ -236,10 +227,7 @@ def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
 
 
 def first_from(near: int, least: int, most: int, reaches: Callable[[int], bool]) -> int:
-    """Smallest n >= `least` with reaches(n), for a monotone `reaches` with reaches(most).
-
-    Doubling steps from `near`, then bisection.
-    """
+    """Smallest n >= `least` with reaches(n), for a monotone `reaches` with reaches(most)."""
     step = 1
     if near < most and not reaches(near):
         low, high = near + 1, min(near + step, most)
@@ -268,13 +256,12 @@ def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> 
 
 
 def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
-    """Lower bound of 1 - IAR over capacities from begin to end, below the expected number of active adapters.
+    """Lower bound of 1 - IAR over capacities from begin to end, below the expected active adapters.
 
-    Every S has variance at least v = sum q_i (1 - q'_i), with q, q' the residencies at both ends.  With
-    h = `largest_probability` and d = `largest_step`, T_i = Pr[S_i >= M] obeys:
+    S has variance at least v = sum q_i (1 - q'_i), with residencies q, q' at both ends.  With h =
+    `largest_probability` and d = `largest_step`, T_i = Pr[S_i >= M] obeys:
 
-    - T_i >= 1/2 - q_i h(v - 1/4): the median of a Bernoulli sum of integer mean is the mean (Jogdeo and
-      Samuels 1968).
+    - T_i >= 1/2 - q_i h(v - 1/4), by the median of a Bernoulli sum of integer mean (Jogdeo and Samuels 1968).
     - Per step of M, T_i falls by at most (growth of q_i) h(v - 1/4) + 3/2 d(v - 1/2).
     """
     counts, mass = model.groups.counts, model.groups.mass
@@ -293,21 +280,17 @@ def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
 def immediate_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
     """IAR(M) = sum_i p_i [q_i + (1 - q_i) Pr[at most M - 1 further adapters are resident]], in [0, 1].
 
-    popularity: [N] probabilities, sum 1 within a millionth.  global_batch: requests in service, > 0.
-    capacity: M adapter slots, >= 1; the result is 1.0 if and only if every used adapter fits, else within
-    1e-9.  May fall with growing M: see `min_capacity`.
-    Raises ValueError with the given value for bad arguments.
-    Source: InfiniLoRA equations 2 to 4.
+    popularity: [N], sum 1 within a millionth.  global_batch: requests in service.  The result is 1.0 if and
+    only if every used adapter fits, else within 1e-9, and may fall with growing M.  Raises ValueError for bad
+    arguments.  Source: InfiniLoRA equations 2 to 4.
     """
     return _model(popularity, global_batch).rate(checked_capacity(capacity))
 
 
 def min_capacity(popularity: Probabilities, global_batch: float, target: float) -> int:
-    """M*: smallest capacity M with IAR(M) >= target, as by a linear scan over M.
+    """M*: smallest capacity M with IAR(M) >= target, in (0, 1].
 
-    target: in (0, 1]; 1 needs a slot for every used adapter.
-    Raises ValueError with the given value for bad input.
-    Source: InfiniLoRA equation 1 and algorithm 1.
+    Raises ValueError for bad arguments.  Source: InfiniLoRA equation 1 and algorithm 1.
     """
     if isinstance(target, bool) or not (isinstance(target, numbers.Real) and 0 < target <= 1):
         raise ValueError(f"target={target!r} is not allowed; choose an IAR above 0 and up to 1 (0.95 usual)")
@@ -315,9 +298,9 @@ def min_capacity(popularity: Probabilities, global_batch: float, target: float) 
 
 
 def expected_active(popularity: Probabilities, global_batch: float) -> float:
-    """sum_i 1 - exp(-lambda_i), lambda_i = global_batch p_i: the mean number of adapters in use.
+    """sum_i 1 - exp(-lambda_i), lambda_i = global_batch p_i: mean adapters in use.
 
-    Arguments and errors as in `immediate_admissibility_rate`.
+    Raises ValueError for bad arguments.
     """
     rates = checked_probabilities(popularity) * checked_global_batch(global_batch)
     return float(-np.expm1(-rates).sum())
@@ -332,9 +315,9 @@ Probabilities = Sequence[float] | np.ndarray
 
 
 def checked_probabilities(popularity: Probabilities) -> np.ndarray:
-    """The probability of each adapter, [N], scaled to sum 1 within a millionth.
+    """[N]: probabilities scaled to sum 1.
 
-    Raises ValueError for no adapter, negative or infinite values, and another sum.
+    Raises ValueError for no adapter, negative or infinite values, and a sum off by more than a millionth.
     """
     probabilities = np.asarray(popularity, dtype=float)
     if probabilities.ndim != 1 or not len(probabilities):
@@ -351,7 +334,7 @@ def checked_probabilities(popularity: Probabilities) -> np.ndarray:
 
 
 def checked_global_batch(global_batch: float) -> float:
-    """Mean requests in service over all instances.  Raises ValueError unless finite and > 0."""
+    """Mean requests in service.  Raises ValueError unless finite and > 0."""
     real = isinstance(global_batch, numbers.Real) and not isinstance(global_batch, bool)
     if not (real and math.isfinite(global_batch) and global_batch > 0):
         raise ValueError(f"global_batch={global_batch!r} is not allowed; give requests in service, > 0")

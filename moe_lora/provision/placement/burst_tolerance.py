@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dLoRA's proactive placement: adapters to preload on replicas.
-
-Source: dLoRA, section 5.1.
-"""
+"""dLoRA's proactive placement: adapters to preload (dLoRA, section 5.1)."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ from .placement_problem import Placed, Server, Table
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """free_bytes: device memory per server for adapters and requests.  adapter_bytes: by adapter.
-    request_bytes: KV of a request; scales tolerances, does not change the placement.
-    max_adapters: per device; None: limited by memory.
+    """free_bytes: per server.  request_bytes: does not change the placement.  max_adapters: per device; None:
+    limited by memory.
     """
 
     free_bytes: Mapping[Server, float]
@@ -29,10 +25,10 @@ class DeviceMemory:
 
 
 def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:
-    """Adapter -> servers to preload the adapter on; adapters without load are not preloaded.
+    """Adapter -> servers to preload the adapter on; none without load.
 
-    Gives servers of most unallocated memory to the adapter of lowest burst tolerance, until the lowest would
-    fall.  loads: requests/s, in any unit.  Raises ValueError for a load that is no number >= 0.
+    The adapter of lowest burst tolerance gets servers of most free memory, until the lowest would fall.
+    Raises ValueError for a load that is no number >= 0.
     """
     bad = next((name for name, load in loads.items() if not 0 <= load < math.inf), None)
     if bad is not None:
@@ -73,7 +69,7 @@ def place_by_burst_tolerance(
     demand: Mapping[str, float],
     previous: Placed | None = None,
 ) -> Table:
-    """The table of `place_and_preload`, with ranks as bytes, and room for all twice on each server."""
+    """`place_and_preload` with ranks as bytes, and room for all twice."""
     if not servers:
         raise ValueError("there are no servers; give at least one")
     memory = DeviceMemory(
@@ -86,9 +82,9 @@ def place_by_burst_tolerance(
 def place_and_preload(
     adapters: Iterable[str], demand: Mapping[str, float], memory: DeviceMemory
 ) -> tuple[Table, dict[Server, list[str]]]:
-    """`preload` as a table of equal shares, and the adapters to preload by server, heaviest load first.
+    """`preload` as a table of equal shares, and adapters by server, heaviest load first.
 
-    Without demand all adapters count alike.  Further adapters go to the server of fewest adapters.
+    Without demand adapters count alike.  Further adapters go to the server of fewest.
     """
     servers = list(memory.free_bytes)
     loads = {name: float(demand.get(name, 0.0)) for name in adapters}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimal placement: least load of the worst server, ranks apart, few copied bytes.
 
-First the highest rank of each server (exact optimum for divisible shares), then shares under these caps.
-A server of highest rank R pads every row to R (Punica's BGMV, S-LoRA; LoRAServe section III-A5): at load T
-it serves T · p(R) tokens/s, p the operating points.  With x(R) servers of each R, ranks >= r fit if and only
-if their demand is at most T · sum over R >= r of x(R) p(R), for every r.
+First the highest rank (cap) of each server, then shares under the caps.  A server pads every row to its
+highest rank R (Punica's BGMV, S-LoRA; LoRAServe section III-A5): T · p(R) tokens/s at load T and operating
+points p.  With x(R) servers of R, demand of ranks >= r is at most T · sum over R >= r of x(R) p(R).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _STEPS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """num_servers for ranks up to lora_rank, each at `load` (1: its whole capacity)."""
+    """num_servers for ranks up to lora_rank, each at `load` (1: full)."""
 
     lora_rank: int
     num_servers: int
@@ -46,10 +45,9 @@ class Cap:
 
 
 def rank_caps(demand: dict[int, float], tokens_per_s: dict[int, float], num_servers: int) -> list[Cap]:
-    """Caps of least worst load; then, of the remaining servers, least worst load, and so on.
+    """Caps of least worst load; then of least worst load on the remaining servers, and so on.
 
-    demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing with the rank.
-    Fills servers of equal load exactly.  Ranks fall; each has servers.
+    demand: rank -> tokens/s.  tokens_per_s: rank -> operating point, not increasing.
     """
     ranks = sorted((rank for rank in demand if demand[rank] > 0), reverse=True)
     caps: list[Cap] = []
@@ -95,17 +93,14 @@ def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> li
 
 
 def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence[int]) -> tuple[float, int]:
-    """The load, and the index of the highest rank with full servers at this load."""
+    """The load, and index of the highest rank at this load."""
     loads = np.cumsum(tokens) / np.cumsum(np.multiply(counts, points))
     place = int(np.argmax(loads >= loads.max() / (1 + ROUNDING)))
     return float(loads[place]), place
 
 
 class Filling:
-    """Fills servers of given highest rank (caps) and room (tokens/s); adapters stay in place if possible.
-
-    Ranks fall: an adapter takes room only from servers of its rank or more.
-    """
+    """Fills servers of given caps and room (tokens/s); adapters stay if possible."""
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
         self._slots = slots
@@ -157,8 +152,8 @@ class Filling:
                 self._put(adapter, roomiest, rest)
 
     def _place_idle(self, adapters: Iterable[int]) -> None:
-        """Adapters without demand stay, or go to the server of fewest: of their rank or more, as a later
-        request would raise the rank of a lower server.
+        """Adapters without demand stay, or go to the emptiest server of at least their rank: a later request
+        must not raise a rank.
         """
         heaps: dict[int, list[tuple[int, int]]] = {}
         for adapter in adapters:
@@ -199,10 +194,9 @@ def least_caps(problem: PlacementProblem) -> list[Cap]:
 
 
 class Slots:
-    """Caps for numbered servers, and the shares under the caps.
+    """Caps for numbered servers, and shares.
 
-    by_rank: (rank, adapters with demand) by falling rank.  idle: adapters without demand.  had: previous
-    servers by adapter, greatest share first.
+    by_rank: (rank, adapters with demand) by falling rank.  had: previous servers, greatest share first.
     """
 
     def __init__(self, problem: PlacementProblem, before: Shares) -> None:
@@ -220,15 +214,13 @@ class Slots:
         }
 
     def fill(self, caps: Sequence[Cap], slack: float) -> Shares:
-        """Shares under these caps, one per server, with loads up to (1 + slack) times the caps' loads."""
+        """Shares with loads up to (1 + slack) times the caps'."""
         per_s = self.problem.tokens_per_s
         room = [cap.load * (1 + slack) * per_s[cap.lora_rank] if cap.load else 0.0 for cap in caps]
         return Filling(self, [cap.lora_rank for cap in caps], room).fill()
 
     def least_moved(self, caps: Sequence[Cap]) -> list[Cap]:
-        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower
-        ranks half, of higher ranks 0.
-        """
+        """Assign caps to servers.  Bytes of the cap's rank count whole, of lower ranks half, of higher 0."""
         slots = [cap for cap in caps for _ in range(cap.num_servers)]
         slots += [Cap(lora_rank=0, num_servers=1, load=0.0)] * (len(self.problem.servers) - len(slots))
         if not self.before:
@@ -245,9 +237,7 @@ class Slots:
         return [slots[int(one)] for one in slot]
 
     def as_they_are(self) -> list[Cap]:
-        """Caps from the highest rank of each server now (idle: the lowest in demand), at the least feasible
-        load.  The highest server covers the highest rank in demand.
-        """
+        """Caps from present highest ranks, at the least feasible load; the highest covers all demand."""
         problem = self.problem
         ranks = [rank for rank in problem.tokens_per_s if problem.demand[problem.ranks == rank].sum() > 0]
         served = tokens_by_rank(problem, self.before) > 0
@@ -264,9 +254,9 @@ class Slots:
 
 
 def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
-    """Shares of the same adapters on the same servers with the least worst load; copies nothing.
+    """Shares of the same adapters on the same servers with the least worst load.
 
-    A linear program: minimise T subject to each server's load <= T, shares of an adapter sum to 1.
+    A linear program: minimise T subject to loads <= T.
     """
     split = [a for a, row in shares.items() if len(row) > 1 and problem.demand[a] > 0]
     if not split:
@@ -297,10 +287,10 @@ def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
 def within_bytes(
     problem: PlacementProblem, shares: Shares, before: Shares, max_copied_bytes: float
 ) -> Shares:
-    """A placement between `before` and `shares` with at most max_copied_bytes
-    copied, never worse than `before`.
+    """A placement between `before` and `shares` with at most max_copied_bytes copied, never worse than
+    `before`.
 
-    Moves adapters from the worst server, most load per byte first; new adapters cost nothing.
+    Moves adapters from the worst server, most load per byte first.
     """
     if copied_bytes(problem, shares, before) <= max_copied_bytes:
         return shares
@@ -313,7 +303,7 @@ def within_bytes(
     moved: dict[int, None] = {}
 
     def next_from(queue: list[int]) -> int | None:
-        """The best adapter to leave the server now; drops adapters beyond the budget for good."""
+        """The best adapter to leave; drops adapters beyond the budget."""
         while queue:
             adapter = queue.pop()
             if adapter not in moved and cost[adapter] <= left:
@@ -347,7 +337,7 @@ def _leaving(
 
 
 def _whole(row: dict[int, float]) -> dict[int, float]:
-    """Shares that sum to 1: the share of a removed server goes to the rest."""
+    """Shares that sum to 1: a removed server's share goes to the rest."""
     total = sum(row.values())
     return {min(row): 1.0} if total <= 0 else {server: share / total for server, share in row.items()}
 
@@ -357,9 +347,8 @@ _SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalPlacement:
-    """worst_load: of a server, padded to its highest rank by default.  optimum: least worst load of any
-    table.  target_utilisation: mean load without padding, the bound of the linear program.
-    copied_bytes: as in `PlacementQuality`.
+    """worst_load: padded to the highest rank by default.  optimum: of any table.  target_utilisation: mean
+    load without padding.
     """
 
     table: Table
@@ -374,12 +363,9 @@ def optimal_placement(
 ) -> OptimalPlacement:
     """Least worst load first, then fewest bytes copied from `before`.
 
-    slack: accepts loads up to (1 + slack) times the optimum to save copies.  max_copied_bytes: hard limit,
-    never worse than staying.
-
-    Without a limit, worst load <= (1 + slack) · optimum, and, with K ranks in demand on S >= K servers,
-    optimum <= target utilisation · min(S / (S - K + 1), highest / lowest operating point of them).
-    Raises ValueError for a negative slack and for a negative limit.
+    slack: accepts loads up to (1 + slack) times the optimum.  max_copied_bytes: hard limit, never worse than
+    staying.  With K ranks in demand on S >= K servers, optimum <= target utilisation · min(S / (S - K + 1),
+    highest / lowest operating point).  Raises ValueError for negative arguments.
     """
     if not slack >= 0:
         raise ValueError(f"slack={slack} must be 0 or more; 0.05 lets loads be 5 % above the optimum")
@@ -414,9 +400,7 @@ def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
 
 
 def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Iterator[Shares]:
-    """Up to two placements: part of the way without further slack, and the whole
-    way at the least affordable slack.
-    """
+    """Part of the way, and the whole way at the least affordable slack."""
     problem, before = slots.problem, slots.before
     yield within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes)
     filled = cache(lambda more: slots.fill(caps, slack + more))

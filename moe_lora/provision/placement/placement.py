@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAServe's placement: servers of an adapter, and the share phi of its requests on each.
-
-Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Step 1's demand: `policies.routing.demand`;
-step 6: `policies.routing.routers`.
-"""
+"""LoRAServe's placement (Algorithm 1): servers of an adapter, with shares phi."""
 
 from __future__ import annotations
 
@@ -35,8 +31,7 @@ from .placement_problem import (
 class RankPlacement:
     """Algorithm 1's table.
 
-    rank_budgets: servers per rank, after the repair.  overshoot: surplus (negative: lack) of servers by
-    rounding, before the repair.
+    rank_budgets: servers per rank, after the repair.  overshoot: surplus by rounding, before.
     """
 
     table: Table
@@ -54,11 +49,12 @@ def place_adapters(
 ) -> Table:
     """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1; phi of an adapter sum to 1.
 
-    adapters: name -> rank.  servers: names, in a fixed order.  operating_points: rank -> tokens/s of a server
-    with this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
-    adapters move.  Deterministic; names break ties.
-    Raises ValueError for no or doubled servers, bad numbers, ranks outside of the operating points, and a
-    demand for an unknown adapter.  Source: LoRAServe, Algorithm 1.
+    adapters: name -> rank.  operating_points: rank -> tokens/s of a server with
+    this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
+    adapters move.
+
+    Raises ValueError for no or doubled servers, bad numbers, ranks outside of the operating points, and
+    demand for an unknown adapter.
     """
     return place_by_rank(adapters, servers, operating_points, demand, previous).table
 
@@ -84,11 +80,10 @@ def place_by_rank(
 
 
 def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
-    """Servers of each rank: round(rank's load / target utilisation), repaired to sum to the servers.
+    """Servers of each rank: round(rank's load / target utilisation), and the error of the sum.
 
-    Our repair, absent in the paper: the rank rounded up most loses a server, the
-    rank rounded down most gains one.
-    Returns the budgets, and the error of the rounded sum.
+    Our repair, absent in the paper: the rank rounded up most loses a server, the rank rounded down most gains
+    one.
     """
     target = problem.target_utilisation
     wanted = {
@@ -137,9 +132,7 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: fills a server to the target, then the next;
-        returns the remaining shares.
-        """
+        """Fractional bin packing: fill server by server to the target; returns remaining shares."""
         left = []
         servers = iter(own)
         server = next(servers, None)
@@ -161,10 +154,10 @@ class _Packing:
         return left
 
     def _place_left(self, adapter: int, share: float) -> None:
-        """Within the target: the highest maximum rank, then the least use.
-        Without room: the least use first.
+        """Within the target: the highest maximum rank, then the least use.  Without room: the least use
+        first.
 
-        Source: "the server with highest max rank and least utilization", "if possible".
+        Source: "the server with highest max rank and least utilization".
         """
         load = float(self._problem.load[adapter]) * share
         servers = range(len(self._load))
@@ -210,10 +203,7 @@ def _by_names(place: Callable[..., Table]) -> Callable[..., Table]:
 
 @_by_names
 def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -> Table:
-    """Each adapter on one random server; placed adapters stay, as S-LoRA Random is static.
-
-    Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters`.
-    """
+    """Each adapter on a random server; placed adapters stay (LoRAServe, section V-D)."""
     rng = random.Random(seed)
     drawn = [rng.randrange(len(problem.servers)) for _ in problem.names]
     had = {adapter: max(row, key=lambda one: (row[one], -one)) for adapter, row in before.items()}
@@ -222,10 +212,7 @@ def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -
 
 @_by_names
 def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
-    """By rank, an equal number of adapters on each server; ignores demand and `before`.
-
-    Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters`.
-    """
+    """By rank, equally many adapters on each server (LoRAServe, section V-D)."""
     order = np.argsort(problem.ranks, kind="stable").tolist()
     num_servers = len(problem.servers)
     return problem.table({a: {place * num_servers // len(order): 1.0} for place, a in enumerate(order)})
@@ -234,10 +221,8 @@ def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
 def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
     """Adapter -> instance: the heaviest adapter first, to the instance of least load (ties: fewest adapters).
 
-    loads: expected load of each adapter, in any unit, >= 0.  The heaviest instance carries at most
-    4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
-    Source: InfiniLoRA, section 6.1: disjoint subsets, "determined by a greedy algorithm that targets load
-    balance".  Raises ValueError for num_instances < 1 and for loads that are negative or no numbers.
+    The heaviest instance carries at most 4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
+    Source: InfiniLoRA, section 6.1.  Raises ValueError for num_instances < 1 and impossible loads.
     """
     if num_instances < 1:
         raise ValueError(f"num_instances={num_instances} must be 1 or more")
@@ -255,10 +240,9 @@ def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[
 
 @_by_names
 def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
-    """Each adapter on one server: heaviest first, on the least loaded server.
+    """Each adapter on one server: heaviest first, on the least loaded (InfiniLoRA, section 6.1).
 
-    Servers then exchange names to move few bytes from `before`.
-    Source: InfiniLoRA, section 6.1.  Raises ValueError as `place_adapters`.
+    Servers then exchange names to save copies.
     """
     loads = dict(zip(problem.names, problem.load.tolist(), strict=True))
     owner = balanced_assignment(loads, len(problem.servers))
@@ -268,7 +252,7 @@ def disjoint_placement(problem: PlacementProblem, before: Shares) -> Table:
 
 @_by_names
 def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Table:
-    """Each adapter on all servers, in equal shares.  Source: Toppings section 5, as LoRAServe section V-D."""
+    """Each adapter on all servers, in equal shares (Toppings section 5)."""
     row = dict.fromkeys(range(len(problem.servers)), 1.0)
     return problem.table(dict.fromkeys(range(len(problem.names)), row))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input and quality of a placement: adapters with ranks and demands, servers, operating points."""
+"""Input and quality of a placement."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from moe_lora.core.records import PlacementQuality
 
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
-"""Routing table: adapter -> [(server, share phi of its requests)]; phi of an adapter sum to 1."""
+"""Routing table: adapter -> [(server, share phi)]; phi of an adapter sum to 1."""
 Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
 Shares: TypeAlias = dict[int, dict[int, float]]
-"""A table by numbers: adapter -> server -> phi > 0 (0 allowed for an adapter's only server)."""
+"""A table by numbers: adapter -> server -> phi > 0 (0 allowed for an only server)."""
 ROUNDING = 1e-9
-"""Least share of an adapter, or of a server's room: float sums differ by less."""
+"""Least share, or room of a server: float sums differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementProblem:
-    """Checked input, adapters and servers numbered; A adapters, S servers.
+    """Checked input, numbered; A adapters, S servers.
 
-    names: [A] sorted, for independence of input order.  ranks: [A].  demand: [A] tokens/s.
-    tokens_per_s: operating point by occurring rank, not increasing.  load: [A] demand / operating point, 1 is
-    a server's whole capacity.  nbytes: [A].
+    names: [A] sorted.  ranks: [A].  demand: [A] tokens/s.  tokens_per_s: operating point by occurring rank,
+    not increasing.  load: [A] demand / operating point.  nbytes: [A].
     """
 
     names: tuple[str, ...]
@@ -44,23 +43,23 @@ class PlacementProblem:
 
     @property
     def target_utilisation(self) -> float:
-        """Mean load of a server, a bound on the worst load (LoRAServe Algorithm 1, lines 7-14)."""
+        """Mean load of a server, a bound on the worst (LoRAServe Algorithm 1, lines 7-14)."""
         return math.fsum(self.load) / len(self.servers)
 
     @cached_property
     def columns(self) -> NDArray[np.int64]:
-        """[A] Index of each adapter's rank among the occurring ranks, rising."""
+        """[A] Index of each adapter's rank among occurring ranks."""
         return np.searchsorted(np.array(list(self.tokens_per_s)), self.ranks)
 
     def without_padding(self) -> PlacementProblem:
-        """The problem for servers indifferent to rank: tokens are loads of one rank."""
+        """The problem for servers indifferent to rank."""
         highest = max(self.tokens_per_s, default=1)
         return replace(
             self, ranks=np.full_like(self.ranks, highest), demand=self.load, tokens_per_s={highest: 1.0}
         )
 
     def table(self, shares: Shares) -> Table:
-        """The table by names, servers in order; phi sum to 1 within float error."""
+        """The table by names, servers in order."""
         found: Table = {}
         for adapter, name in enumerate(self.names):
             row = shares[adapter]
@@ -71,7 +70,7 @@ class PlacementProblem:
         return found
 
     def shares(self, table: Placed | None) -> Shares:
-        """The table by numbers; skips unknown adapters and servers."""
+        """The table by numbers; skips unknown names."""
         if table is None:
             return {}
         number = {server: index for index, server in enumerate(self.servers)}
@@ -84,8 +83,10 @@ class PlacementProblem:
 
 
 def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
-    """Tokens/s of a server with this rank alone.  Between known ranks 1 / (tokens/s) is linear in the rank
-    (Toppings equation 2).  Raises ValueError outside of these ranks.
+    """Tokens/s of a server with this rank alone; 1 / (tokens/s) is linear between ranks (Toppings equation
+    2).
+
+    Raises ValueError outside.
     """
     ranks = sorted(points)
     if not ranks[0] <= lora_rank <= ranks[-1]:
@@ -105,8 +106,7 @@ def placement_problem(
 ) -> PlacementProblem:
     """Check the input.  Missing demand is 0, missing bytes are proportional to the rank.
 
-    An operating point above a smaller rank's is lowered to that: measurements are noisy, and a server of high
-    rank can serve a low rank.  Raises ValueError with the fault.
+    An operating point above a smaller rank's is lowered: measurements are noisy.  Raises ValueError.
     """
     if not servers:
         raise ValueError("servers is empty; name at least one")
@@ -157,9 +157,9 @@ _SHARE_WEIGHT = 1e-3
 
 
 def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
-    """The placement under the permutation of servers that keeps most bytes in place.
+    """The placement under the permutation of servers that keeps most bytes (LoRAServe, Algorithm 1, step 5).
 
-    Then adapters equal in rank and demand swap (not in the paper).  Source: LoRAServe, Algorithm 1, step 5.
+    Then adapters equal in rank and demand swap (not in the paper).
     """
     if not before:
         return shares

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans checked in the simulator.
-
-Starts at the models' plan.  Replays clusters of equal GPU count, most promising first, until one holds;
-then tries fewer GPUs, up to two successive misses.
-"""
+"""Plans checked in the simulator."""
 
 from __future__ import annotations
 
@@ -25,26 +21,25 @@ from .sizing import candidate
 from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
 TRIED_AT_ONCE = 4
-"""Replayed clusters per GPU count before the next larger count."""
+"""Replayed clusters per GPU count."""
 PATIENCE = 2
-"""Successive failed GPU counts before the search downwards ends."""
+"""Successive failed GPU counts before the search ends."""
 FARTHEST = 1.3
-"""Replays clusters up to this factor over a goal by the models."""
+"""Replays clusters up to this factor over a modelled goal."""
 BUSIEST = 1.1
-"""Replays clusters up to this link utilisation by the model of misses."""
+"""Replays clusters up to this modelled link utilisation."""
 SEEDS = 0, 2
 CHUNKS, LEAST_REQUESTS = 4, 1500
-"""Long prompts (above CHUNKS steps) reduce the requests of a search, down to LEAST_REQUESTS."""
+"""Prompts above CHUNKS steps reduce a search's requests, down to LEAST_REQUESTS."""
 GROWTH = 10
 """After a miss, tries a tenth more GPUs; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
 
 
 class PlaceSearch:
-    """Clusters by number of GPUs, and their replays.
+    """Clusters by number of GPUs, and replays.
 
-    loads: a cluster must hold in all, tried in turn; near the links' limit draws differ.  farthest, busiest:
-    see FARTHEST and BUSIEST.
+    loads: a cluster must hold in all; near the links' limit draws differ.
     """
 
     def __init__(
@@ -69,11 +64,11 @@ class PlaceSearch:
         return len(self._found)
 
     def holds(self, place: SizedCluster) -> bool:
-        """True if the cluster keeps all targets in every arrival kind of every load."""
+        """True if the cluster keeps all targets in every load."""
         return holds(self._inputs, self.replayed(place))
 
     def replayed(self, place: SizedCluster) -> list[Replay]:
-        """Replays of the last load, or of the first failed load up to the failure."""
+        """Replays of the last load, or of the first failed."""
         if place not in self._found:
             for load in self._loads:
                 self._found[place] = replays(self._cluster, place, load, to_the_end=False)
@@ -95,14 +90,14 @@ class PlaceSearch:
         return next((place for place in self.of(num_gpus)[:at_most] if self.holds(place)), None)
 
     def fewest_gpus(self, refusal: str) -> int:
-        """Fewest GPUs of a promising cluster.  Raises SloError with the refusal without any."""
+        """Fewest GPUs of a promising cluster.  Raises SloError."""
         for number in range(1, 64 * self._inputs.instance_gpus):
             if self.of(number):
                 return number
         raise SloError(refusal)
 
     def shortfall(self, place: SizedCluster, most: int) -> str:
-        """Text of a refusal: the goals that this place misses.  most: largest tried number of GPUs."""
+        """A refusal: the missed goals.  most: largest tried number of GPUs."""
         said = missed_texts(verdicts(self._inputs, self.replayed(place)))
         return (
             f"simulated, none of {self.num_replayed} clusters of up to {most} GPUs holds it; the models' "
@@ -134,7 +129,7 @@ class PlaceSearch:
             busy = cluster.load_queue(layout, inputs.rate_per_s * (1 + cluster.margin)).utilisation
         if busy > self._busiest:
             return math.inf
-        # A slot is busy for one step more than a request has tokens: the lease call takes a step.
+        # The lease call keeps a slot busy for one more step.
         held = (
             batch * cluster.in_service * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
         )
@@ -152,7 +147,7 @@ class PlaceSearch:
 def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The plan of `make_plan`, or the nearest that holds in replays of the trace and of Poisson arrivals.
 
-    Raises SloError without such a plan, and as `make_plan`.
+    Raises SloError without a plan.
     """
     modelled: Plan | None = None
     refusal = ""
@@ -172,7 +167,7 @@ def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
 
 
 def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Plan:
-    """The plan of a place beside a LoRA Server, chosen by the simulated check over the modelled plan."""
+    """The plan of a place, chosen by the simulated check."""
     assert place.layout is not None
     return replace(
         plan_of(cluster, place.num_instances, place.layout),
@@ -185,9 +180,9 @@ def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Pl
 def searched_loads(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
 ) -> list[PlannedLoad]:
-    """Loads of the search: two thirds of a check's requests, in two draws.
+    """Loads in two draws: two thirds of a check's requests, then all.
 
-    Half of these with prompts, fewer for prompts of more than CHUNKS steps.
+    With prompts half of these; fewer above CHUNKS steps.
     """
     most = verify.NUM_REQUESTS
     if inputs.prompts is not None:
@@ -206,7 +201,7 @@ def place_of(plan: Plan) -> SizedCluster:
 
 
 def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
-    """Requests per second: given, or those of a given global batch by prediction."""
+    """Requests per second: given, or predicted for a global batch."""
     if inputs.global_batch is not None:
         return plan.global_batch / (inputs.output_tokens * plan.tpot_s)
     assert inputs.rate_per_s is not None

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load and limits of a cluster to size (InfiniLoRA section 4.2.2).
 
-Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters resident at once.
+Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M resident adapters.
 
     SLO_Layer = TPOT / layers          SLO_FFN = SLO_Layer - attention(B)
     (5)  receive + compute + send <= SLO_FFN
     (6)  max(receive, compute, send) * ceil(L / y) <= SLO_Layer
 
-The paper prints L in equation 6, i.e. y = 1.  With y stages the layers of L instances spread over y groups
-of ranks; a group serves one request at a time.
+The paper prints L in equation 6, for y = 1.  A group of ranks, one of y, serves one request at a time.
 """
 
 from __future__ import annotations
@@ -37,15 +36,11 @@ MOST_STEP_TOKENS, LEAST_STEP_TOKENS = 8192, 64
 """Bounds of a step's token budget, a multiple of the second."""
 GRID = 1.05
 PARTS_OF_A_ROW = 16
-"""Batches count in parts of a row: a mean step of prompts may have less than one decode row."""
+"""A mean step of prompts may have less than one decode row."""
 
 
 class Cluster:
-    """A model on a device with SLOs: the inputs to size.
-
-    The load is a global batch of decoding requests, or output tokens per second.  capacity_of: M* of a global
-    batch, by estimator.
-    """
+    """The inputs to size.  capacity_of: M* of a global batch."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
@@ -77,7 +72,7 @@ class Cluster:
 
     @cached_property
     def in_service(self) -> float:
-        """Requests with an adapter and KV over decoding requests; the rest are in prefill."""
+        """Requests with an adapter and KV over decoding requests."""
         prompts = self.inputs.prompts
         if prompts is None:
             return 1.0
@@ -85,9 +80,9 @@ class Cluster:
         return 1 + steps / self.inputs.output_tokens
 
     def step_tokens(self, ep: int | None, rows: float) -> int:
-        """Most rows of a step within the TPOT SLO, with `rows` decode rows.
+        """Most rows of a step within the TPOT SLO, with `rows` decode rows; at least LEAST_STEP_TOKENS.
 
-        ep: of the LoRA Server; None: deltas on the instance.  At least LEAST_STEP_TOKENS.
+        ep: None: deltas on the instance.
         """
 
         def in_time(parts: int) -> bool:
@@ -115,10 +110,7 @@ class Cluster:
         return 1 / (1 + self.stages.prompts.tokens)
 
     def needed(self, global_batch: float) -> int:
-        """M* of a global batch, by the estimator of the inputs.
-
-        With prompts, M* of the next batch on a grid, to limit calls.
-        """
+        """M* of a global batch; with prompts, of the next on a grid, to limit calls."""
         in_service = global_batch * self.in_service
         if self.inputs.prompts is not None and in_service > 0:
             in_service = GRID ** math.ceil(math.log(in_service, GRID) - _PRECISION)
@@ -126,21 +118,21 @@ class Cluster:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """Every EPx-PPy allowed by the model and its instances, by number of ranks.
+        """Every allowed EPx-PPy, by number of ranks.
 
-        Raises ConfigError if an instance's GPUs can't share the experts.
+        Raises ConfigError if GPUs can't share the experts.
         """
         self._partition(Layout())
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))
 
     def slots(self, layout: Layout) -> int:
-        """Adapter slots of a server with this layout."""
+        """Adapter slots of a server."""
         inputs = self.inputs
         return int(server_bytes(inputs.profile.gpu) / inputs.mix.bytes_on_rank(inputs.shape, layout))
 
     @cached_property
     def kv_requests(self) -> float:
-        """Requests whose KV fits beside an instance's weights.  Raises ConfigError for too large weights."""
+        """Requests whose KV fits beside the weights.  Raises ConfigError for too large weights."""
         shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
         usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
         weights = base_bytes(shape, self.inputs.weights)
@@ -156,8 +148,8 @@ class Cluster:
     def max_batch(self) -> tuple[float, str]:
         """Most mean decode rows of an instance without LoRA, and the limit: "tpot" or "kv".
 
-        KV holds the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
-        Raises SloError if a single row exceeds the SLO, ConfigError if the model does not fit.
+        KV holds b + 4 sqrt(b) requests: four standard deviations of a Poisson count.  Raises SloError if a
+        row exceeds the SLO, ConfigError if the model does not fit.
         """
         room = self.kv_requests
         parts = 1 if self.inputs.prompts is None else PARTS_OF_A_ROW
@@ -180,7 +172,7 @@ class Cluster:
     def steady_rows(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
         """Rows B of an instance in steady state: B = tokens per second * tpot_s(B) / L (Little's law).
 
-        Without a solution, the first B over a limit.  loads: include waits for adapter loads.
+        Without a solution, the first B over a limit.  loads: include waits for loads.
         """
         inputs = self.inputs
         if inputs.global_batch is not None:
@@ -211,8 +203,7 @@ class Cluster:
             tpot_s = longer_s(rows)
             if self.inputs.prompts is None or rows <= before:
                 continue
-            # The secant shortens the long way with prompts.  Times are convex here, so a secant stays below
-            # the solution.
+            # A secant shortens the way; times are convex here: it stays below the solution.
             slope = (tpot_s - before_s) * per_instance / (rows - before)
             if slope < 1:
                 further = rows + (tpot_s * per_instance - rows) / (1 - slope)
@@ -222,21 +213,21 @@ class Cluster:
         return rows
 
     def batch(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
-        """Planned rows of an instance: steady rows and the margin."""
+        """Steady rows of an instance, and the margin."""
         return self.steady_rows(layout, num_instances, loads=loads) * (1 + self.margin)
 
     def tokens_at(self, layout: Layout, num_instances: int, global_batch: float) -> float:
-        """Output tokens per second of the load behind a plan for this global batch."""
+        """Output tokens per second behind a global batch."""
         running = global_batch / (1 + self.margin)
         return running / self.step_s(layout, num_instances, running / num_instances)[0]
 
     def load_s(self, layout: Layout) -> float:
-        """Load time of an adapter, over the link of the fullest rank."""
+        """Load time of an adapter, on the fullest rank."""
         inputs = self.inputs
         return self._link.seconds(inputs.mix.bytes_on_rank(inputs.shape, layout))
 
     def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
-        """The loads of this request rate on the fullest rank of the layout."""
+        """The loads of this request rate on the fullest rank."""
         misses = self._miss_share(self.slots(layout))
         return LoadQueue(
             loads_per_s=requests_per_s * self.inputs.adapter_share * misses,
@@ -245,7 +236,7 @@ class Cluster:
         )
 
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
-        """A step with `batch` rows, including waits for loads, and the loads.
+        """A step with waits for loads, and the loads.
 
         A closed system: longer steps ask for fewer adapters.
         """
@@ -282,9 +273,9 @@ class Cluster:
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s + self.prefill_s(layout.ep, tpot_s)
 
     def prefill_s(self, ep: int | None, tpot_s: float) -> float:
-        """Extra time of a 95th-percentile prompt before the first token, without further prompts.
+        """Extra time of a 95th-percentile prompt before the first token.
 
-        tpot_s: of a mean step; the prompt's last step is a mean step plus its own tokens.
+        tpot_s: of a mean step.
         """
         prompts = self.inputs.prompts
         if prompts is None:
@@ -295,7 +286,7 @@ class Cluster:
         return further * max(tokens * self.token_s(ep), tpot_s) + last * self.token_s(ep)
 
     def check_prompts(self) -> None:
-        """Raises SloError if the base model alone is too slow for the 95th-percentile prompt."""
+        """Raise SloError if the base model is too slow for the 95th-percentile prompt."""
         prompts, slo_s = self.inputs.prompts, self.inputs.slo_ttft_s
         if prompts is None:
             return
@@ -325,7 +316,7 @@ class Cluster:
         return LinkTime(profile.gpu.needed("load_bytes_per_s", profile.name))
 
     def base_holds(self, batch: float) -> bool:
-        """True if the base model alone decodes `batch` rows within the TPOT SLO."""
+        """True if the base model alone decodes `batch` rows within the SLO."""
         return self.stages.attention_s(batch) + self.stages.experts_s(batch) <= self.layer_budget_s
 
     def _layouts(self) -> Iterator[Layout]:

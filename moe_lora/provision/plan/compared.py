@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheaper of coupled instances and of instances beside a LoRA Server, with reasons.
-
-The fewest coupled instances come from a search in the simulator.
-"""
+"""The cheaper of coupled instances and of instances beside a LoRA Server."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ IDLE = 0.02
 
 
 class CoupledSearch:
-    """Numbers of instances, their best splits, and the replays of these.
-
-    loads_of: from a rate to the loads of every replay.
-    """
+    """Numbers of instances, with splits and replays.  loads_of: of a rate."""
 
     def __init__(self, cluster: Cluster, loads_of: Callable[[float], Sequence[PlannedLoad]]) -> None:
         self._cluster, self._coupled = cluster, Coupled(cluster)
@@ -46,10 +40,7 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The smallest place with all goals met; for a given number of instances the best split.
-
-        Raises SloError with the missed goals if no place meets them.
-        """
+        """The smallest place that meets all goals.  Raises SloError."""
         inputs = self._cluster.inputs
         number = inputs.instances
         if inputs.gpus is not None:
@@ -64,7 +55,7 @@ class CoupledSearch:
         return self._bisected(first)
 
     def replayed(self, place: SizedCluster) -> list[Replay]:
-        """Replays of the last load, or of the first missed load."""
+        """Replays of the last load, or of the first missed."""
         if place not in self._found:
             for load in self._loads:
                 self._found[place] = replays(self._cluster, place, load, to_the_end=False)
@@ -73,7 +64,7 @@ class CoupledSearch:
         return self._found[place]
 
     def fewest(self) -> int:
-        """The number of instances by the models.  Raises SloError if no number meets the goals."""
+        """The modelled number of instances.  Raises SloError if none suffices."""
         low, high = self._least() - 1, self._least()
         while self._nearness(high) > 1:
             if self._coupled.prompt_share(high) < IDLE and high > 64:
@@ -103,7 +94,7 @@ class CoupledSearch:
         return inputs.rate_per_s * (1 + inputs.load_margin)
 
     def holding(self, num_instances: int) -> SizedCluster | None:
-        """A split with all goals met, of this number of instances."""
+        """A split of this number of instances with all goals met."""
         if not self._loads:
             self._loads = self._loads_of(self._rate_per_s(num_instances))
         if num_instances not in self._held:
@@ -136,7 +127,7 @@ class CoupledSearch:
         return found
 
     def _first_miss(self, low: int, high: int) -> int:
-        """A number below `high` with a missed goal, in growing steps; at least `low`."""
+        """A number below `high` with a missed goal, at least `low`."""
         step = 1
         while high - step > low and self.holding(high - step) is not None:
             step *= 2
@@ -184,14 +175,14 @@ class CoupledSearch:
 
 
 MOST = 4
-"""Models size a LoRA Server up to this factor of the coupled GPUs."""
+"""Models size a LoRA Server up to this factor of coupled GPUs."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The cheaper kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
 
-    If another device computes prompts, sizes only a LoRA Server (InfiniLoRA).  Raises SloError if neither
-    kind holds, ConfigError for inputs without a size.
+    If another device computes prompts, sizes only a LoRA Server.  Raises SloError if neither kind holds,
+    ConfigError for inputs without a size.
     """
     if inputs.prompts is None:
         return checked_server_plan(inputs, trace)
@@ -277,7 +268,7 @@ def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
 
 
 def _walked_down(search: PlaceSearch, place: SizedCluster) -> SizedCluster:
-    """Tries fewer GPUs past misses, as many numbers as an instance has GPUs."""
+    """Tries fewer GPUs past as many misses as an instance has GPUs."""
     number, missed = place.num_gpus(search.instance_gpus) - 1, 0
     while missed < max(PATIENCE, search.instance_gpus) and number >= 1:
         found = search.holding(number)
@@ -337,7 +328,7 @@ _NO_SERVER: dict[str, Any] = {
 
 
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
-    """The plan of a place from the simulated search.  Counts of adapters are per instance."""
+    """The plan of a place; adapter counts are per instance."""
     inputs, coupled = cluster.inputs, Coupled(cluster)
     num_instances = place.num_instances
     batch = coupled.batch(num_instances)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coupled instances: adapters beside the weights, KV in the rest.
-
-Legend: B decode rows per instance, L instances, s adapters on each.
-"""
+"""Coupled instances: adapters beside weights and KV."""
 
 from __future__ import annotations
 
@@ -19,28 +16,25 @@ from .sizing import most_running
 from .stages import StepTokens
 
 SPLITS = (0.5, 1.0, 0.0)
-"""Adapters' parts of the memory beyond M* and the mean KV, in the order of trial."""
+"""Adapters' parts of the memory beyond M* and the mean KV, in order of trial."""
 
 MOST_PROMPTS = 0.95
-"""Share of an instance's time: above it queues of prompts grow for longer than a replay lasts."""
+"""Share of an instance's time: above, queues grow beyond a replay."""
 
 
 class Coupled:
-    """Coupled clusters for the load of `cluster`, without its LoRA Server."""
+    """Coupled clusters for the load of `cluster`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._inputs = cluster, cluster.inputs
 
     def tpot_s(self, batch: float) -> float:
-        """TPOT of a mean step with this number of decode rows, prompts and deltas included."""
+        """TPOT of a mean step with `batch` decode rows."""
         stages, rows = self._cluster.stages, max(self._cluster.least_rows, batch)
         return self._inputs.shape.num_layers * stages.coupled_layer_s(stages.prompts.step(rows))
 
     def batch(self, num_instances: int) -> float:
-        """Planned rows of an instance: running rows by Little's law, and the margin.
-
-        Infinite if prompts in full steps take more than MOST_PROMPTS of the time.
-        """
+        """Planned rows (Little's law) with the margin; infinite above MOST_PROMPTS."""
         inputs, cluster = self._inputs, self._cluster
         if self.prompt_share(num_instances) > MOST_PROMPTS:
             return math.inf
@@ -52,7 +46,7 @@ class Coupled:
         return cluster.alone[key] * (1 + cluster.margin)
 
     def prompt_share(self, num_instances: int) -> float:
-        """Prompts of the load, over an instance's time in full steps."""
+        """The load's prompts, over an instance's time in full steps."""
         inputs, cluster = self._inputs, self._cluster
         if inputs.prompts is None or inputs.rate_per_s is None:
             return 0.0
@@ -60,14 +54,14 @@ class Coupled:
         return rate_per_s * inputs.prompts.computed_tokens * cluster.token_s(None)
 
     def kv_requests(self, slots: int) -> float:
-        """Requests whose KV fits beside the weights and `slots` adapters."""
+        """Requests whose KV fits beside `slots` adapters."""
         context = self._inputs.shape.kv_bytes_per_token() * self._inputs.context_tokens
         return (self._room - slots * self._inputs.adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
-        """Load time of an adapter; every GPU loads its part.  0 if all adapters have a slot.
+        """Load time over all GPUs; 0 if every adapter has a slot.
 
-        Raises ConfigError for adapters without a slot and a profile without a rate.
+        Raises MissingRateError without a rate.
         """
         inputs = self._inputs
         if slots >= len(inputs.probabilities):
@@ -76,7 +70,7 @@ class Coupled:
         return LinkTime(inputs.instance_gpus * rate).seconds(inputs.adapter_bytes)
 
     def places(self, num_instances: int) -> list[SizedCluster]:
-        """Splits of an instance's memory between adapters and KV, in the order of trial."""
+        """Splits of an instance's memory between adapters and KV."""
         running = self.batch(num_instances) * self._cluster.in_service
         if math.isinf(running):
             return []
@@ -95,7 +89,7 @@ class Coupled:
         return [SizedCluster(None, num_instances, one) for one in slots]
 
     def nearness(self, place: SizedCluster) -> float:
-        """The largest prediction of the models over its goal; infinite for an impossible place."""
+        """The largest prediction over its goal; infinite: impossible."""
         inputs, cluster = self._inputs, self._cluster
         batch = self.batch(place.num_instances)
         if math.isinf(batch):
@@ -128,7 +122,7 @@ class Coupled:
         return load_s + STEPS_TO_FIRST_TOKEN * tpot_s + self._cluster.prefill_s(None, tpot_s)
 
     def most_rows(self, place: SizedCluster) -> int:
-        """Most concurrent requests of an instance: within the TPOT SLO and its KV."""
+        """Most requests of an instance within the TPOT SLO and KV."""
         cluster = self._cluster
 
         def in_time(rows: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence of a plan: its lower bound, and the parts of the plan with a run on hardware."""
+"""Evidence of a plan: lower bound, and runs on hardware."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS: dict[Part, str] = {
 
 
 def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
-    """The bound of a rate in requests per second, and the margin; None without peak rates in the profile."""
+    """The bound of a rate, with the margin; None without peak rates."""
     gpu = inputs.profile.gpu
     if gpu.flop_per_s is None or gpu.bytes_per_s is None:
         return None
@@ -55,7 +55,7 @@ def check_bound(bound: LowerBound | None, place: SizedCluster, inputs: PlanInput
 
 
 def evidence(inputs: PlanInputs, place: SizedCluster, rate_per_s: float) -> dict[str, Any]:
-    """The fields lower_bound, ran and never_ran.  Raises SloError for a place below the bound."""
+    """The fields lower_bound, ran and never_ran.  Raises SloError below the bound."""
     return {
         "lower_bound": check_bound(bound_of(inputs, rate_per_s), place, inputs),
         "ran": ran(inputs, place),
@@ -79,13 +79,13 @@ def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
 
 
 def ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts of the plan with a run on the profile's device, each with a description of the run."""
+    """Parts with a run on the device, and the runs."""
     found = inputs.profile.ran
     return tuple(f"{TEXTS[part]} ({found[part]})" for part in _parts(inputs, place) if part in found)
 
 
 def never_ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts of the plan without a run there: foreign, derived or assumed numbers."""
+    """Parts without a run there."""
     profile = inputs.profile
     missing = [TEXTS[part] for part in _parts(inputs, place) if part not in profile.ran]
     if inputs.model not in profile.models_run:

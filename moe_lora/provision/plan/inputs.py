@@ -41,9 +41,8 @@ CHUNK_TOKENS = 512
 class PromptLoad:
     """Prompts of a load, computed by the instances.
 
-    prompt_tokens: mean.  hit_share: share of prompt tokens in an endless cache.  p95_computed: computed
-    tokens of the 95th-percentile prompt.  output_tokens: mean.  work: of a mean request.
-    stated: hit_share comes from an option, not from the trace.  longest: most tokens of prompt and answer.
+    prompt_tokens, output_tokens: means.  hit_share: in an endless cache.  p95_computed: of the 95th
+    percentile.  stated: hit_share is an option.  longest: most tokens of prompt and answer.
     """
 
     prompt_tokens: float
@@ -61,14 +60,14 @@ class PromptLoad:
 
     @property
     def per_row(self) -> PromptsPerRow:
-        """Prompt work beside a decode row of a mean step."""
+        """Prompt work per decode row of a mean step."""
         reads = 1 + self.computed_tokens / CHUNK_TOKENS
         parts = self.computed_tokens, reads, self.work.prompt_pairs
         return PromptsPerRow(*(part / self.output_tokens for part in parts))
 
     @property
     def prefix_hits(self) -> Callable[[], PrefixHits] | None:
-        """Prefix hits of a simulated instance; None without hits."""
+        """Of a simulated instance; None without hits."""
         if self.stated:
             return partial(StatedHits, share=self.hit_share)
         return partial(BlockHits, HASH_BLOCK_TOKENS) if self.hit_share else None
@@ -77,8 +76,7 @@ class PromptLoad:
 def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -> PromptLoad:
     """The prompts of a trace.
 
-    stated: share of each prompt's tokens in computed prefixes; None: by the trace's block hashes, 0 if
-    the trace has none.
+    stated: share of prompt tokens in computed prefixes; None: by block hashes.
     """
     if stated is None:
         hits = _block_hits(requests)
@@ -110,7 +108,7 @@ def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
 
 @dataclass(frozen=True)
 class SizedCluster:
-    """num_instances instances beside a LoRA Server of `layout`, or coupled: `slots` adapters on each."""
+    """Instances beside a LoRA Server, or coupled, with `slots` adapters on each."""
 
     layout: Layout | None
     num_instances: int
@@ -127,13 +125,11 @@ class SizedCluster:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs(PlanGoals):
-    """A model, its adapters, a load, a device and two SLOs.
+    """A model, adapters, a load, a device and two SLOs.
 
-    probabilities: [N], by adapter.  weights: format on an instance.  rate_per_s, output_tokens,
-    context_tokens: means.  prompts: None: computed by another device (InfiniLoRA section 2.1).
-    trace_rate_per_s: the trace's mean if rate_per_s is its mean or peak.  assumed: the user's rates for the
-    profile.  adapters_are_traces: probabilities come from the trace.  Raises
-    ConfigError for impossible numbers.
+    probabilities: [N].  rate_per_s, output_tokens, context_tokens: means.  prompts: None: computed elsewhere
+    (InfiniLoRA section 2.1).  trace_rate_per_s: the trace's mean if rate_per_s is its mean or peak.
+    adapters_are_traces: probabilities are the trace's.  Raises ConfigError for impossible numbers.
     """
 
     model: str

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity of adapters on a LoRA Server, and of KV beside an instance's weights; queues of adapter loads.
-
-Layers, experts, top-k, LoRA rank and GPUs per instance of known models follow InfiniLoRA's table 3; further
-sizes follow the published configurations.  `note` states differences.
-"""
+"""Capacity of adapters and of KV; queues of loads."""
 
 from __future__ import annotations
 
@@ -26,16 +22,14 @@ from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import Gpu
 
 _KNOWN = Path(__file__).parents[1] / "known_models.json"
-"""The five models of InfiniLoRA's table 3, by name: parts of their config.json, and table 3's settings."""
+"""InfiniLoRA's table 3: parts of config.json, and settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
     """A shape with its settings in table 3.
 
-    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are the published
-    model's.  lora_rank: of its adapters.  instance_gpus: GPUs of one LLM instance.  note: differences from
-    the published model, and assumptions; "" if none.
+    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are published.
     """
 
     name: str
@@ -48,7 +42,7 @@ class KnownModel:
 def base_parameters(shape: ModelShape) -> int:
     """Weights of the base model: embedding, output head, and per layer attention, gate, MLP and two norms.
 
-    Leaves out biases, and norms inside attention (below 0.1 % of these models).
+    Leaves out biases, and norms inside attention (below 0.1 %).
     """
     heads = shape.num_heads + shape.num_kv_heads
     layer = 2 * shape.hidden_size * shape.head_dim * heads + 2 * shape.hidden_size
@@ -58,7 +52,7 @@ def base_parameters(shape: ModelShape) -> int:
 
 
 def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
-    """Bytes of the base model on an instance; parts outside `weights` keep the model's dtype."""
+    """Bytes of the base model; other parts keep the model's dtype."""
     plain = 8.0 * shape.dtype_bytes
     heads = shape.num_heads + shape.num_kv_heads
     attention = shape.num_layers * 2 * shape.hidden_size * shape.head_dim * heads
@@ -70,7 +64,7 @@ def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
 
 
 def known_model(name: str) -> KnownModel:
-    """The named model, in any case.  Raises ConfigError with the known names."""
+    """The named model, in any case.  Raises ConfigError if unknown."""
     for model in KNOWN_MODELS:
         if model.name.lower() == name.lower():
             return model
@@ -95,11 +89,11 @@ _EXPERT_TARGETS = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMix:
-    """Adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
+    """(LoRA rank, share of requests) pairs of adapters, and form.
 
-    adapter_ranks: (LoRA rank, share of adapters) pairs, if different; memory counts the larger mean.
-    form: "separate": gate and up of an expert have an A each; "shared": one A (PEFT's fused form).
-    Raises ConfigError for shares that do not sum to 1.
+    adapter_ranks: (LoRA rank, share of adapters); memory counts the larger mean.  form: "separate": gate and
+    up have an A each; "shared": one A (PEFT's fused form).  Raises ConfigError for shares that do not sum to
+    1.
     """
 
     ranks: tuple[tuple[int, float], ...]
@@ -122,14 +116,13 @@ class AdapterMix:
         return AdapterMix(ranks=((max(rank for rank, share in self.ranks if share), 1.0),), form=self.form)
 
     def adapter_bytes(self, shape: ModelShape) -> float:
-        """Mean bytes of a packed adapter: the larger of the means over requests and over adapters."""
+        """Mean bytes of a packed adapter."""
         return self._mean(shape, _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS, 1)
 
     def bytes_on_rank(self, shape: ModelShape, layout: Layout) -> float:
-        """Mean bytes of an adapter on the fullest rank of the layout.
+        """Mean bytes of an adapter on the fullest rank: adapter bytes * ceil(layers / y) / layers / x.
 
-        adapter bytes * ceil(layers / y) / layers / x for a model with experts;
-        else sites are dealt to x ranks.
+        Without experts, sites are dealt to x ranks.
         """
         if shape.num_experts:
             whole = self._mean(shape, _EXPERT_TARGETS, layout.ep)
@@ -163,24 +156,23 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def server_bytes(gpu: Gpu) -> float:
-    """Adapter memory of a LoRA Server's rank, rounded down to three digits of GB, as in a plan's file."""
+    """Adapter memory of a rank, rounded down to three digits of GB."""
     usable_gb = gpu.memory_bytes * gpu.server_memory_share / 1e9
     unit = 10.0 ** (math.floor(math.log10(usable_gb)) - 2)
     return round(math.floor(usable_gb / unit) * unit, 9) * 1e9
 
 
 STEPS_TO_FIRST_TOKEN = 2.95
-"""Steps in the P95 decode TTFT without waits: 0.95 of the current, one for the lease, the request's first."""
+"""Steps in P95 decode TTFT: 0.95 of the current, one for the lease, the first."""
 _TAIL = 0.05
 _PRECISION = 1e-6
 _MAX_ROUNDS = 1000
 
 
 def miss_share(probabilities: NDArray[np.float64], slots: int) -> float:
-    """Share of requests whose adapter is in none of `slots` LRU slots.
+    """Share of requests whose adapter is in none of `slots` LRU slots: sum_i p_i exp(-p_i W).
 
-    sum_i p_i exp(-p_i W), where W solves sum_i (1 - exp(-p_i W)) = slots: a slot holds the adapters of the
-    last W requests.  probabilities: [N], sum 1.  0 if every used adapter has a slot.
+    W solves sum_i (1 - exp(-p_i W)) = slots.  probabilities: [N], sum 1.
     Source: Che et al., "Hierarchical Web caching systems" (IEEE JSAC 2002).
     """
     rates = probabilities[probabilities > 0]
@@ -203,10 +195,9 @@ def miss_share(probabilities: NDArray[np.float64], slots: int) -> float:
 class LoadQueue:
     """An M/D/1 queue of loads on a LoRA Server's links.
 
-    Legend: lambda loads per second, D seconds of a load, rho = lambda D, L instances, t seconds of a step, t0
-    of a step without waits, l layers.  loads_per_s: lambda.  load_s: D.  misses: share of adapter requests
-    with a load.  Backlog: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman), for
-    rho < 1.
+    Legend: lambda = loads_per_s, D = load_s, rho = lambda D, L instances, t seconds of a step, t0 without
+    waits, l layers.  misses: share of requests with a load.  Backlog for rho < 1: P(> x) = exp(-theta
+    x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman).
     """
 
     loads_per_s: float
@@ -254,9 +245,7 @@ class LoadQueue:
         return step_s
 
     def p95_ttft_s(self, step_s: float, num_instances: int) -> float:
-        """P95 TTFT of requests with a slot: of steps alone, or the backlog's
-        quantile and two steps.  step_s: t.
-        """
+        """P95 TTFT with a slot: of steps alone, or the backlog's quantile and two steps."""
         unhindered_s = STEPS_TO_FIRST_TOKEN * step_s
         decay = self.decay_per_s
         if decay == 0.0 or math.isinf(step_s):

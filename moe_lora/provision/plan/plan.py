@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a load and two SLOs to a cluster: GPUs, layout, reasons."""
+"""From a load and two SLOs to a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .verify import Replay
 
 
 def check_budget(inputs: PlanInputs, split: Split) -> None:
-    """Raises SloError if the best split holds less than the load."""
+    """Raise SloError if the best split holds less than the load."""
     if inputs.global_batch is not None:
         held, asked, unit = float(split.global_batch), inputs.global_batch, "requests at once"
     else:
@@ -52,7 +52,7 @@ def check_budget(inputs: PlanInputs, split: Split) -> None:
 
 
 def check_instances(cluster: Cluster, num_instances: int) -> None:
-    """Raises SloError with the sufficient number if num_instances can't take the load."""
+    """Raise SloError with the sufficient number if too small."""
     most, limit = cluster.max_batch
     least = fewest_instances(cluster)
     if num_instances >= least:
@@ -83,7 +83,7 @@ _COUPLED = (
 
 
 def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = False) -> tuple[str, ...]:
-    """Assumptions of a plan, one sentence each: adapter form, load, popularity, hardware, model."""
+    """A plan's assumptions, one sentence each."""
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
     other_bytes = replace(mix, form=other).adapter_bytes(shape)
@@ -148,7 +148,7 @@ def layer_ms(cluster: Cluster, chosen: Candidate) -> dict[str, float]:
 
 
 def table_1_metrics(inputs: PlanInputs, layout: Layout, batch: float) -> dict[str, float] | None:
-    """Table 1's metrics of a batch with an even choice of experts; None for a model without experts."""
+    """Table 1's metrics with an even choice of experts; None without experts."""
     shape = inputs.shape
     if not shape.num_experts:
         return None
@@ -165,17 +165,14 @@ BUDGET, CHECK = "budget: highest rate", "simulated check"
 class Plan:
     """A cluster, and its derivation.
 
-    kind: "lora_server", or "coupled": `slots` adapters beside the weights of each instance.
-    capacity: M* by the estimator of the inputs, for the global batch and all smaller.  iar: share of
+    kind: "lora_server" or "coupled".  capacity: M* for the global batch and all smaller.  iar: share of
     immediate starts with M*; slots_iar: with `slots`.  mean_wait_s: without an immediate start.
     loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
     binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
-    if requests would queue for adapters.  prompt_share: of an instance's time, in full steps.
-    max_num_batched_tokens: rows of a step; None if another device computes prompts.
-    running_per_instance, tpot_s: steady state at rate_per_s.  global_batch, batch_per_instance,
-    tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
-    checked: replays behind the choice.  lower_bound: GPUs at peak rates.  compared: reason for this kind.
-    ran, never_ran: parts with and without a run on this hardware.
+    if requests would queue for adapters.  prompt_share: of an instance's time.  max_num_batched_tokens: None
+    if prompts are computed elsewhere.  running_per_instance, tpot_s: at rate_per_s.  global_batch,
+    batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  ran, never_ran: parts
+    with and without a run on this hardware.
     """
 
     capacity: int
@@ -230,8 +227,8 @@ class Plan:
 def make_plan(inputs: PlanInputs) -> Plan:
     """The smallest cluster for the load, or the best split of `inputs.gpus`.
 
-    Raises SloError if no cluster holds the SLOs, ConfigError for inputs without a
-    size, ValueError for a bad popularity.
+    Raises SloError if no cluster holds, ConfigError for inputs without a size, ValueError for a bad
+    popularity.
     """
     checked_probabilities(inputs.probabilities)
     cluster, split = Cluster(inputs), None
@@ -301,10 +298,9 @@ def shared_fields(
     needed: tuple[int, float],
     queue: LoadQueue,
 ) -> dict[str, Any]:
-    """Fields that a plan of either kind derives alike.
+    """Fields of a plan of either kind.
 
-    batch, running: of an instance, with and without the margin.  needed: capacity, and requests with an
-    adapter in service.
+    batch, running: with and without the margin.  needed: capacity, and requests.
     """
     inputs, (capacity, active) = cluster.inputs, needed
     rate_per_s, load = inputs.rate_per_s, batch * place.num_instances

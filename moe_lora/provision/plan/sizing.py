@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest LoRA Server for a load, and the smallest cluster (InfiniLoRA section 4.2.2)."""
+"""The smallest LoRA Server, and the smallest cluster (InfiniLoRA section 4.2.2)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ ROUND = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout under one load: capacity, times, and met constraints.
+    """A layout under a load: capacity, times, and met constraints.
 
-    batch: rows of each of num_instances.  capacity: needed adapters.  step_s: of an instance, including waits
-    for the loads of `queue`.  p95_ttft_s: of requests with a slot.
+    step_s: with waits for `queue`.
     """
 
     layout: Layout
@@ -45,12 +44,12 @@ class Candidate:
 
     @property
     def longest_s(self) -> float:
-        """Longest stage of a server's round, over all instances served in turn (equation 6)."""
+        """Longest stage of a round over all instances (equation 6)."""
         return self.round.longest[1] * math.ceil(self.num_instances / self.layout.pp)
 
 
 def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: int, batch: float) -> Candidate:
-    """This layout with M = capacity and L = num_instances of `batch` rows each."""
+    """This layout with M = capacity and L = num_instances of `batch` rows."""
     served = cluster.stages.server(layout.ep, batch)
     slots = cluster.slots(layout)
     step_s, queue = cluster.step_s(layout, num_instances, batch)
@@ -84,10 +83,7 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
 
 
 def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
-    """Every layout with its steady batch, except those forbidden by the base model or KV.
-
-    Computes M* only for layouts that meet all but memory.
-    """
+    """Every layout with its steady batch, if the base model and KV allow."""
     alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
         loaded(cluster, layout, num_instances)
@@ -115,9 +111,9 @@ def with_capacity(one: Candidate, capacity: int) -> Candidate:
 
 
 def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
-    """With the steady batch of steps and loads, for one adapter.
+    """The layout with the steady batch of steps and loads, for one adapter.
 
-    If waits for loads make the batch too large: the batch without waits, and LOADS is not met.
+    If waits make the batch too large: the batch without waits, and LOADS is not met.
     """
     batch = cluster.batch(layout, num_instances, loads=True)
     if batch <= cluster.max_batch[0]:
@@ -127,7 +123,7 @@ def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
 
 
 def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
-    """Most decoding requests of an instance: within the TPOT SLO, (5), (6) and its KV.
+    """Most decoding requests of an instance: within the TPOT SLO, (5), (6) and KV.
 
     Between the mean plus four standard deviations and MOST_ROWS; a multiple of ROUND if large enough.
     """
@@ -144,7 +140,7 @@ def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
 def most_running(
     cluster: Cluster, ep: int | None, batch: float, in_time: Callable[[int], bool], kv_requests: float
 ) -> int:
-    """See `most_rows`; ep: of the LoRA Server, None: deltas on the instance."""
+    """See `most_rows`; ep: None: deltas on the instance."""
     running = batch * cluster.in_service
     least = math.ceil(running + 4 * math.sqrt(running))
     most = min(MOST_ROWS, int(kv_requests))
@@ -158,10 +154,7 @@ def most_running(
 
 
 def shortfall(cluster: Cluster, found: Sequence[Candidate]) -> str:
-    """Text for a user without a feasible candidate.
-
-    The first constraint missed by every layout, at the closest layout; else, that no layout meets all.
-    """
+    """A refusal: the first constraint missed by every layout."""
     best_round = min(found, key=lambda one: one.round.total_s)
     if not any(one.met[EQ5] for one in found):
         batch = best_round.batch
@@ -229,22 +222,21 @@ def _first_token(cluster: Cluster, found: Sequence[Candidate]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSize:
-    """The chosen layout.  gpus_by_constraint: fewest ranks by constraint alone."""
+    """The chosen layout.  gpus_by_constraint: fewest ranks by one constraint."""
 
     chosen: Candidate
     gpus_by_constraint: Mapping[str, int]
 
     @property
     def binding(self) -> str:
-        """The constraint of most ranks; ties: the first of CONSTRAINTS."""
+        """The constraint of most ranks; ties: the first."""
         return max(self.gpus_by_constraint, key=lambda name: self.gpus_by_constraint[name], default=MEMORY)
 
 
 def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
-    """The fewest ranks that meet all constraints, and among their layouts the shortest round.
+    """The fewest ranks that meet all constraints, with the shortest round; ties: the smaller x (table 1).
 
-    found: by number of ranks.  num_gpus: exact number of ranks.  Ties: the smaller sync scope x (table 1).
-    Raises SloError with the term, its budget and the excess.
+    found: by number of ranks.  num_gpus: exact.  Raises SloError with the term, budget and excess.
     """
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
@@ -264,7 +256,7 @@ def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int 
 
 
 def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
-    """The layout with the ranks of each constraint, for constraints met in `found`."""
+    """The layout with the ranks of each constraint met in `found`."""
     needs = {
         name: next(one.layout.num_ranks for one in found if one.met[name])
         for name in CONSTRAINTS
@@ -274,7 +266,7 @@ def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
 
 
 def fewest_instances(cluster: Cluster) -> int:
-    """Least L with the load's batches within the base model's time and KV on some layout."""
+    """Least L with batches within the base model's time and KV."""
     degrees = [layout for layout in cluster.layouts if layout.pp == 1]
 
     def enough(num_instances: int) -> bool:
@@ -288,10 +280,7 @@ def fewest_instances(cluster: Cluster) -> int:
 
 
 def smallest_cluster(cluster: Cluster) -> ServerSize:
-    """Fewest total GPUs; ties: fewest instances.
-
-    L grows by an eighth until a load holds.  Raises the last SloError if none holds.
-    """
+    """Fewest total GPUs; ties: fewest instances.  Raises SloError if no load holds."""
 
     def size(num_instances: int) -> ServerSize:
         return smallest_server(cluster, candidates(cluster, num_instances))
@@ -327,10 +316,9 @@ def _load(cluster: Cluster, num_instances: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """L instances beside a server of `layout`, and their largest load.
+    """Instances beside a server of `layout`, and the largest load.
 
-    global_batch: concurrent requests.  tokens_per_s: output tokens per second.  binding: first constraint of
-    a larger batch: a name of CONSTRAINTS, or "instances".
+    binding: first constraint of a larger batch, or "instances".
     """
 
     layout: Layout
@@ -341,11 +329,9 @@ class Split:
 
 
 def best_split(cluster: Cluster) -> Split:
-    """The split of the inputs' GPUs of highest rate; L = (GPUs - m) // GPUs of an instance.
+    """The split of highest rate, or of largest batch for a given global batch.
 
-    For a given global batch, the split of the largest batch.  Ties: fewer server
-    GPUs, then the shorter round.
-    Raises SloError if no split works.
+    Ties: fewer server GPUs, then the shorter round.  Raises SloError without any.
     """
     inputs = cluster.inputs
     capacity_of = cluster.capacity_of[inputs.estimator]
@@ -389,7 +375,7 @@ def best_split(cluster: Cluster) -> Split:
 
 
 def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
-    """L, the largest load within (5), (6) and the first token's time, and its limit; None: no load."""
+    """L, the largest load within (5), (6) and the first token's time, and the limit."""
     assert cluster.inputs.gpus is not None
     num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:

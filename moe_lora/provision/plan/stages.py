@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the parts of one layer: a profile's times, scaled to a model's sizes.
+"""Times of a layer's parts: a profile's, scaled to a model.
 
-Legend: B rows of one instance, p its GPUs, x the EP degree of the LoRA Server, E experts, K experts per row,
-D hidden size, F expert hidden size, R LoRA rank.
+Legend: p GPUs of an instance, x the EP degree, E experts.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token rows of a step: decode rows, prompt tokens, number of their prompts, and attended pairs."""
+    """A step: decode rows, prompt tokens, number of prompts, and attended pairs."""
 
     rows: float
     prompt_tokens: float = 0.0
@@ -47,10 +46,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptsPerRow:
-    """Prompt work per decode row in a mean step: one request's prompt over its output tokens.
-
-    Per output token of the load: prompt tokens, prompts and attended pairs.
-    """
+    """Prompt work per decode row of a mean step."""
 
     tokens: float = 0.0
     prompts: float = 0.0
@@ -65,7 +61,7 @@ NO_PROMPTS = PromptsPerRow()
 
 @dataclass(frozen=True, slots=True)
 class ServerRound:
-    """A layer's deltas for one instance: inputs to the LoRA Server, computation, deltas back."""
+    """Deltas of a layer: inputs to the LoRA Server, computation, deltas back."""
 
     receive_s: float
     compute_s: float
@@ -77,7 +73,7 @@ class ServerRound:
 
     @property
     def longest(self) -> tuple[str, float]:
-        """Name and time of the stage that limits the instances per server stage."""
+        """Name and time of the longest stage."""
         return max(
             (("receive", self.receive_s), ("compute", self.compute_s), ("send", self.send_s)),
             key=lambda stage: stage[1],
@@ -85,7 +81,7 @@ class ServerRound:
 
 
 def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: str = "none") -> Sizes:
-    """Sizes of a model for stage times; a dense MLP counts as one expert."""
+    """Sizes for stage times; a dense MLP counts as one expert."""
     return Sizes(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -99,12 +95,10 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
 
 
 class StageTimes:
-    """Times of one layer of a model on a profile's device, in seconds.
+    """Times of a layer on a profile's device, in seconds.  Scaling: docs/reference/profiles.md.
 
-    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  probabilities: of the adapters.
-    weights: their format.  prompts: prompt work per decode row.  Methods with a batch time a mean step of
-    that many decode rows, prompts included.  Scaling: docs/reference/profiles.md.
-    Raises ConfigError if the profile has no rates and is of another model or format.
+    lora_rank: mean over requests.  context_tokens: mean KV per decode row.  Methods with a batch time a mean
+    step, prompts included.  Raises ConfigError if the profile has no rates and is of another model or format.
     """
 
     def __init__(
@@ -126,20 +120,19 @@ class StageTimes:
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
-        """Receive, compute and send of a mean step's rows at a stage of x ranks."""
+        """A mean step at a stage of x ranks."""
         return self.server_of(ep, self.prompts.step(batch))
 
     def server_of(self, ep: int, step: StepTokens) -> ServerRound:
-        """Receive, compute and send of a step's rows at a stage of x ranks.
+        """A step at a stage of x ranks.
 
-        Every row moves.  A prompt reads its adapter once, and computes every token.
-        Raises ConfigError for a profile without network times.
+        A prompt reads its adapter once.  Raises ConfigError for a profile without network times.
         """
         found = self._round(ep, step.all_rows, step.rows + step.prompts)
         return replace(found, compute_s=found.compute_s + self._prompt_deltas_s(ep, step))
 
     def local_deltas_s(self, step: StepTokens) -> float:
-        """Deltas of a step's rows on the instance's own GPUs, which share the experts."""
+        """Deltas on the instance's own GPUs."""
         gpus, rows = self._sizes.instance_gpus, step.rows + step.prompts
         if isinstance(self._profile, RooflineProfile):
             compute_s = self._compute_roofline(self._profile, gpus, rows)
@@ -184,7 +177,7 @@ class StageTimes:
         return 2 * step.prompt_tokens * self._sizes.row_pair_values / (gpus * flop_per_s)
 
     def experts_s(self, batch: float) -> float:
-        """Base GEMMs of the experts in a mean step."""
+        """Base GEMMs of a mean step's experts."""
         return self.experts_of(self.prompts.step(batch))
 
     def experts_of(self, step: StepTokens) -> float:
@@ -201,10 +194,7 @@ class StageTimes:
         return self.attention_of(self.prompts.step(batch))
 
     def attention_of(self, step: StepTokens) -> float:
-        """A layer without experts: decode rows, and operations of prompt tokens.
-
-        Without decode rows: weights and the fixed time of an empty step.
-        """
+        """A layer without experts: decode rows, and operations of prompt tokens."""
         own = self._own.get("base_us.attention")
         if own is None:
             stage = self.attention_stage
@@ -243,7 +233,7 @@ class StageTimes:
 
     @cached_property
     def experts_stage(self) -> StageTime:
-        """Every GPU holds E/p experts and reads them all in each step."""
+        """Every GPU reads E/p experts in each step."""
         sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
         return StageTime(
             least_s=self._share(self._weights.expert_bits)
@@ -253,7 +243,7 @@ class StageTimes:
 
     @cached_property
     def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+        """Every GPU reads all attention weights, and the KV of its rows."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
@@ -269,7 +259,7 @@ class StageTimes:
     def _server_roofline(
         self, profile: RooflineProfile, ep: int, rows_moved: float, rows_read: float
     ) -> ServerRound:
-        """Bytes over the busiest NIC, beside the ranks' computation."""
+        """Bytes over the busiest NIC, beside the computation."""
         sizes, fixed, gpu = self._sizes, profile.fixed_us, profile.gpu
         rate = gpu.needed("net_bytes_per_s", profile.name)
         net = rate * (profile.efficiency.net or 1.0) * min(ep, sizes.instance_gpus)
@@ -315,10 +305,9 @@ class StageTimes:
 
 
 class SimulatedLayers:
-    """`provision.replayed.system_config.LayerModel`.
+    """`LayerModel` by `StageTimes`.  ep: None: the instance computes deltas.
 
-    ep: of the LoRA Server; None: the instance computes its deltas.
-    One request with an adapter makes every row of a step count as a row with an adapter.
+    A request with an adapter makes every row count as a row with an adapter.
     """
 
     def __init__(self, stages: StageTimes, ep: int | None) -> None:
@@ -326,7 +315,7 @@ class SimulatedLayers:
         self._found: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and busy seconds of the LoRA Server in the layer."""
+        """Seconds of a layer, and busy seconds of the server."""
         key = step.num_rows, step.num_prompt_tokens, step.num_prompts, step.num_with_adapter > 0
         found = self._found.get(key)
         if found is None:
@@ -347,7 +336,7 @@ class SimulatedLayers:
 
 
 def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
-    """Reached rates of measured expert GEMMs: memory at the first batch, FLOP at the last."""
+    """Rates of expert GEMMs: memory at the first batch, FLOP at the last."""
     there, gpus, table = profile.taken_at, profile.taken_at.instance_gpus, profile.tables["base_us.experts"]
     return Efficiency.model_construct(
         memory=there.expert_bytes / (gpus * bytes_per_s) / table.times_s[0],

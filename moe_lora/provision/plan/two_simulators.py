@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An accepted plan on both simulators, with equal requests.
-
-`provision.replayed` is the fast simulator of the search.  `moe_lora.sim` runs the engine's scheduler, cache
-and lease table.  The replay starts with the plan's running requests.
-"""
+"""An accepted plan on both simulators."""
 
 from __future__ import annotations
 
@@ -38,9 +34,9 @@ from .verify import WARM_UP_SHARE, planned_load, system_of, under_way
 
 FAST, REAL = "provision.replayed", "moe_lora.sim"
 NUM_REQUESTS, LEAST_REQUESTS = 2000, 200
-"""Per comparison; moe_lora.sim takes some milliseconds a request."""
+"""Per comparison; moe_lora.sim takes milliseconds a request."""
 MOST_TOKENS = 400_000
-"""Output tokens per comparison; PROMPT_TOKENS of a prompt count as an output token."""
+"""Output tokens per comparison; PROMPT_TOKENS of a prompt count as one."""
 PROMPT_TOKENS = 64
 BLOCK_TOKENS = 16
 """Tokens of a KV page: the engine's default."""
@@ -54,7 +50,7 @@ NOT_REPLAYED = (
 class Latencies:
     """Judged requests on a simulator; None without requests.
 
-    in_slo: share with TTFT and TPOT within the plan's SLOs.  prefix_hits: share of the prompt tokens.
+    in_slo: share within TTFT and TPOT.
     """
 
     simulator: str
@@ -69,7 +65,7 @@ class Latencies:
 
 
 def num_replayed(inputs: PlanInputs) -> int:
-    """Requests of a comparison: at most NUM_REQUESTS, with about MOST_TOKENS."""
+    """At most NUM_REQUESTS, with about MOST_TOKENS."""
     tokens = inputs.output_tokens
     if inputs.prompts is not None:
         tokens += inputs.prompts.prompt_tokens / PROMPT_TOKENS
@@ -77,7 +73,7 @@ def num_replayed(inputs: PlanInputs) -> int:
 
 
 class _Judged(NamedTuple):
-    """A request.  tpot_s: NaN for a single token.  num_cached: prompt tokens of a prefix hit."""
+    """tpot_s: NaN for a single token.  num_cached: prompt tokens of a prefix hit."""
 
     ttft_s: float
     tpot_s: float
@@ -95,10 +91,9 @@ def both(
     seed: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Latencies]:
-    """Latencies of FAST and of REAL under Poisson arrivals of the plan's rate.
+    """Latencies of FAST and of REAL under Poisson arrivals.
 
-    show: called with the number of requests done on REAL, and in all.
-    Raises CapacityError for a request that finds no room on an instance.
+    show: called with requests done on REAL, and in all.  Raises CapacityError if a request has no room.
     """
     cluster = Cluster(inputs)
     load = planned_load(inputs, rate_per_s, trace, num_requests=num_requests, seed=seed)
@@ -140,7 +135,7 @@ def _real(
     since_s: float,
     show: Callable[[int, int], None],
 ) -> list[_Judged]:
-    """Arrivals start after the load of the first adapters."""
+    """Arrivals start after the first adapters' load."""
     config = _replicas(system, shape, {one.adapter for one in requests if one.adapter is not None})
     begin_s = len(system.adapters.prefetched) * _load_s(system) if config.preloaded else 0.0
     found: list[_Judged] = []
@@ -212,7 +207,7 @@ def _server(adapters: SimLoraServerConfig, num_layers: int, load_s: float) -> Si
 
 
 def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
-    """Costs for the cache's policy: a prompt chunk of the plan, a decode step of one row."""
+    """Costs for the cache's policy: a prompt chunk, a decode row."""
     instance = system.instance
     assert instance.layers is not None
     chunk = StepCounts(num_prompts=1, num_prompt_tokens=CHUNK_TOKENS)
@@ -232,7 +227,7 @@ def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
 
 
 def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: float) -> Iterator[TurnRequest]:
-    """With token ids.  Blocks of equal hash are equal, and so is the stated share of an adapter's prompts."""
+    """Requests with token ids, equal for blocks of equal hash and the stated share."""
     make_hits = system.instance.prefix_hits
     hits = None if make_hits is None else make_hits()
     share = hits.share if isinstance(hits, StatedHits) else 0.0

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays of a cluster and its load in the simulator, to choose and to check plans.
-
-The start is a steady state: popular adapters are prefetched, and the planned requests are under way.
-Arrivals: the trace's, if the plan is for its rate; the trace's, scaled to the plan's rate; and Poisson.
-"""
+"""Replays of a cluster and its load, from a steady state."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ from .sizing import most_rows
 from .stages import SimulatedLayers
 
 NUM_REQUESTS = 12_000
-"""Requests of a check per arrival kind; a search uses two thirds."""
+"""Requests of a check per arrival kind."""
 WARM_UP_SHARE = 0.2
 ARRIVALS = {
     "trace": "the trace's own arrivals",
@@ -50,11 +46,10 @@ TAIL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Result of one arrival kind: "trace", "scaled" or "poisson"; None without requests.
+    """Result of an arrival kind; None without requests.
 
-    admitted_at_once: share of requests with an immediate slot, the IAR.  waited_for_adapter, waited_for_room:
-    share with a wait for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
-    stopped: ended early, goals out of reach.
+    admitted_at_once: share with an immediate slot, the IAR.  waited_for_adapter, waited_for_room: with a wait
+    for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
     """
 
     arrivals: str
@@ -78,7 +73,7 @@ _SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """Requests by arrival kind, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
+    """Requests by arrival kind, and adapters by popularity.  rate_per_s: Poisson."""
 
     rate_per_s: float
     requests: Mapping[str, Sequence[PlannedRequest]]
@@ -88,7 +83,7 @@ class PlannedLoad:
 def planned_load(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int | None = None, seed: int = 0
 ) -> PlannedLoad:
-    """The requests of each applicable arrival kind, NUM_REQUESTS by default, in the trace's order.
+    """Requests of each arrival kind, NUM_REQUESTS by default.
 
     Adapters come from the trace if the popularity does, else from a draw.
     """
@@ -126,7 +121,7 @@ def planned_load(
 
 
 def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
-    """Requests with a common first block get the adapter of the first: KV depends on the adapter."""
+    """Requests with a common first block get one adapter: KV depends on the adapter."""
     adapters: dict[int, str | None] = {}
     return [
         replace(one, adapter=adapters.setdefault(one.hash_ids[0], one.adapter)) if one.hash_ids else one
@@ -137,9 +132,9 @@ def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
 def replays(
     cluster: Cluster, place: SizedCluster, load: PlannedLoad, *, to_the_end: bool = True
 ) -> list[Replay]:
-    """A replay per arrival kind; the first fifth of the time is not judged.
+    """A replay per arrival kind, without judging the first fifth.
 
-    to_the_end: False stops at the first replay with goals out of reach.
+    to_the_end: False stops at the first with goals out of reach.
     """
     config = system_of(cluster, place, load.popular)
     found = []
@@ -166,7 +161,7 @@ def under_way(
     requests: Sequence[PlannedRequest],
     max_num_seqs: int,
 ) -> list[PlannedRequest]:
-    """The requests that the plan keeps running when the first of `requests` comes; their prompts are done."""
+    """Running requests at the first arrival, with computed prompts."""
     rows = min(_running(cluster, place), max_num_seqs)
     share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
     begun = _under_way(requests, round(rows * place.num_instances * share))
@@ -182,7 +177,7 @@ def _running(cluster: Cluster, place: SizedCluster) -> float:
 
 
 def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    """num_instances instances, and a LoRA Server of this layout or slots on each instance."""
+    """Instances, and a LoRA Server or slots on each instance."""
     if place.layout is None:
         return _coupled_system(cluster, place, popular)
     inputs, layout = cluster.inputs, place.layout
@@ -238,7 +233,7 @@ def _instance(cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_reque
 
 @dataclass(frozen=True)
 class SampledStage(StageTime):
-    """Exact seconds by number of rows from 0, in place of a line."""
+    """Exact seconds by number of rows from 0."""
 
     times_s: Sequence[float]
 
@@ -276,7 +271,7 @@ class _Watch:
 
 
 def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
-    """`number` requests from before the first arrival, with their remaining tokens.
+    """`number` requests from before the first arrival.
 
     Length l has a share proportional to l times its frequency; the remaining part is uniform.
     """
@@ -296,9 +291,9 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
 
 
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """The trace repeated, with a mean gap between repetitions; a single request once.
+    """The trace repeated, with a mean gap between; a single request once.
 
-    Prompts of different repetitions share no block.
+    Repetitions share no block.
     """
     if len(requests) < 2:
         return iter(requests)
@@ -316,9 +311,9 @@ def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class Target(NamedTuple):
-    """A goal of the plan, and the replay's value for comparison.
+    """A goal, and the replay's value.
 
-    share: found must be at least the goal; else a time, at most.  form: format of its values.
+    share: found must be at least the goal; else at most.
     """
 
     goal: str
@@ -338,7 +333,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Tolerance of a target: points of a share, and a part of a time."""
+    """Tolerance of a target: points of a share, part of a time."""
 
     share: float = 0.0
     time: float = 0.0
@@ -350,10 +345,9 @@ OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One target in the replay of one arrival kind.
+    """A target in the replay of an arrival kind.
 
-    target: the goal's name.  goal, found: shares or seconds.  found, held and missed_by are None without
-    judged requests.  missed_by: 0 if the goal is kept.  held: within the tolerance.
+    found, held, missed_by: None without judged requests.  missed_by: 0 if kept.  held: within the tolerance.
     """
 
     target: str
@@ -365,7 +359,7 @@ class Verdict:
 
 
 def verdicts(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> list[Verdict]:
-    """A verdict per target and arrival kind; by target."""
+    """A verdict per target and arrival kind."""
     return [_judged(inputs, target, replay, tolerance) for target in TARGETS for replay in replays]
 
 
@@ -388,7 +382,7 @@ def holds(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = 
 
 
 def missed_texts(judged: Iterable[Verdict]) -> list[str]:
-    """Texts of missed targets with amount and arrival kind."""
+    """Missed targets with amount and arrival kind."""
     by_goal = {target.goal: target for target in TARGETS}
     said = []
     for verdict in judged:

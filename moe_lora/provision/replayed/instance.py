@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated LLM instance: continuous batching, the real admission policy, modelled step times.
 
-Equal steps form one event: a `Stretch` ends with the first finished request, or is cut at the end of the
-current step by anything that may change the next step.
+Equal steps form one event, a `Stretch`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from .system_config import InstanceConfig
 
 
 class StepTime:
-    """Time of a step with decode rows, prompt tokens, or both.  remote: a LoRA Server computes the deltas.
+    """Time of a step with decode rows, prompt tokens, or both.
 
-    By a profile: `timing.layer_stages`.  By a model: a decode step plus a prefill step, as one layer.  By
-    layer times: as given, prompts included.
+    By a profile, by layer times, or by a model: a decode plus a prefill step.  remote: deltas on a LoRA
+    Server.
     """
 
     def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
@@ -35,10 +34,7 @@ class StepTime:
         self._remote = remote
 
     def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        """Seconds of a layer's rows with an idle LoRA Server, and of their deltas.
-
-        Layer times include prompt tokens; otherwise `prompts_s` adds the prompts.
-        """
+        """Seconds of a layer, and of the deltas.  Only layer times include prompts."""
         if self._config.layers is not None:
             return self._config.layers.layer_s(running)
         profile = self._config.profile
@@ -57,18 +53,14 @@ class StepTime:
         return 0.0 if prefill is None else prefill.seconds(running.num_prompt_tokens)
 
     def step_s(self, layer_s: float, server_s: float = 0.0) -> float:
-        """A step with layers of layer_s, and server_s of the LoRA Server's time per layer.
-
-        server_s: for all instances.  The server works for one at a time, a lower limit of a layer's time.
-        """
+        """server_s, for all instances, is a lower limit of a layer's time."""
         return self._config.num_layers * max(layer_s, server_s)
 
 
 def delayed_step_s(step_s: float, num_layers: int, first_layer_s: float, last_layer_s: float) -> float:
     """A step that waits for adapter loads.
 
-    first_layer_s, last_layer_s: load times from the step's start; layers between come evenly.
-    A layer ends after its load; later layers follow in sequence.
+    first_layer_s, last_layer_s: from the start; layers between come evenly.
     """
     after_last_s = step_s / num_layers
     return max(step_s, first_layer_s + step_s, last_layer_s + after_last_s)
@@ -115,10 +107,7 @@ class Stretch:
 
 
 class SimInstance:
-    """`policies.routing.routing.InstanceView`; needs `connect` to an adapter source before the first request.
-
-    on_finish: called with every finished request.
-    """
+    """`InstanceView`; needs `connect` before the first request."""
 
     def __init__(
         self,
@@ -155,7 +144,7 @@ class SimInstance:
         return self._outstanding_tokens - done * self._running.num_rows
 
     def add(self, request: SimRequest) -> None:
-        """Queue a request.  Raises CapacityError for a request too large for the instance."""
+        """Queue a request.  Raises CapacityError for a too large request."""
         room = self._config.kv_tokens
         if room is not None and request.num_tokens > room:
             raise CapacityError(

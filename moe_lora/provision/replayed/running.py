@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of an instance: waiting, in prefill, decoding, finished."""
+"""An instance's requests: waiting, in prefill, decoding, finished."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from moe_lora.timing.step_model import Row, StepModel, StepWork
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A simulated request with its timestamps (seconds; NaN: not yet).
+    """A simulated request with timestamps (seconds; NaN: not yet).
 
-    adapter: None for the base model.  num_cached: prompt tokens with KV from earlier requests.
-    admitted_s: out of the queue, with any blocking adapter load over.  decode_ttft_s: queue, adapter load and
-    first decode step, without prefill (InfiniLoRA section 2.3, footnote).  at_once: starts with the first
-    step after arrival.  waited_for_adapter: no slot was free.  prompt_left: prompt tokens not yet planned.
+    adapter: None: base model.  num_cached: prompt tokens with earlier KV.  admitted_s: after the queue and
+    any blocking load.  decode_ttft_s: queue, load and first decode step, without prefill (InfiniLoRA section
+    2.3, footnote).  at_once: starts with the first step after arrival.  waited_for_adapter: no slot was free.
     """
 
     index: int
@@ -44,22 +43,22 @@ class SimRequest:
 
     @property
     def adapter_uid(self) -> str | None:
-        """For admission: a name is one adapter here."""
+        """For admission: the adapter's name."""
         return self.adapter
 
     @property
     def num_left(self) -> int:
-        """Output tokens to generate, for a waiting request."""
+        """Output tokens to generate, if waiting."""
         return self.output_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer: its share of the KV budget."""
+        """KV tokens of prompt and answer."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token.  Equal to decode_ttft_s if prompts are computed elsewhere."""
+        """From arrival to the first token."""
         return self.first_token_s - self.arrival_s
 
     @property
@@ -73,9 +72,7 @@ class SimRequest:
 class RunningRequests:
     """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere, and every
-    request starts as a decode row.  num_rows: decode rows of the next step.  steps: makes the batches below,
-    or None.
+    prefill_tokens: most rows and prompt tokens of a step; None: computed elsewhere.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
@@ -100,7 +97,7 @@ class RunningRequests:
 
     @property
     def is_idle(self) -> bool:
-        """True if the next step would be empty."""
+        """True if the next step is empty."""
         return not self.num_rows and not self._prompts
 
     @property
@@ -110,22 +107,22 @@ class RunningRequests:
 
     @property
     def has_room(self) -> bool:
-        """True if the next step has room for a row or prompt token."""
+        """True if the next step has room."""
         limit = self._prefill_tokens
         return limit is None or self.num_rows + self.num_prompt_tokens < limit
 
     def work(self, request: SimRequest) -> int:
-        """Total decode rows and prompt tokens of a request."""
+        """Decode rows and prompt tokens of a request."""
         if self._prefill_tokens is None:
             return request.output_tokens
         return max(1, request.prompt_tokens) + request.output_tokens - 1
 
     def join_at(self, moment_s: float, request: SimRequest) -> None:
-        """Start the request with the first step after moment_s."""
+        """Start with the first step after moment_s."""
         self._joining.append((moment_s, request))
 
     def join(self, now_s: float) -> list[SimRequest]:
-        """Requests with a join time up to now; the caller starts them."""
+        """Requests with a join time up to now."""
         joined = [request for moment_s, request in self._joining if moment_s <= now_s]
         if joined:
             self._joining = [later for later in self._joining if later[0] > now_s]
@@ -142,7 +139,7 @@ class RunningRequests:
             self._plan(request)
 
     def continue_prompts(self) -> None:
-        """Plan prompt tokens of the next step, oldest prompt first."""
+        """Plan prompt tokens of the next step, oldest first."""
         self.num_prompt_tokens = self.num_prompt_pairs = 0
         self.prompts.clear()
         for request in self._prompts:
@@ -155,7 +152,7 @@ class RunningRequests:
         return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
 
     def stamp_first_decode(self, end_s: float) -> None:
-        """Stamp the end of the next step on requests with their first decode step there."""
+        """Stamp the next step's end on requests with a first decode step."""
         for request in self._fresh:
             if self._prefill_tokens is None:
                 request.first_token_s = end_s
@@ -209,7 +206,7 @@ class WaitingRequests:
     """First come first served, or shortest first.
 
     After a whole scan without freed room, scans only the oldest (starvation) and newer requests: same
-    decisions as a full scan.
+    decisions.
     """
 
     def __init__(self, *, shortest_first: bool) -> None:
@@ -231,7 +228,7 @@ class WaitingRequests:
         self._freed = True
 
     def next_step(self) -> None:
-        """A step starts, with or without room for further requests."""
+        """A step starts, with or without room."""
         self._num_steps += 1
 
     def candidates(self) -> Iterable[SimRequest]:
@@ -245,9 +242,8 @@ class WaitingRequests:
     def scanned(
         self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
     ) -> None:
-        """These candidates have started.  whole: the rest lack only an adapter slot.
-
-        turned_away: adapters without a slot.
+        """Mark started candidates.  whole: the rest lack only a slot.  turned_away: adapters
+        without a slot.
         """
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1

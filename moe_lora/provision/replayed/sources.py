@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter sources of a simulated instance: the interface, and the load link."""
+"""Adapter sources of a simulated instance, and the load link."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .system_config import AdapterBytes, LocalConfig, bytes_of
 
 @dataclass(slots=True, eq=False)
 class SimAdapter:
-    """An adapter in the view of one instance (`policies.admission.admission.ResidentView`).
+    """An adapter in the view of an instance.
 
-    first_layer_s, last_layer_s: load times of these layers.  told_s: time of the grant at the instance.
+    told_s: time of the grant at the instance.
     """
 
     name: str
@@ -33,11 +33,10 @@ class SimAdapter:
 
 
 class AdapterSource(ABC):
-    """Counts requests per adapter of one instance and makes adapters ready, as
-    `engine.adapters.manager` does.
+    """Counts requests per adapter of an instance, and makes adapters ready.
 
     loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
-    starvation_s: see `policies.admission.admission.admissible`; inf if handled elsewhere.
+    starvation_s: inf if handled elsewhere.
     """
 
     loads_first = False
@@ -49,20 +48,14 @@ class AdapterSource(ABC):
 
     @abstractmethod
     def hold(self, adapter: SimAdapter) -> bool:
-        """Make the adapter ready, or start to, and pin; False without room.
-
-        Sets the adapter's times.
-        """
+        """Make the adapter ready, or start to, and pin; False without room.  Sets the times."""
 
     @abstractmethod
     def let_go(self, adapter: SimAdapter) -> bool:
-        """Its last running request ended; True if another adapter may find room now."""
+        """The last running request ended; True if another adapter may find room."""
 
     def work(self, layer_s: float, delta_s: float) -> float:
-        """Set the instance's time per layer, and the server's compute time in a layer.
-
-        Returns a server's time for a layer of all instances.
-        """
+        """Set times per layer, total and server's.  Returns the server's time for all instances."""
         return 0.0
 
     def adapter(self, request: SimRequest) -> SimAdapter | None:
@@ -81,7 +74,7 @@ class AdapterSource(ABC):
             adapter.num_waiting += 1
 
     def acquire(self, request: SimRequest) -> bool:
-        """Make the adapter ready and pin for the request; False without room."""
+        """Make the adapter ready and pin; False without room."""
         adapter = self.adapter(request)
         if adapter is None:
             return True
@@ -93,7 +86,7 @@ class AdapterSource(ABC):
         return True
 
     def release(self, request: SimRequest) -> bool:
-        """The request has ended; True if another adapter may find room now."""
+        """The request has ended; True if another adapter may find room."""
         adapter = self.adapter(request)
         if adapter is None:
             return False
@@ -102,7 +95,7 @@ class AdapterSource(ABC):
         return adapter.num_running == 0 and self.let_go(adapter)
 
     def loaded_s(self, requests: Iterable[SimRequest]) -> tuple[float, float] | None:
-        """Load times of first and last layer over these adapters; None without adapters."""
+        """Load times of first and last layer over adapters; None without adapters."""
         adapters = [adapter for request in requests if (adapter := self.adapter(request)) is not None]
         if not adapters:
             return None
@@ -111,10 +104,9 @@ class AdapterSource(ABC):
 
 
 class LoadLink:
-    """Loads over one link of `bytes_per_s`, in parts of 1 / num_layers.
+    """Loads over a link, in parts of 1 / num_layers.
 
-    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else
-    whole adapters in sequence.
+    layer_wise: a layer of each current load in turn (InfiniLoRA section 5.3); else whole adapters.
     """
 
     def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:
@@ -125,10 +117,7 @@ class LoadLink:
         self.num_loads = 0
 
     def load(self, now_s: float, num_bytes: float) -> tuple[float, float]:
-        """Times of the first and the last part, without later loads.
-
-        A later load takes turns with this load and delays its last parts.
-        """
+        """Times of the first and last part; later loads delay last parts."""
         load_s = self._link.seconds(num_bytes)
         self._free_s = max(self._free_s, now_s) + load_s
         self._under_way = [end_s for end_s in self._under_way if end_s > now_s]
@@ -141,7 +130,7 @@ class LoadLink:
 
 
 class LocalAdapters(AdapterSource):
-    """Adapters of a coupled instance: `capacity` slots, idle adapters evicted.  See `LocalConfig.blocking`.
+    """Adapters of a coupled instance: `capacity` slots.
 
     link: from host memory.  fetches: from further hosts, in sequence.
     """
@@ -163,11 +152,11 @@ class LocalAdapters(AdapterSource):
             self._resident[name] = self._adapters[name] = SimAdapter(name, last_used_s=float(before))
 
     def begin_with(self, names: Iterable[str]) -> None:
-        """Set the host's adapters.  Without this call the host has all."""
+        """Set the host's adapters.  Without this call: all."""
         self._on_host = set(names)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Set the placement: the host drops the rest, and fetches missing adapters at first use."""
+        """The host drops the rest, and fetches missing adapters at first use."""
         if self._on_host is not None:
             self._on_host &= set(names)
 

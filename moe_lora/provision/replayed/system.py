@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated system: requests, a router, instances and one event queue."""
+"""A simulated system: requests, a router, instances, one event queue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .system_config import AdapterBytes, PlacementConfig, SimLoraServerConfig, S
 
 
 class SimLoraServer:
-    """Uses the real leader's lease table (capacity in slots, not in pages)."""
+    """Uses the real leader's lease table (capacity in slots, not pages)."""
 
     def __init__(
         self, config: SimLoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
@@ -45,15 +45,15 @@ class SimLoraServer:
         self._table.prefill(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
-        """Access for a further instance.  on_grant: an awaited adapter is ready or loading.
-        on_contention: its layer times may change through further instances.
+        """Access for an instance.  on_grant: an adapter is ready or loading.  on_contention: layer times may
+        change.
         """
         client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
         return client
 
     def acquire(self, instance: str, name: str) -> None:
-        """Give the instance its lease, now or later."""
+        """Give the instance a lease, now or later."""
         self._table.register(name, {})
         self._table.acquire(instance, name, self.clock.now_s())
         self._carry_out()
@@ -88,11 +88,9 @@ class SimLoraServer:
 
 
 class RemoteAdapters(AdapterSource):
-    """`AdapterSource` of one instance: an adapter is ready while the instance has a lease.
+    """`AdapterSource` of an instance: an adapter is ready with a lease.
 
-    Only the lease table stops requests behind a starving request.  Instances that did too could block each
-    other forever.
-    layer_s, delta_s: the instance's last values (`work`).
+    Only the lease table stops requests behind a starving request: instances could block each other forever.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class RemoteAdapters(AdapterSource):
         return False
 
     def take(self, name: str, told_s: float, first_layer_s: float, last_layer_s: float) -> None:
-        """Record the lease: known at told_s, first and last layer loaded at the given times."""
+        """Record the lease: known at told_s, loaded at the given times."""
         self._leases.add(name)
         adapter = self._adapters[name]
         adapter.told_s, adapter.first_layer_s, adapter.last_layer_s = told_s, first_layer_s, last_layer_s
@@ -138,10 +136,9 @@ class RemoteAdapters(AdapterSource):
 
 
 class SimPlacement:
-    """Runs a planner every interval on the virtual clock, routes by its table, and updates hosts.
+    """Runs a planner every interval, routes by its table, and updates hosts.
 
-    Tokens count at arrival, as in the front end; placing takes no time.  An instance fetches new adapters at
-    first use.  goes_on: True while intervals continue.  held: adapters per instance, by table.
+    Tokens count at arrival; placing takes no time.
     """
 
     def __init__(
@@ -162,7 +159,7 @@ class SimPlacement:
         self._meter = DemandMeter(config.mean_output_tokens)
 
     def begin(self) -> None:
-        """Install the first table and the hosts' adapters."""
+        """Install the first table and adapters."""
         for source, names in zip(self._sources, self._place(0.0), strict=True):
             source.begin_with(names)
         self._events.at(self._interval_s, self._step)
@@ -196,11 +193,11 @@ def simulate(
     requests: Sequence[PlannedRequest],
     give_up: Callable[[SimRequest], bool] | None = None,
 ) -> System:
-    """The system after every request's last token.  Deterministic: equal arguments, equal results.
+    """The system after every request's last token; deterministic.
 
-    requests: by arrival.  give_up: called per finished request; True ends the simulation.
-    Raises ValueError for unsorted requests or no output tokens, CapacityError for a request too long for an
-    instance, ConfigError for a placement without a placement router.
+    requests: by arrival.  give_up: per finished request; True ends the simulation.  Raises ValueError for
+    unsorted requests or no output tokens, CapacityError for a too long request, ConfigError for a placement
+    without its router.
     """
     system = System(config, give_up)
     system.replay(requests)
@@ -210,8 +207,7 @@ def simulate(
 class System:
     """Instances, adapter sources, and the router.
 
-    requests: finished, in order of finish.  stopped: ended before all were done.  links: of adapter loads.
-    sources: one per instance.
+    requests: in order of finish.  stopped: before the last request.
     """
 
     def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:
@@ -262,15 +258,13 @@ class System:
         return max((request.finish_s for request in self.requests), default=0.0)
 
     def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
-        """The named attribute of every request with arrival >= since_s."""
+        """The named attribute of requests with arrival >= since_s."""
         return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
 
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
         """Summary of requests with arrival >= since_s; None for empty means.
 
-        admitted_at_once: share with a start in the first step after arrival.  waited_for_adapter,
-        waited_for_room: share with a wait for a slot, and for KV or the batch; the three sum to 1.  ttft,
-        decode_ttft: as in `SimRequest`.
+        Shares of admitted_at_once, waited_for_adapter and waited_for_room sum to 1.
         """
         at_once = self.column("at_once", since_s)
         for_adapter = self.column("waited_for_adapter", since_s)

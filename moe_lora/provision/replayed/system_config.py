@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a simulated system, and prompt tokens with KV from earlier requests on an instance."""
+"""Configuration of a simulated system, and prefix hits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .running import SimRequest
 
 
 class PrefixHits(Protocol):
-    """A request computes its prompt without the tokens of a match, but at least one token."""
+    """Prefix hits; a request computes at least one prompt token."""
 
     def match(self, request: SimRequest) -> int:
-        """Tokens of the prompt with KV on the instance."""
+        """Prompt tokens with KV on the instance."""
         ...
 
     def add(self, request: SimRequest, free_tokens: float) -> None:
-        """The request has ended, and the instance has room for free_tokens of cached KV."""
+        """The request has ended.  free_tokens: room for cached KV."""
         ...
 
 
@@ -47,8 +47,7 @@ class StatedHits:
 class BlockHits:
     """Finds the longest prefix in blocks of ended requests with the same adapter.
 
-    Blocks are evicted least recently used first, down to the KV without running requests.
-    block_tokens: tokens of one hash id.
+    Evicts least recently used blocks, down to the KV without running requests.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -63,7 +62,7 @@ class BlockHits:
         return max(0, min(len(found) * self._block_tokens, request.prompt_tokens - 1))
 
     def add(self, request: SimRequest, free_tokens: float) -> None:
-        for block in reversed(request.hash_ids):  # the first block is the last one to be evicted
+        for block in reversed(request.hash_ids):  # evicts the first block last
             key = request.adapter, block
             self._blocks[key] = None
             self._blocks.move_to_end(key)
@@ -75,7 +74,7 @@ AdapterBytes: TypeAlias = float | Mapping[str, float]
 
 
 def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
-    """Bytes of the adapter.  Raises ConfigError for an unknown name."""
+    """Bytes of the adapter.  Raises ConfigError if unknown."""
     if not isinstance(adapter_bytes, Mapping):
         return adapter_bytes
     if name not in adapter_bytes:
@@ -96,11 +95,10 @@ def _not_negative(place: str, value: float) -> None:
 
 
 class StepRows(Protocol):
-    """The token rows of one step.
+    """The token rows of a step.
 
-    num_rows: decode rows.  num_prompts, num_prompt_tokens: prompts with tokens in the step, and these tokens.
-    num_prompt_pairs: pairs of a prompt token and an attended token.
-    num_with_adapter: requests with an adapter.
+    num_rows: decode rows.  num_prompts: with tokens in the step.  num_prompt_pairs: of a prompt token and an
+    attended token.  num_with_adapter: requests.
     """
 
     num_rows: int
@@ -113,10 +111,10 @@ class StepRows(Protocol):
 
 
 class LayerModel(Protocol):
-    """Times of an instance's equal layers, including prompt tokens."""
+    """Times of equal layers, including prompt tokens."""
 
     def layer_s(self, step: StepRows) -> tuple[float, float]:
-        """Seconds of a layer, and busy seconds of the LoRA Server for this instance in a layer."""
+        """Seconds of a layer, and busy seconds of the LoRA Server."""
         ...
 
 
@@ -124,10 +122,9 @@ class LayerModel(Protocol):
 class InstanceConfig(Settings):
     """An LLM instance.
 
-    profile: of one of its num_layers equal layers; or steps: times of whole steps by rank; or layers: layer
-    times, prompts included.  max_num_seqs: concurrent requests.  kv_tokens: None: unlimited.  prefill: time
-    of a step's prompt tokens; None, without `steps` and `layers`: prompts are computed elsewhere (InfiniLoRA
-    section 2.1).  prefix_hits: makes an instance's record of computed prefixes; None: no reuse.
+    profile: of one of num_layers equal layers; or steps: times of whole steps by rank; or layers: layer times
+    with prompts.  kv_tokens: None: unlimited.  prefill: time of a step's prompt tokens; None, without `steps`
+    and `layers`: computed elsewhere (InfiniLoRA section 2.1).
     """
 
     profile: StepProfile | None = None
@@ -162,11 +159,10 @@ class InstanceConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(Settings):
-    """Every instance has `capacity` adapter slots and loads at load_bytes_per_s (inf: at once).
+    """Every instance has `capacity` slots and loads at load_bytes_per_s (inf: at once).
 
-    fetch_bytes_per_s: from another host's memory.  starvation_s: wait after which younger requests stop.
-    blocking: a load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at
-    the start, the last evicted first.
+    fetch_bytes_per_s: from another host.  starvation_s: after this wait younger requests stop.  blocking: a
+    load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted first.
     """
 
     capacity: int = setting(least=1)
@@ -188,8 +184,8 @@ class LocalConfig(Settings):
 class SimLoraServerConfig(LocalConfig):
     """One LoRA Server of `capacity` slots for all instances.
 
-    load_bytes_per_s: of all its GPUs.  num_stages: groups of GPUs on different layers (y of EPx-PPy).
-    layer_wise: see `sources.LoadLink`.  control_s: round trip of a lease; steps do not wait for leases.
+    load_bytes_per_s: of all GPUs.  num_stages: y of EPx-PPy.  control_s: round trip of a lease; steps do not
+    wait.
     """
 
     num_stages: int = setting(1, least=1)
@@ -198,17 +194,14 @@ class SimLoraServerConfig(LocalConfig):
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
-"""(tokens per adapter in the last interval, its seconds) -> {adapter: [(instance, phi), ...]}; the first call
-has no tokens and no time.
+"""(tokens per adapter in the last interval, seconds) -> {adapter: [(instance, phi), ...]}; first without
+both.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Settings):
-    """planner: makes the planner of a run, called every interval_s.
-
-    mean_output_tokens: of an answer, before any observation.
-    """
+    """planner: called every interval_s.  mean_output_tokens: before any observation."""
 
     planner: Callable[[], Planner]
     interval_s: float = setting(30.0, above=0)
@@ -219,9 +212,8 @@ class PlacementConfig(Settings):
 class SystemConfig(Settings):
     """Equal instances and their adapters.
 
-    adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, for step times; unnamed
-    adapters count as base model.  router: makes the router of a run.  placement: renewed during the run, for
-    a `PhiRouting` router; None: every host has all adapters.
+    lora_ranks: for step times; unnamed adapters count as base model.  placement: for a `PhiRouting` router;
+    None: every host has all adapters.
     """
 
     num_instances: int = setting(least=1)

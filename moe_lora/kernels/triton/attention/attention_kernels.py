@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of paged attention: attending, joining split sequences.
 
-Legend: T token rows, S sequences, N heads, M kv heads, G = N / M heads of a group, D head_dim, P parts.
-
-A program of `attend` holds consecutive rows of a sequence times the G heads of a kv head (GQA packing), and
-walks over key blocks at multiples of BLOCK_N (online softmax, fp32, base 2).  Invisible blocks leave a row's
-sums unchanged: a row depends on its own sequence alone.
-`pages` is the arena in the dtype of K and V, laid out by `operands.KvLayout`.
+Legend: N heads, G heads of a kv head, D head_dim, P parts.  A program of `attend` holds consecutive rows of a
+sequence times the G heads of a kv head (GQA packing), and walks over key blocks at multiples of BLOCK_N
+(online softmax, fp32, base 2).  Invisible blocks leave sums unchanged: a row depends on its own sequence
+alone.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (parts), PagedAttention (arXiv 2309.06180).
 """
 
@@ -20,14 +18,13 @@ from moe_lora.kernels.triton.entries import wait_for_kernel_before
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SEQUENCES = tl.constexpr(128)
 _NUMBERS = ("window", "num_seqs", "table_stride")
-"""Numbers that change per step and must not trigger a compilation."""
+"""Numbers that must not trigger a compilation."""
 
 
 @triton.jit
 def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
-    """The sequence of tile `item`: the last with query_start // ROWS + its number <= item.
-
-    With one row per tile and no number added: the sequence of a row.
+    """The sequence of tile `item`: the last with query_start // ROWS + number <= item.  ROWS 0: of row
+    `item`.
     """
     low, high = 0, num_seqs
     while low < high:
@@ -60,7 +57,7 @@ def _num_parts(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Parts of each sequence of one row, at least one; 0 otherwise and from num_seqs on."""
+    """Parts of each sequence of one row; else 0."""
     inside = seq < num_seqs
     start = tl.load(query_start + seq, mask=inside, other=0)
     rows = tl.load(query_start + seq + 1, mask=inside, other=0) - start
@@ -80,7 +77,7 @@ def _sequence_and_part(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The sequence (num_seqs: no sequence) and its part at `place`, in the list of all parts."""
+    """The sequence (num_seqs: none) and part at `place` in all parts."""
     seq, begin, total = 0, 0, 0
     for first in tl.range(0, num_seqs, _SEQUENCES):
         one = first + tl.arange(0, _SEQUENCES)
@@ -122,9 +119,9 @@ def _walk(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Maximum, sum and products of a tile's rows after the keys from `first` up to `last`.
+    """Maximum, sum and products of a tile's rows after the keys from `first` to `last`.
 
-    MASKED: some row does not see all keys; the bits of further rows stay.  factor: of logits, in base 2.
+    MASKED: some row does not see all keys; bits of further rows stay.  factor: in base 2.
     """
     top, total, acc_MD = sums_so_far
     column = tl.arange(0, acc_MD.shape[1])
@@ -199,10 +196,8 @@ def attend(
 ):
     """out = softmax(scale * q @ K.T) @ V of a tile, or the sums of a part.
 
-    SINGLE: one program per sequence of one row, kv head and part of its keys; else one per tile of ROWS rows
-    and kv head, for sequences of several rows.  Programs of the other kind of sequence end at once.
-    A sequence of several parts leaves sums [P, N, D] and weights [P, N, 2] (maximum, sum) to `join_parts`; a
-    single part ends here.
+    SINGLE: a program per part of a sequence of one row and kv head; else per tile of ROWS rows and kv head,
+    for sequences of several rows.  Several parts leave sums [P, N, D] and weights [P, N, 2] (maximum, sum).
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -255,7 +250,7 @@ def attend(
     sums_so_far = (top, total, acc_MD)
     about = (q_MD, keys, values, table, position, end, scale * _LOG2_E, window, page_stride)
     seen_by_all = first
-    if not (SINGLE or HAS_WINDOW):  # keys visible to every row of the tile
+    if not (SINGLE or HAS_WINDOW):
         seen_by_all = tl.maximum((seq_len - num_rows + tile_row + 1) // BLOCK_N * BLOCK_N, first)
         sums_so_far = _walk(
             first,
@@ -323,7 +318,7 @@ def join_parts(
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out of one head of a sequence of one row, from the sums of its parts, in order."""
+    """out of a head of a sequence of one row: its parts, in order."""
     if DEPENDENT:
         wait_for_kernel_before()
     seq, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel that writes K and V of a step's rows to their pages, with rotation of q and k.
+"""Triton kernel that writes K and V to pages, with rotation.
 
-Legend: T token rows, N heads, M kv heads, D head_dim.  Pages follow `operands.KvLayout`.
+Legend: see `triton_attention`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .attention_kernels import sequence_of
 
 @triton.jit
 def _clamped(x, clip, INTERPRETED: tl.constexpr):
-    """x clamped to -clip .. clip in its dtype; NaN stays."""
+    """x clamped to -clip .. clip; NaN stays."""
     wide = x.to(tl.float32)
     wide = tl.where(wide > clip, clip, tl.where(wide < -clip, -clip, wide))
     return rounded(wide, x.dtype, INTERPRETED)
@@ -40,8 +40,7 @@ def _rotated(
 ):
     """Pairs of numbers of heads: norm over head_dim if NORMS, then rotation; rounded after each.
 
-    first, second: [heads, D / 2].  low_weight, high_weight: pointers to the norm's weights.  angle: pointers'
-    offset.  turned: pairs with rotation.
+    first, second: [heads, D / 2].  turned: with rotation.
     """
     dtype = first.dtype
     if NORMS:
@@ -95,12 +94,11 @@ def write_kv(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Write K and V of up to BLOCK_H heads of one row to the row's place in its page.
+    """Write K and V of up to BLOCK_H heads of a row to its page.
 
     ROTATES: also rotate K, and Q of HEADS heads to rotated_q [T, N, D]; programs of a row: Q, then K, then V.
-    SINGLE: every sequence has one row.  HEADS: 0 without ROTATES.  ROTATED_DIMS: the first R of D,
-    in pairs of NEIGHBOURS or of halves.  rotation:
-    cos and sin [T, R / 2], weights of norms of q and k [D].
+    SINGLE: every sequence has one row.  ROTATED_DIMS: the first R of D, in pairs of NEIGHBOURS or of halves.
+    rotation: cos and sin [T, R / 2], norm weights [D].
     """
     if DEPENDENT:
         wait_for_kernel_before()

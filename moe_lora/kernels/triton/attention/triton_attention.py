@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a GPU: write (and rotate) K and V, then causal attention of each row.
+"""Paged attention on a GPU.  Legend: T token rows, N heads, D head_dim.
 
-Legend: T token rows, S sequences, N heads, M kv heads, D head_dim, P parts.
-
-Sequences of one row (decode) split their keys into parts of `PART_TOKENS` from the first visible key;
-sequences of several rows go in tiles of `AttentionTiles.block_m` packed rows, in a separate launch, so a
-decoding sequence keeps its bits in any batch.  Grids come from host lengths (`operands.StepBounds`): no wait
-for the device.
+Sequences of one row split keys into parts of `PART_TOKENS`; sequences of several rows go in tiles, in a
+separate launch: a decoding sequence keeps its bits in any batch.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from moe_lora.kernels.operands import AttentionOperands, Rotation, StepBounds
 from moe_lora.kernels.triton import configs
 
 PART_TOKENS = 256
-"""Keys per program of a decoding sequence.  Fixes the order of sums, hence constant."""
+"""Keys per program of a decoding sequence; fixes the order of sums."""
 _JOINED_AT_ONCE = 16
 _HEADS_AT_ONCE = 8
 _MIN_DOT = 16
@@ -27,7 +23,7 @@ _MIN_DOT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
-    """Launch of `attend`.  block_m: packed query rows; block_n: keys of a step of the walk."""
+    """Launch of `attend`.  block_m: packed query rows; block_n: keys of a step."""
 
     block_m: int
     block_n: int
@@ -37,9 +33,9 @@ class AttentionTiles:
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, *, single: bool) -> AttentionTiles:
-    """The fastest tried tiles on an H200; fp32 multiplies without tensor cores, in small tiles.
+    """The fastest tried tiles on an H200; fp32 multiplies without tensor cores.
 
-    Triton keeps (num_stages - 1) // 2 key blocks in shared memory: pages must be known before keys.
+    Triton keeps (num_stages - 1) // 2 key blocks in shared memory.
     """
     if dtype == torch.float32:
         stages = 2 if single else 1  # with 2, tiles of prompts with sinks and a window spill in Triton 3.6
@@ -59,11 +55,10 @@ def paged_attention(
     single: AttentionTiles | None = None,
     several: AttentionTiles | None = None,
 ) -> torch.Tensor:
-    """See `reference.paged_attention`.  [T, N, D]; rows of padding sequences are zero.
+    """As `reference.paged_attention`: [T, N, D].
 
-    Rows of q, k and v may be strided (a fused buffer).  The step's `bounds` must cover its lengths.
-    rotation: of q and k, before.  single, several: launches of sequences of one row, and of several.
-    Raises ValueError for operands that don't fit.
+    Rows may be strided.  The step's `bounds` must cover its lengths.  rotation: of q and k, before.  Raises
+    ValueError for bad operands.
     """
     _check(operands)
     if rotation is not None:
@@ -93,7 +88,7 @@ def launch(
 
 
 def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_single: bool) -> torch.Tensor:
-    """Write K, rotated, and V to their pages; returns rotated q."""
+    """Write K, rotated, and V to pages; returns rotated q."""
     q, k, v, layout = operands.q, operands.k, operands.v, operands.layout
     heads = q.shape[1]
     blocks = 2 * -(-layout.num_kv_heads // _HEADS_AT_ONCE)
@@ -132,7 +127,7 @@ def _write_kv(operands: AttentionOperands, rotation: Rotation | None, *, all_sin
 def _attend_single(
     operands: AttentionOperands, out: torch.Tensor, bounds: StepBounds, tiles: AttentionTiles
 ) -> None:
-    """Sequences of one row, in parts; joins parts of split sequences."""
+    """Sequences of one row, in parts, and their join."""
     q, sinks, window, layout = operands.q, operands.sinks, operands.window, operands.layout
     num_seqs, heads, head_dim = len(operands.step.seq_lens), q.shape[1], q.shape[2]
     seen = bounds.longest_single
@@ -165,7 +160,7 @@ def _attend_single(
 
 
 def _attend_several(operands: AttentionOperands, out: torch.Tensor, tiles: AttentionTiles) -> None:
-    """Sequences of several rows, in tiles; a sequence's tiles start at query_start // rows + number."""
+    """Sequences of several rows, in tiles from query_start // rows + number."""
     rows = _rows_of(operands, tiles)
     num_tiles = operands.q.shape[0] // rows + len(operands.step.seq_lens)
     programs = num_tiles * operands.layout.num_kv_heads
@@ -215,9 +210,7 @@ def _rows_of(operands: AttentionOperands, tiles: AttentionTiles) -> int:
 
 
 def _pages(operands: AttentionOperands) -> tuple[torch.Tensor, int, int, int]:
-    """The arena in the layout's dtype; in elements: page size, and offsets of this
-    layer's K and V in a page.
-    """
+    """The arena in the layout's dtype; in elements: page size, offsets of K and V."""
     layout, itemsize = operands.layout, operands.layout.dtype.itemsize
     half = layout.layer_bytes // 2 // itemsize
     start = operands.layer * 2 * half

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of experts: choice, grouping of rows by expert, linear layers, activation, sum.
+"""Triton kernels of experts.  Legend: see `experts`.
 
-Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
-
-Operands are swapped as in `wgmma_shrink`.  All tiles add along H in the same steps of the same instruction: a
-row's bits don't depend on the batch.
+Tiles add along H in the same steps of the same instruction: a row's bits don't depend on the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from moe_lora.kernels.triton.lora.segment_kernels import sort_block
 
 @triton.jit
 def _in_best_groups(ranked_E, e, num_experts, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """[EXPERTS] bool: experts of the TOP_GROUPS groups of largest sums of two scores; ties: the first."""
+    """[EXPERTS] bool: experts of the TOP_GROUPS groups of largest sums of two scores."""
     lowest = -float("inf")
     group_E = e // (num_experts // GROUPS)
     sum_E = tl.where(e < num_experts, lowest, lowest)
@@ -56,9 +53,9 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """A token's TOP_K experts of largest score, ascending by number, and their weights: see `experts.choose`.
+    """A token's TOP_K experts, ascending, and weights: see `experts.choose`.
 
-    SCORES: 0 logits, 1 their softmax, 2 their sigmoids.  EXPERTS: a power of 2, E at least.
+    SCORES: 0 logits, 1 softmax, 2 sigmoids.
     """
     e = tl.arange(0, EXPERTS)
     logit_E = tl.load(logits + token * num_experts + e, mask=e < num_experts, other=-float("inf")).to(
@@ -140,7 +137,7 @@ def choose_experts(
 
 @triton.jit
 def _expert_of(ids, row, num_rows, first, num_experts):
-    """Expert of each row, counted from `first`; E without an expert, E + 1 past the last row."""
+    """Expert from `first`; E without an expert, E + 1 past the last row."""
     expert = tl.load(ids + row, mask=row < num_rows, other=-1)
     expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
     return tl.where(row < num_rows, expert, num_experts + 1)
@@ -165,17 +162,17 @@ def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("num_rows", "first"))
 def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
-    """order: the first position of each expert's rows, of rows without expert, and R; then the row at each
-    position.  [E + 2 + R].  first: number of the first of the E experts.
+    """order: first position of each expert's rows, of rows without expert, and R; then the row at each
+    position.
 
-    A program per expert, and one for rows without; stable.
+    [E + 2 + R], stable.  first: number of the first expert.  A program per expert, and one for the rest.
     """
     _order(tl.program_id(0), ids, order, num_rows, first, num_experts, BLOCK)
 
 
 @triton.jit
 def _all_chosen(chosen, num_tokens, INTERPRETED: tl.constexpr):
-    """Wait for `num_tokens` programs to count themselves; their writes are visible afterwards."""
+    """Wait for `num_tokens` programs; their writes are then visible."""
     seen = tl.atomic_add(chosen, 0, sem="acquire")
     if INTERPRETED:
         tl.device_assert(seen == num_tokens, "programs run one after the other")
@@ -230,13 +227,12 @@ def choose_and_order(
     BLOCK_OTHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`choose_experts`; then `order_rows` of the chosen rows if `ordered` is E + 1, not 0, and
-    `segment_kernels.sort_rows` if SORTS.
+    """`choose_experts`; then `order_rows` if `ordered` is E + 1, not 0, and `segment_kernels.sort_rows` if
+    SORTS.
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
     all tokens without deadlock: programs take items in order, so a token is done or at a running program.
-    counters: [2] int32, zeros: the next number, and the finished tokens.  first, num_held: ordered experts.
-    to_sort: operands of the sort, of num_slots slots, experts of_model, and tiles of tile_rows rows.
+    counters: [2] int32, zeros.  first, num_held: ordered experts.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -304,9 +300,7 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Start and end of each expert's rows, and the running number of tiles; expert
-    E: rows without an expert.
-    """
+    """Start and end of experts' rows, and running number of tiles; expert E: without expert."""
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
     end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
@@ -315,7 +309,7 @@ def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constex
 
 @triton.jit
 def tile_and_block(item, num_tiles, blocks, GROUP: tl.constexpr):
-    """GROUP adjacent tiles walk the column blocks together, to share an expert's weights."""
+    """GROUP adjacent tiles walk the column blocks together, to share weights."""
     group = item // (GROUP * blocks)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
     within = item - group * GROUP * blocks
@@ -336,7 +330,7 @@ def rows_of_tile(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(expert, rows [BLOCK_T], mask of its own rows).  Not SORTED: a tile is one row in the given order."""
+    """(expert, rows [BLOCK_T], mask of own rows).  Not SORTED: a tile is one row."""
     t = tl.arange(0, BLOCK_T)
     if SORTED:
         e = tl.arange(0, EXPERTS)
@@ -369,7 +363,7 @@ def _with_deltas(
     ROWS_PER_INPUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """round(y + delta) of a tile's rows in columns n of one half, [n, rows], in fp32; y without a delta."""
+    """round(y + delta) of a tile's rows in columns n, [n, rows], in fp32; y without a delta."""
     slot_T = tl.load(token_slots + row // ROWS_PER_INPUT, mask=inside, other=-1)
     entry_T = entry_of(slot_T, expert, half, slot_stride, table_base, 2)
     rank_T = tl.load(lora_rank + entry_T, mask=slot_T >= 0, other=0)
@@ -416,9 +410,9 @@ def expert_linear(
 ):
     """y[row] = x[row / ROWS_PER_INPUT] @ weight[expert].T + bias[expert], zero without an expert.
 
-    GATED: then `gated` of the two halves of N, each rounded before, and again after its deltas if HAS_DELTAS:
-    see `problem.Deltas`.  x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or
-    [R, N / 2] if GATED.  EVEN: BLOCK_K divides H.  EXPERTS: a power of 2 above E.
+    GATED: then `gated` of the two halves of N, each rounded before, and again after deltas.
+    x: [R / ROWS_PER_INPUT, H].  weight: [E, N, H].  y: [R, N], or [R, N / 2] if GATED.  EVEN: BLOCK_K
+    divides H.
     """
     if DEPENDENT:
         wait_for_kernel_before()
@@ -437,8 +431,7 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row of weight or tile, read another row without a mask; but in a small, mostly
-            # empty tile that would be row 0 for all programs.
+            # Past the last row read another row, but in small tiles: all programs would read row 0.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width
@@ -477,7 +470,7 @@ def expert_linear(
 
 @triton.jit(do_not_specialize=("limit",))
 def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = `gated` of the two halves of y[row].  y: [R, 2 * columns], out: [R, columns]."""
+    """out[row] = `gated` of the halves of y[row].  y: [R, 2 * columns], out: [R, columns]."""
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -491,9 +484,7 @@ def gate_rows(y, out, columns, limit, CLAMPED: tl.constexpr, INTERPRETED: tl.con
 def sum_experts(
     y, weights, out, columns, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = sum over k, in order, of weights[t, k] * y[t*K + k].  y: [R,
-    columns], weights: [T, K] fp32.
-    """
+    """`reference.sum_experts`.  y: [R, columns], weights: [T, K] fp32."""
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     n = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

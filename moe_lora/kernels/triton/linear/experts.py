@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on a GPU: linear layers as grouped GEMMs, the gated activation, the sum over a token's experts.
+"""Experts on a GPU: grouped GEMMs, the gated activation, the sum over experts.
 
-Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.
-
-    choose         each token's experts and their weights, from the logits
-    order          rows by expert, once for a layer's experts; few rows: with `choose`
-    linear         y = x_row @ weight[expert].T + bias; with a gate: activation of y + deltas
-    gate           the activation alone
-    weighted_sum   sum over k of weights[t, k] * y[t*K + k]
-
-Sums are in fp32, in an order that depends on H and dtype alone, without atomics: a row has the same bits in
-any batch, with or without deltas of further rows.  Launches never wait for the device.
+Legend: T tokens, K experts per token, R rows (T * K), E experts, N output width, H input width.  Sums are in
+fp32, in an order by H and dtype alone, without atomics: a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -26,23 +18,23 @@ from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 ROW_MAX_TOKENS = 8
-"""Up to this number of tokens, with at most E rows, each row is a tile."""
+"""Most tokens, with at most E rows, for a tile per row."""
 ONE_LAUNCH_MAX_ROWS = 1024
-"""Up to this number of rows, choosing and ordering are one launch of one-warp programs."""
+"""Up to this number of rows, choosing and ordering are one launch."""
 _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256
 _ROW_COLUMNS, _DEEP_PER_SM, _LONG_WIDTH = 64, 2, 2560
 _SORT_BLOCK, _MANY_ROWS, _SORT_BLOCK_OF_MANY = 1024, 8192, 8192
 
 
 class Gate(NamedTuple):
-    """Activation from gate_up's halves to down's input; see `models.linear.glu`."""
+    """Activation from gate_up's halves; see `models.linear.glu`."""
 
     clamped: bool
     limit: float
 
 
 class TileConfig(NamedTuple):
-    """Blocks of one launch.  block_t: rows; block_n: of N; group: tiles in parallel along N."""
+    """block_t: rows; block_n: of N; group: tiles in parallel."""
 
     block_t: int
     block_n: int
@@ -54,9 +46,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> TileConfig:
-    """Tiles of at most block_t rows.  block_k depends on dtype and width alone: it
-    fixes the order of sums.
-    """
+    """Tiles of at most block_t rows; block_k, by dtype and width, fixes the order of sums."""
     if dtype == torch.float32:
         return TileConfig(min(block_t, 32), 32, 32, 8, 2, 4, 2)
     if width % _BLOCK_K:
@@ -72,8 +62,7 @@ def tile_config(dtype: torch.dtype, width: int, block_t: int, gated: bool) -> Ti
 def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -> TileConfig:
     """For tiles of one row: narrow blocks, to fill the device.
 
-    all_at_once: two programs per SM hold all items.  Then, and in wide rows, programs have more bytes in
-    flight, without room for a third program.
+    all_at_once: two programs per SM hold all items.
     """
     config = tile_config(dtype, width, 16, gated)
     if config.block_k == _BLOCK_K:
@@ -84,7 +73,7 @@ def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -
 
 
 _MOST_OF_TILES = ((16, 12), (32, 24), (64, 80))
-"""Sizes of tiles, each with the largest mean number of an expert's rows: the fastest on an H200."""
+"""Sizes of tiles, with the largest mean number of an expert's rows (H200)."""
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:
@@ -93,12 +82,11 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
 
 
 class GateChoice(NamedTuple):
-    """How a gate chooses `top_k` experts of a token.
+    """How a gate chooses `top_k` experts.
 
-    scores: 0 the softmax of the chosen logits, 1 the softmax of all, 2 sigmoids.  norm: p of the p-norm that
-    divides the chosen scores of 1 and 2, 0 = not divided.
-    num_groups: equal groups of experts; experts of the top_groups with the largest sums of two scores are
-    chosen.  scale: factor of the weights.
+    scores: 0 softmax of the chosen logits, 1 softmax of all, 2 sigmoids.  norm: p of the p-norm that divides
+    the chosen scores of 1 and 2, 0 = not divided.  Of num_groups equal groups, the top_groups with the
+    largest sums of two scores are open.  scale: of the weights.
     """
 
     top_k: int
@@ -112,11 +100,10 @@ class GateChoice(NamedTuple):
 def choose(
     logits: torch.Tensor, live: torch.Tensor, choice: GateChoice, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row; ties: the first.
+    """Expert weights [T, K] fp32 and ids [T, K] int32, ascending in each row; ties: the first.
 
-    live: [T] bool; ids of other rows are -1.  logits: [T, E].  correction: [E] fp32 in the choice, not in the
-    weights, or None.
-    Raises ValueError for operands that don't fit.
+    logits: [T, E].  live: [T] bool; other ids are -1.  correction: [E] fp32, in the choice only.  Raises
+    ValueError for bad operands.
     """
     weights, ids, operands, constants = _chosen(logits, live, choice, correction)
     if len(logits):
@@ -135,10 +122,9 @@ def choose_and_order(
     zeros: Zeros,
     rows_to_sort: Callable[[torch.Tensor], RowsToSort | None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`choose`, and `order` of the rows of experts `held`, numbered from its first; one launch if few rows.
+    """`choose`, and `order` of the rows of experts `held`; one launch if few.
 
-    zeros: source of counters.  rows_to_sort: from the ids, LoRA rows to sort in the same launch; not called
-    above the rows of one launch.
+    rows_to_sort: LoRA rows to sort in the same launch.
     """
     num_tokens, num_experts = logits.shape
     if not 0 < num_tokens * choice.top_k <= ONE_LAUNCH_MAX_ROWS:
@@ -211,7 +197,7 @@ def by_rows(ids: torch.Tensor, num_experts: int) -> bool:
 def order(ids: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
     """[E + 2 + R] int32: see `expert_kernels.order_rows`; not filled for `by_rows`.
 
-    ids: [T, K] int32; numbers outside of the E experts from `first` on count as no expert.
+    ids: [T, K] int32; numbers outside of the E from `first` on count as none.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2:
         raise ValueError(f"ids is {tuple(ids.shape)} {ids.dtype}; it must be [T, K] int32")
@@ -229,7 +215,7 @@ def _empty_order(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def adds_deltas(ids: torch.Tensor, num_experts: int) -> bool:
-    """True if `linear` accepts deltas: tiles of 128 rows leave no registers for deltas."""
+    """True if `linear` accepts deltas: tiles of 128 rows leave no registers."""
     return by_rows(ids, num_experts) or rows_of_tiles(ids.numel(), num_experts) < 128
 
 
@@ -242,11 +228,10 @@ def linear(
     gate: Gate | None = None,
     deltas: Deltas | None = None,
 ) -> torch.Tensor:
-    """As `reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
+    """`reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
-    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: `order` of the same ids.  deltas: added before the gate,
-    for x [T, H] and `adds_deltas`; table_base is the first expert's.  Raises ValueError for operands that
-    don't fit.
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  deltas: added before the gate, if `adds_deltas` and x [T, H].
+    Raises ValueError for bad operands.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)
@@ -287,7 +272,7 @@ def linear(
 
 
 def launch_constants(config: TileConfig) -> dict[str, Any]:
-    """The configuration as a kernel's constants and compile options."""
+    """The configuration as constants and compile options."""
     return {
         "BLOCK_T": config.block_t,
         "BLOCK_N": config.block_n,
@@ -300,7 +285,7 @@ def launch_constants(config: TileConfig) -> dict[str, Any]:
 
 
 def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
-    """The activation of the halves of each row: [R, 2F] -> [R, F]."""
+    """The activation of each row's halves: [R, 2F] -> [R, F]."""
     out = y.new_empty(y.shape[0], y.shape[1] // 2)
     if out.numel():
         programs = out.shape[0] * -(-out.shape[1] // _COLUMN_BLOCK)
@@ -316,10 +301,7 @@ def gate(y: torch.Tensor, how: Gate) -> torch.Tensor:
 
 
 def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over k, in this order, of weights[t, k] * y[t*K + k], in fp32, rounded to y's dtype.
-
-    y: [R, N].  weights: [T, K] fp32.
-    """
+    """`reference.sum_experts`.  y: [R, N].  weights: [T, K] fp32."""
     num_tokens, top_k = weights.shape
     out = y.new_empty(num_tokens, y.shape[1])
     if out.numel():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of linear layers over quantised weights; see `quantised_linear`.
+"""Triton kernels of linear layers over quantised weights.
 
-Legend: E experts, R rows, N output width, H input width, S separate sums over the inputs.
-
-weight: a `quantised_linear.Weight`.  PACKED: two values of 4 bits in a byte.
+Legend: R rows, N output width, H input width, S separate sums over the inputs.  PACKED: two values of 4 bits
+in a byte.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from moe_lora.kernels.triton.entries import dot, rounded
 
 @triton.jit
 def inputs_of(byte, part, PACKED: tl.constexpr):
-    """Input indices of a row's bytes; part: 0: lower half of a packed byte, 1: upper half."""
+    """Input indices of a row's bytes; part: 0: lower half of a byte, 1: upper."""
     if PACKED:
         return byte // 32 * 64 + byte % 32 + 32 * part
     return byte
@@ -24,7 +23,7 @@ def inputs_of(byte, part, PACKED: tl.constexpr):
 
 @triton.jit
 def bf16_of(bits, INTERPRETED: tl.constexpr):
-    """The bf16 numbers of these bits, int32; fp32 in the interpreter, without bf16 arithmetic."""
+    """The bf16 numbers of these bits, int32; fp32 in the interpreter."""
     if INTERPRETED:
         return (bits << 16).to(tl.float32, bitcast=True)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -32,9 +31,9 @@ def bf16_of(bits, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def values_of(stored, part: tl.constexpr, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Exact values of the bytes before zero and scale: fp32, or bf16 for 4 bits.
+    """Exact values before zero and scale: fp32, or bf16 for 4 bits.
 
-    Codes of 4 bits go into the bits of bf16 numbers: no conversion, and arithmetic in pairs.
+    4-bit codes go into the bits of bf16 numbers.
     """
     if NAME == "int8":
         values = stored.to(tl.float32)
@@ -51,7 +50,7 @@ def values_of(stored, part: tl.constexpr, NAME: tl.constexpr, INTERPRETED: tl.co
 
 @triton.jit
 def scales_of(stored, NAME: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Scales as fp32; those of mxfp4 are exponents, E8M0."""
+    """Scales as fp32; mxfp4's are exponents, E8M0."""
     if NAME == "mxfp4":
         stored = bf16_of(tl.maximum(stored.to(tl.int32) << 7, 64), INTERPRETED)
     return stored.to(tl.float32)
@@ -77,8 +76,7 @@ def weight_tile(
 ):
     """scale * (q - zero) of outputs n and the inputs of some bytes, fp32 [n, bytes].
 
-    stored: [n, bytes] of one matrix's data, from first_byte of each row on; n within the matrix.  ONE_GROUP:
-    these inputs share a scale.
+    stored: [n, bytes] of a matrix, from first_byte on.  ONE_GROUP: the inputs share a scale.
     """
     values = values_of(stored, part, NAME, INTERPRETED)
     num_groups, group = 1, 0
@@ -127,8 +125,8 @@ def quantised_tiles(
 ):
     """out[row] = x[row / X_DIVISOR] @ weight.T + bias, or with APART out[s, row] = part s of the product.
 
-    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  rows, tiles: of experts, if HAS_IDS.
-    An item is a tile of rows and a block of outputs, and one of S parts if APART.
+    x: [., H].  out: [R, N] of x's dtype; APART: fp32 [S, R, N].  An item is a tile of rows, a block of
+    outputs, and a part if APART.
     """
     dtype = x.dtype.element_ty
     row_bytes = tl.cdiv(width, 64) * 32 if PACKED else width
@@ -205,7 +203,7 @@ def join_parts(
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[row] = sum over s of parts[s, row], in order of s, + bias; zero for a row without an expert.
+    """out[row] = sum over s of parts[s, row], in order, + bias; zero without an expert.
 
     parts: fp32 [S, R, N].
     """

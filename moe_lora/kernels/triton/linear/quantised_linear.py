@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers over quantised weights, dense and of experts: `cpu.quantised_linear` for a GPU.
+"""Linear layers over quantised weights on a GPU.
 
-Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width, S
-separate sums over the inputs.
-
-A tile of bytes becomes round(scale * q) in x's dtype (`weight_tile`), with the bits of
-`quantised.dequantise`.  H, format and dtype fix the order of fp32 sums.  Two 4-bit values of a byte are 32
-inputs apart: lower and upper halves are separate tiles.  With few tiles the S parts are separate programs:
-same sums, same order.
+Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width.  A tile
+becomes round(scale * q) in x's dtype, with the bits of `quantised.dequantise`.  H, format and dtype fix the
+order of fp32 sums.
 """
 
 from __future__ import annotations
@@ -44,9 +40,9 @@ def quantised_linear(
 ) -> torch.Tensor:
     """x @ dequantised weight.T + bias, of one matrix or (with ids) of the rows' experts.
 
-    x: [T, H] or [T*K, H], bf16, fp16 or fp32, rows contiguous.  bias: [N] or [E, N] of x's dtype.
-    ids: [T, K] int32, outside 0..E-1 gives a zero row.  Returns [R, N] of x's dtype.
-    Raises ValueError for operands that don't fit, and for a dynamic format.
+    x: [T, H] or [T*K, H], bf16, fp16 or fp32, rows contiguous.  bias: [N] or [E, N].  ids: [T, K] int32,
+    outside 0..E-1 gives a zero row.  Returns [R, N].  Raises ValueError for bad operands, and for a dynamic
+    format.
     """
     _check(x, weight, bias, ids, num_out)
     return launch(x, weight, bias, ids, num_out)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One site's LoRA operands, checked before a launch.
+"""A site's LoRA operands, checked before a launch.
 
-Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width.
+Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), C output columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_MODULES = 3
 
 
 class Tables(NamedTuple):
-    """The slot table's columns and the arena, for kernels."""
+    """The slot table's columns and the arena."""
 
     a_offset: torch.Tensor
     b_offset: torch.Tensor
@@ -34,10 +34,7 @@ class Tables(NamedTuple):
 
 
 class Deltas(NamedTuple):
-    """Deltas of an expert site for a fused addition: values [R, C], undefined for modules of rank 0.
-
-    Entries of a row's slot: see `entries.entry_of`.
-    """
+    """Deltas for a fused addition: values [R, C], undefined at rank 0."""
 
     values: torch.Tensor
     token_slots: torch.Tensor
@@ -46,7 +43,7 @@ class Deltas(NamedTuple):
     table_base: int
 
     def from_expert(self, first: int) -> Deltas:
-        """The deltas for a base layer whose expert 0 is `first`; gate and up have an entry each."""
+        """The deltas for a base layer with first expert `first`."""
         return self._replace(table_base=self.table_base + 2 * first)
 
 
@@ -54,7 +51,7 @@ class Deltas(NamedTuple):
 class Problem:
     """Shared operands of a site's kernels.
 
-    max_lora_rank: largest possible rank.  padded_rank: rank of every row in "bgmv".
+    max_lora_rank: largest possible rank.  padded_rank: in "bgmv".
     """
 
     x: torch.Tensor
@@ -84,12 +81,12 @@ class Problem:
 
     @property
     def out_widths(self) -> tuple[int, ...]:
-        """Widths of three modules, 0 for absent modules."""
+        """Widths of three modules, 0 if absent."""
         return (*self.site.out_features, *[0] * (_MAX_MODULES - self.modules))
 
     @property
     def h_width(self) -> int:
-        """Columns of the workspace: the largest rank, rounded up to the zero-writing tile."""
+        """Columns of the workspace: the largest rank, rounded up to a tile."""
         return -(-self.max_lora_rank // 64) * 64
 
     @property
@@ -104,7 +101,7 @@ class Problem:
         return layers * entries, self.layer * entries + self.site.entry_base
 
     def batch_rank(self) -> int:
-        """Largest rank of a row's adapter here; waits for the device."""
+        """Largest rank in this batch; waits for the device."""
         slot, expert = self.segments.described[:, 2].long(), self.segments.described[:, 3].long()
         chosen = slot >= 0
         slot_stride, table_base = self.entry_strides
@@ -118,7 +115,7 @@ class Problem:
 
 
 def config_of(kernel: str, x: torch.Tensor, site: Site, decode: bool) -> dict[str, Any]:
-    """Launch configuration of a kernel at a site.  x: for dtype and device."""
+    """Launch configuration of a kernel at a site."""
     dtype, phase = configs.DTYPE_NAMES[x.dtype], "decode" if decode else "prefill"
     widths = (site.in_features, sum(site.out_features))
     return configs.table_of(x.device).config(kernel, dtype, phase, *widths)
@@ -132,11 +129,10 @@ def checked_problem(
     max_lora_rank: int | None,
     batch_rank: int | None,
 ) -> Problem:
-    """The operands as a `Problem`.  rows: `segments.rows_for` of the same operands.
+    """The operands as a `Problem`.  rows: `segments.rows_for` of these.
 
-    max_lora_rank: of all slots; batch_rank: of this batch, unchecked.  Default: the table's.
-
-    Raises ValueError for operands that don't fit each other or the kernels.
+    max_lora_rank: of all slots; batch_rank: of this batch, unchecked; default: the table's.  Raises
+    ValueError for bad operands.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     if x.device.type != "cuda" and not configs.interpreted():
@@ -197,7 +193,7 @@ def checked_problem(
 
 
 def check_output(y: torch.Tensor, problem: Problem, name: str, *, or_fp32: bool = False) -> None:
-    """Raises ValueError unless y has the site's rows and columns in x's dtype (or fp32), on its device."""
+    """Raise ValueError unless y has the site's rows and columns, and x's dtype (or fp32) and device."""
     width = sum(problem.site.out_features)
     dtypes = (problem.x.dtype, torch.float32) if or_fp32 else (problem.x.dtype,)
     if y.dtype not in dtypes or y.device != problem.x.device:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that sort rows into segments and cut segments into tiles; see `segments`.
+"""Triton kernels that sort rows into segments and cut tiles.
 
-Legend: R rows, N slots, E experts, K experts per token.  A sorted position has four int32: first and last + 1
-position of its segment, slot, expert.  A tile has the same four for its own rows.
+Legend: R rows, N slots, E experts.  A sorted position has four int32: first and last + 1 position of its
+segment, slot, expert.  A tile has the same four for its rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _SIZES = ("num_rows", "num_slots", "num_experts", "tile_rows")
-"""Numbers that change per prompt or with added slots and must not trigger a compilation."""
+"""Numbers that must not trigger a compilation."""
 
 
 @triton.jit
@@ -123,10 +123,9 @@ def sort_rows(
     BLOCK_OTHER: tl.constexpr,
     BLOCK_CUT: tl.constexpr,
 ):
-    """Stable counting sort: a row's position is the number of rows before it in (key, row) order.
+    """Stable counting sort: a row's position is the number of rows before in (key, row) order.
 
-    CUT: the last program cuts `tiles`; sorted_blocks [1] starts at 0.  Quadratic in R, but a single launch:
-    for decode steps.
+    CUT: the last program cuts `tiles`; sorted_blocks [1] starts at 0.  Quadratic in R: for decode steps.
     """
     sort_block(
         tl.program_id(0),
@@ -154,5 +153,5 @@ def sort_rows(
 
 @triton.jit(do_not_specialize=_SIZES)
 def cut_tiles(described, count, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
-    """`_cut` alone, for tiles of a second size.  One program."""
+    """`_cut`, for tiles of a second size.  One program."""
     _cut(described, tl.load(count), tiles, num_tiles, tile_rows, BLOCK)

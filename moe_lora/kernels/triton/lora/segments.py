@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step sorted by (expert, adapter), and tiles of them: the work lists of the LoRA kernels.
+"""Rows of a step sorted by (expert, adapter), and tiles.  Legend: see `problem`.
 
-Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
-
-Built on the device with host-known sizes: no waits, and graphs can capture.  One sort per (token_slots, ids)
-serves gate_up and down of a layer, or all dense sites of a step.
+Built on the device with host-known sizes: no waits, and graphs can capture.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from moe_lora.kernels.operands import LoraOperands, Zeros
 from moe_lora.kernels.triton import configs
 
 SORT_MAX_ROWS = 4096
-"""Above this number of rows `torch.sort` replaces the counting sort; both are stable."""
+"""Above this number of rows `torch.sort` replaces the counting sort."""
 
 
 class Tiles(NamedTuple):
@@ -29,10 +26,9 @@ class Tiles(NamedTuple):
 
 
 class RowsToSort(NamedTuple):
-    """Segments filled by a launch: `sort_rows`, or a launch with the choice of experts.
+    """Segments filled by a later launch.
 
-    operands: token_slots, the result's memory, then (num_slots, num_experts,
-    tile_rows).  cuts: also into tiles.
+    operands: token_slots, the result's memory, then (num_slots, num_experts, tile_rows).
     """
 
     segments: Segments
@@ -44,9 +40,9 @@ class RowsToSort(NamedTuple):
 class Segments:
     """Rows in sorted order, or in the given order.
 
-    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
-    position the first and last + 1 position of its segment, slot and expert (-1, -1 without an adapter).
-    count: [1] int32 rows with an adapter.  is_sorted: False for `unsorted_rows`.
+    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, first
+    and last + 1 position of the segment, slot and expert (-1, -1: none).  count: [1] int32 rows with an
+    adapter.
     """
 
     rows: torch.Tensor
@@ -56,7 +52,7 @@ class Segments:
     _tiles: dict[int, Tiles] = field(default_factory=dict)
 
     def tiles(self, tile_rows: int) -> Tiles:
-        """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
+        """Tiles of at most `tile_rows` rows; made once per size."""
         if tile_rows not in self._tiles:
             operands = (self.described, self.count, *self.new_tiles(tile_rows), tile_rows)
             configs.start(
@@ -108,12 +104,9 @@ def build_segments(
 ) -> Segments:
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
-    tile_rows, zeros: also cut tiles of this size in the same launch, with a counter from zeros.
-
     token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none
-    (num_experts 0 counts as 1).
-    Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
+    Numbers from num_slots and num_experts (0 counts as 1) on count as none.  tile_rows, zeros: also cut
+    tiles.  Raises ValueError for other shapes, dtypes or devices.
     """
     check_rows_and_ids(token_slots, ids)
     num_rows = token_slots.numel() if ids is None else ids.numel()
@@ -144,10 +137,7 @@ def build_segments(
 def unsorted_rows(
     token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
-    """Every row in its own place, for the per-row baselines; `count` is R.
-
-    Slots and experts outside the tables count as none; raises as `build_segments`.
-    """
+    """Every row in place, for per-row baselines; `count` is R.  Raises as `build_segments`."""
     check_rows_and_ids(token_slots, ids)
     slot, expert = _slots_and_experts(token_slots, ids)
     fits = _fits(slot, expert, num_slots, max(1, num_experts))
@@ -159,7 +149,7 @@ def unsorted_rows(
 
 
 def check_rows_and_ids(token_slots: torch.Tensor, ids: torch.Tensor | None) -> None:
-    """Raises ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
+    """Raise ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
     for name, tensor, dims in (("token_slots", token_slots, 1), ("ids", ids, 2)):
         if tensor is None:
             continue

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function per kernel: workspace, grid and constants of its launch.
-
-Legend: R rows, M modules of the site, S separate sums over the input width.
-"""
+"""A function per kernel: workspace, grid and constants.  Legend: see `wgmma_shrink`."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ if TYPE_CHECKING:
 _TENSOR_CORE_DTYPES = (torch.bfloat16, torch.float16)
 _RANK_ROWS = 64
 _ALIGNED = 16
-"""Width multiple (elements) at which Triton may assume 16-byte aligned rows."""
+"""Elements: rows of such widths are 16-byte aligned for Triton."""
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
-    """h of all rows in parts: [S, M, R, h_width] fp32, undefined from a row's rank on."""
+    """h of all rows: [S, M, R, h_width] fp32, undefined from a row's rank on."""
     x, rows, width = problem.x, problem.segments.rows, problem.x.shape[1]
     config = pipeline(problem.config("wgmma_shrink"), width % _ALIGNED == 0)
     split_k = num_parts(config, width)
@@ -76,7 +73,7 @@ def wgmma_expand(
 
 
 def tile_rows(x: torch.Tensor, site: Site, decode: bool) -> int:
-    """Rows of `wgmma_shrink`'s tiles at a site; 0 for an unsupported dtype."""
+    """Rows of `wgmma_shrink`'s tiles; 0 for an unsupported dtype."""
     return config_of("wgmma_shrink", x, site, decode)["block_t"] if x.dtype in _TENSOR_CORE_DTYPES else 0
 
 
@@ -96,7 +93,7 @@ def _column_groups(problem: Problem, config: Config) -> int:
 
 
 def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
-    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: baselines launch without persistence."""
+    """h of all rows: [S, M, R, h_width] fp32; baselines launch without persistence."""
     config, segments, x = problem.config("vector_shrink"), problem.segments, problem.x
     rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
@@ -150,7 +147,7 @@ def vector_expand(
 
 
 def check_choice(problem: Problem, choice: Choice) -> None:
-    """Raises ValueError if the algorithm cannot serve the dtype or the ranks of the class."""
+    """Raise ValueError if the algorithm cannot serve the dtype."""
     algorithm = choice.algorithm
     if algorithm != "vector" and problem.x.dtype == torch.float32:
         raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
@@ -166,10 +163,9 @@ def _workspace(problem: Problem, parts: int) -> torch.Tensor:
 
 
 def pipeline(config: Config, aligned: bool) -> Config:
-    """The launched configuration for rows aligned, or not, to 16 elements.
+    """The configuration for rows aligned, or not, to 16 elements.
 
-    Only aligned rows can use TMA.  Element-wise loads need many registers: smaller
-    steps, one stage, more threads.
+    Only aligned rows can use TMA.  Element-wise loads need many registers: small steps, more threads.
     """
     if aligned:
         return config

@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA deltas on a GPU: shrink, expand, and both at once.
+"""LoRA deltas on a GPU.  Legend: see `problem`.
 
-Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H input width, C output columns.
+Sums are in fp32, in an order by widths, rank and dtype alone, without atomics: a row's delta has the same
+bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for
+x_row @ A.T above 65504.  Launches never wait for the device; for a CUDA graph, set `max_lora_rank` to a
+bound over all replays.
 
-    lora_shrink  h = x_row @ A.T            for the adapter of each row (and its expert)
-    lora_expand  y = round(y + delta)       delta = round(scale * h @ B.T), in the model's dtype
-    lora_delta   out = delta                zero without an adapter
-
-Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta has
-the same bits in any batch and phase.  Ranks 1..512 mix in one launch.  In fp16 the h of `wgmma` overflows for
-x_row @ A.T above 65504.  Launches never wait for the device; for capture into a CUDA graph, set
-`max_lora_rank` to a bound over all replays.
-
-algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads); `choose` picks
-by site shape, rank and dtype.  Baselines: "bgmv" (Punica: rows at the batch's maximum rank), "mbgmv" (S-LoRA:
-true rank).
+algorithm, for "sgmv": `wgmma` (SGMV, tensor-core tiles) or `vector` (BGMV, sums by threads).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
 """
 
@@ -43,10 +35,7 @@ ALGORITHMS = ("wgmma", "vector")
 
 
 def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
-    """The applicable choices of the table; together they cover each rank from 1 on exactly once.
-
-    dtype: "bf16", "fp16" or "fp32".  Raises ValueError for overlaps or missing ranks.
-    """
+    """The table's choices for a site.  Raises ValueError for overlaps or missing ranks."""
     wanted = (dtype, site.in_features, sum(site.out_features))
     found = [
         choice
@@ -72,7 +61,7 @@ def _first_group(choices: list[Choice]) -> tuple[Choice, ...]:
 
 
 def forced(algorithm: str) -> tuple[Choice, ...]:
-    """One class of all ranks for a named algorithm.  Raises ValueError for an unknown name."""
+    """All ranks by one algorithm.  Raises ValueError for an unknown name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
     return (Choice(algorithm=algorithm),)
@@ -80,7 +69,7 @@ def forced(algorithm: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """Result of `lora_shrink`: h of each class of ranks, on the device."""
+    """h of each class of ranks, on the device."""
 
     problem: Problem
     kernel: str
@@ -97,13 +86,11 @@ def lora_shrink(
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
 ) -> Shrunk:
-    """h = x_row @ A.T for each row with an adapter and each module of the site.
+    """h = x_row @ A.T for each row with an adapter and each module.
 
-    x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: the phase, for tiles and grids.
-    segments: `rows_for` of the same kernel, token_slots and ids, to share between sites.
-    batch_rank: largest rank of this batch: width of workspaces, and the padded rank of "bgmv" (default: read
-    from the device, with a wait).  Modules with a common A (same a_offset and rank) are computed once.
-    Raises ValueError for operands that don't fit.
+    x: bf16, fp16 or fp32, rows contiguous (row stride free).  segments: `rows_for` of the same rows.
+    batch_rank: width of workspaces, and the padded rank of "bgmv" (default: read from the device, with a
+    wait).  Raises ValueError for bad operands.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
@@ -112,18 +99,17 @@ def lora_shrink(
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row with an adapter, or -.
 
-    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  fp32 y, for sums
-    of deltas: the delta stays unrounded.
-    Raises ValueError if y does not fit.
+    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  In fp32 the delta
+    stays unrounded.  Raises ValueError for a bad y.
     """
     check_output(y, shrunk.problem, "y", or_fp32=True)
     _expand(shrunk, y, add=True, subtract=subtract)
 
 
 def deltas_of(shrunk: Shrunk) -> Deltas | None:
-    """The deltas alone, for `experts.linear`, which adds them with the bits of `lora_expand`.
+    """The deltas, for `experts.linear` to add with equal bits.
 
-    None in fp32: scale and addition may fuse in one kernel and not in the other.
+    None in fp32: scale and addition may fuse in one kernel only.
     """
     problem = shrunk.problem
     if problem.x.dtype == torch.float32:
@@ -144,10 +130,9 @@ def lora_delta(
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
 ) -> None:
-    """out = delta of each row, zero without an adapter; overwrites out.
+    """out = delta of each row, zero without an adapter.
 
-    y + out in y's dtype has the bits of `lora_shrink` and `lora_expand`.  out: like y of `lora_expand`.  The
-    rest as in `lora_shrink`.
+    y + out has the bits of `lora_shrink` and `lora_expand`.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")

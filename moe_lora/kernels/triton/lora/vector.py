@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BGMV: one row per work item, sums by threads, no tensor cores; and the papers' per-row baselines.
+"""BGMV: one row per item, sums by threads; and the papers' per-row baselines.
 
-Legend: R rows, H input width, C output columns, S separate sums over H, M modules of the site.
-
-A work item reads a few rank rows (shrink) or a column block (expand) of one matrix with 16-byte loads.  A
-tile's layout over threads decides the order of sums, so addresses and strides of x and y are not specialized.
-PADDED: rows at the batch's maximum rank; reads behind a matrix stay inside the arena and are discarded.
+Legend: see `wgmma_shrink`.  A tile's layout over threads decides the order of sums: addresses and strides of
+x and y are not specialized.  PADDED: rows at the batch's maximum rank; reads behind a matrix stay inside the
+arena and are discarded.
 Source: Punica (arXiv 2310.18547); S-LoRA (arXiv 2311.03285), MBGMV.
 """
 
@@ -30,10 +28,7 @@ _NUMBERS = (*NOT_SPECIALIZED, "x_stride", "y_stride")
 
 @triton.jit
 def _weights(tables, offsets, entry, row, column, rank, width, arena_bytes, like, PADDED: tl.constexpr):
-    """[rows, columns] of a packed matrix in fp32, zero past the true rank and the width.
-
-    like: a pointer to the matrix's dtype.
-    """
+    """[rows, columns] of a matrix in fp32, zero past the true rank and width."""
     dtype = like.dtype.element_ty
     start = matrix(tables.arena, offsets, entry, dtype)
     true = (row < rank)[:, None] & (column < width)[None, :]
@@ -77,7 +72,7 @@ def vector_shrink(
 ):
     """h[s, module, position] = part s of x[row] @ A.T, fp32 [S, M, R, h_width].
 
-    An item is a row, BLOCK_R rows of one A, and one of S parts of H.  Row `i` reads x row i / X_DIVISOR.
+    An item is a row, BLOCK_R rows of an A, and a part of H.
     """
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
     per_lane = tl.load(count) * MODULES * SPLIT_K
@@ -137,7 +132,7 @@ def vector_expand(
 ):
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    An item is a row and a column block of one module.  x: the shrink's, for the matrices' dtype.
+    An item is a row and a column block.
     """
     blocks = num_blocks(widths, BLOCK_C)
     for item in tl.range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGMV's second half with swapped operands: delta.T = B h.T; see `wgmma_shrink`.
 
-Legend: R rows, C output columns, S parts of h, M modules of the site.
-
-h, the sum of its parts in order, is split into two numbers of the model's dtype (hi + lo, about 16 bits for
-bf16): tensor cores then lose nothing above the delta's rounding.  One loop pipelines the column blocks.
+h, the sum of its parts in order, is split into two numbers of the model's dtype (hi + lo): tensor cores then
+lose nothing above the delta's rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def _hi_and_lo(
     SPLIT_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """h of rank rows r as two [r, tokens] tiles of DTYPE; h_rows: pointers to the tokens' h of part 0."""
+    """h of rank rows r as two [r, tokens] tiles of DTYPE; h_rows: pointers to h of part 0."""
     mask = (r < rank)[:, None] & inside[None, :]
     pointers = h_rows[None, :] + r[:, None]
     h_RT = tl.load(pointers, mask=mask, other=0.0)
@@ -79,8 +77,8 @@ def wgmma_expand(
 ):
     """y[row, columns of module] (+)= scale * (sum over s of h[s]) @ B.T, rounded as in `entries.add_delta`.
 
-    x: the shrink's, for the matrices' dtype.  ONE_LANE: no rank above 64, so h is read once per item.  An
-    item is a tile of tokens and up to BLOCKS_PER_ITEM column blocks of one module.
+    ONE_LANE: no rank above 64, so h is read once per item.  An item is a tile of tokens and up to
+    BLOCKS_PER_ITEM column blocks.
     """
     groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)
     dtype = x.dtype.element_ty

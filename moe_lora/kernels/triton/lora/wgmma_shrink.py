@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGMV with swapped operands: h.T = A x.T here, delta.T = B h.T in `wgmma_expand`.
 
-Legend: R rows, H input width, C output columns, S separate sums over H, M modules of the site.
+Legend: R rows, S separate sums over the input width H, M modules of the site.
 
-wgmma's 64 rows are rank rows (or output columns), its N the tile's tokens, 16 to 64: small tiles waste
-little.  Weights come STAGES - 1 steps ahead, by pointer (16-byte copies; odd rows element by element), or by
-TMA, with a descriptor per matrix made on the device from the slot table.
-Loops are not warp-specialized: Triton would then overwrite a descriptor before its loads end.
-h is fp32, [S, M, R, width] by sorted position.  S fixes the order of sums: the same in decode and prefill.
+wgmma's 64 rows are rank rows (or output columns), its N the tile's tokens: small tiles waste little.  Weights
+come STAGES - 1 steps ahead, by pointer or TMA.  Loops are not warp-specialized: Triton would then overwrite a
+descriptor before its loads end.  S fixes the order of sums: the same in decode and prefill.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ def wgmma_shrink(
 ):
     """h[s, module, position] = part s of x[row] @ A.T, fp32 [S, M, R, h_width]; undefined from the rank on.
 
-    Row `i` reads x row i / X_DIVISOR.  EVEN: the parts are whole steps.  An item is a tile of tokens, 64 rows
-    of one A, and one of S parts of H; items of the first 64 rank rows come first, in each tile after tile.
+    EVEN: the parts are whole steps.  An item is a tile of tokens, 64 rows of an A, and a part of H; items of
+    the first 64 rank rows come first.
     """
     num_tiles = tl.load(tiles.num)
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
