@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 LATENT_SITES = ("latent_k", "latent_v")
-"""With a copy for each head."""
+"""Sites with a copy for each head of Multi-head Latent Attention."""
 DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
-"""Of Gated DeltaNet layers, in place of attention's."""
+"""Sites of Gated DeltaNet layers, in place of attention's."""
 GLOBAL_SITES = ("global_qkv", "global_qk", "global_o")
-"""Of layers with heads of their own size."""
+"""Sites of layers with heads of their own size."""
 SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
 """Fields of a `Site`, without entry_base."""
 
@@ -21,9 +21,9 @@ SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
 class DeltaShape:
     """Sizes of the Gated DeltaNet layers.
 
-    k_dim, v_dim: of a head; a key head serves num_v_heads / num_k_heads neighbouring value heads.
-    conv_width: tokens of the causal convolution.  is_interleaved: outputs of q, k, v and z alternate by key
-    head.  Source: Gated DeltaNet (arXiv 2412.06464).
+    layers: their indices.  k_dim, v_dim: of a head; a key head serves num_v_heads / num_k_heads neighbouring
+    value heads.  conv_width: tokens of the causal convolution.  is_interleaved: outputs of q, k, v and z
+    alternate by key head.  Source: Gated DeltaNet (arXiv 2412.06464).
     """
 
     layers: tuple[int, ...]
@@ -76,9 +76,9 @@ class DeltaShape:
 class MlaShape:
     """Sizes of Multi-head Latent Attention: a latent per token makes K and V.
 
-    q_rank: width of queries' latent, 0 = none.  kv_rank: of K and V.  nope_dim, rope_dim: of a head of q and
-    k, without and with rotation.  v_dim: of a head of v.
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    q_rank: width of queries' latent, 0 = none.  kv_rank: of the latent of K and V.  nope_dim, rope_dim: of a
+    head of q and k, without and with rotation.  v_dim: of a head of v.  Source: DeepSeek-V2 (arXiv
+    2405.04434), section 2.1.
     """
 
     q_rank: int
@@ -89,7 +89,7 @@ class MlaShape:
 
     @property
     def cached_dim(self) -> int:
-        """Width of a cached token: latent and rotated k."""
+        """Width of a cached token: the latent, and the rotated part of k."""
         return self.kv_rank + self.rope_dim
 
     def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
@@ -111,7 +111,7 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeads:
-    """Sizes of full attention layers beside windowed ones.
+    """Sizes of full attention layers beside windowed layers, with as many query heads.
 
     k_is_v: V is the output of k_proj too, before k's norm and rotation.
     """

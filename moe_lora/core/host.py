@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 _RUN = "run-"
 _NEW, _NEW_S = "new-", 600.0
-"""Of an unlocked new folder: prefix, and age of removal."""
+"""Prefix of an unlocked new folder, and its age in seconds at removal."""
 _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of file systems without locks for folders."""
 
 
 def state_folder(given: str | None) -> Path:
-    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, else a temporary folder.
+    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, created if absent; a
+    temporary folder if neither is writable.
 
     Raises ConfigError for an unusable given folder.
     """
@@ -95,8 +96,8 @@ def run_folder(given: str | None) -> Iterator[Path]:
 class OwnFolder:
     """A new folder for this user, deleted with the context or by `remove`.
 
-    Deletes folders of killed processes first, if folders have locks.  parent: may be shared by hosts.  Raises
-    OSError.
+    Folders of killed processes are deleted first, if folders have locks.  parent: may be shared by hosts;
+    None: the folder for temporary files.  Raises OSError, and then leaves no folder.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
@@ -154,7 +155,7 @@ def sweep_folders(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a folder's lock.
+    """Hold the lock of a folder, which is its own lock file.
 
     wait: False raises BlockingIOError if the lock is taken.
     """
@@ -183,7 +184,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_info() -> dict[str, str]:
-    """The first processor in /proc/cpuinfo."""
+    """Fields of the first processor in /proc/cpuinfo; empty without the file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -198,7 +199,7 @@ def cpu_model() -> str | None:
 
 
 def allow_many_files() -> int:
-    """Raise the limit of open files to the hard limit."""
+    """Raise the limit of open files to the hard limit; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -223,7 +224,7 @@ def resident_bytes() -> int:
 
 
 def return_memory() -> None:
-    """Return free memory to the system."""
+    """Return free memory to the system, if the C library can."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
         if trim is not None:

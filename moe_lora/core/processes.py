@@ -48,7 +48,7 @@ def usable_cores() -> int:
 
 
 def worker_environment(num_threads: int | None) -> dict[str, str]:
-    """Environment of an engine process: core share, set before the import of torch.
+    """Environment of an engine process: its share of cores, set before the import of torch.
 
     Idle OpenMP threads spin for about 0.1 ms, longer than the gaps within a step, then sleep.
     """
@@ -64,14 +64,14 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Quick deaths, within `quick_s` of the start, delay the next start."""
+    """Deaths within `quick_s` of the start are quick; several in a row delay the next start."""
 
     quick_s: float = 30.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 5.0
 
     def num_deaths(self, before: int, lived_s: float) -> int:
-        """Quick deaths in a row after one more death."""
+        """Quick deaths in a row, after one more death at age lived_s."""
         return before + 1 if lived_s < self.quick_s else 1
 
     def pause_s(self, num_deaths: int) -> float:
@@ -85,7 +85,7 @@ class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
     words, options: command, around the number of the child's end of `socket`.  ended: exit code, negative for
-    a signal.  Raises OSError or RuntimeError.
+    a signal.  fds: also inherited.  Raises OSError or RuntimeError, and then leaves no process.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Child:
 
     @property
     def cpu_ticks(self) -> int:
-        """CPU time in clock ticks; 0 if unknown."""
+        """CPU time of all threads in clock ticks; 0 if unknown."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -139,7 +139,7 @@ class Child:
 
     @property
     def how_ended(self) -> str:
-        """Exit code or signal in words."""
+        """Exit code or signal in words, after the end."""
         code = self.ended.result()
         if code >= 0:
             return f"ended with exit code {code}"
@@ -153,7 +153,7 @@ class Child:
 
 
 def end_children(children: Sequence[Child], limit_s: float) -> None:
-    """Wait for processes; kill the rest after limit_s."""
+    """Wait for processes to end; kill the rest after limit_s."""
     wait([child.ended for child in children], limit_s)
     for child in children:
         child.process.kill()
@@ -161,7 +161,7 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
 
 
 def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module FD` (`teardown.run_child`)."""
+    """Run `python -m module FD`, whose main is `teardown.run_child`; returns also the connection."""
     child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
 
