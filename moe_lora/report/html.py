@@ -238,7 +238,7 @@ def write_plan_report(
 ) -> None:
     """Write the plan's page.
 
-    plan: `Plan.to_json()`.  curves: (capacity, IAR) points by estimator.
+    lines: the plan in words.  plan: `Plan.to_json()`.  curves: (capacity, IAR) points by estimator.
     """
     figures = (
         ("Requests that start at once, by capacity", iar_figure(plan, curves)),

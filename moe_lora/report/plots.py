@@ -62,7 +62,7 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def run_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
-    """Colours of several runs."""
+    """Colours of the runs; no legend for a single run."""
     if len(runs) > 1:
         handles = [
             Line2D([], [], color=color(i), linewidth=2, label=run["label"]) for i, run in enumerate(runs)
@@ -84,7 +84,7 @@ def finished(run: dict[str, Any]) -> list[int]:
 
 
 def tpots_s(run: dict[str, Any]) -> FloatArray:
-    """(E2E - TTFT) / (n - 1) of finished requests, n > 1."""
+    """(E2E - TTFT) / (n - 1) of each finished request with n > 1 tokens."""
     return present([tpot_s(run, index) for index in finished(run)])
 
 
@@ -104,7 +104,7 @@ def cdf(values: FloatArray, max_points: int = 600) -> tuple[FloatArray, FloatArr
 
 
 def ends_s(run: dict[str, Any]) -> FloatArray:
-    """Ends of finished requests after the run's start."""
+    """Ends of finished requests, in seconds after the run's start."""
     return present([run["start_times"][index] + run["e2els"][index] for index in finished(run)])
 
 

@@ -44,7 +44,7 @@ def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, A
 
 
 def finished_record(planned: PlannedRequest, completion: StreamedCompletion, start_s: float) -> RequestRecord:
-    """A completion's record, by the server's token counts and usage.timing."""
+    """The record of a completion: the server's token counts, and its timing from usage.timing if present."""
     usage, text = completion.usage, "".join(completion.texts)
     timing = ClientTiming(
         sent_s=completion.sent_s - start_s,
@@ -110,7 +110,7 @@ class Completions(Protocol):
     """Answers requests over HTTP or directly from engines."""
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
-        """The answer to a body.  Raises ServerError."""
+        """The answer to the body of a /v1/completions call.  Raises ServerError."""
         ...
 
 
@@ -132,7 +132,8 @@ def replay(
 ) -> ReplayOutcome:
     """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps the records.
 
-    connect: makes the target, in the run's event loop; None: the server at `options.url`.
+    on_progress: called about twice a second.  connect: makes the target, in the run's event loop; None: the
+    server at `options.url`.
     """
     _raise_open_file_limit(min(options.max_connections, len(plan)))
     if connect is None:

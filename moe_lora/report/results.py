@@ -23,7 +23,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file.  Raises ValueError."""
+    """The value in a JSON file.  Raises ValueError for unreadable content."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -33,7 +33,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_targets(**paths: str | Path | None) -> None:
-    """Raises ValueError with the option unless these files can all be written.
+    """Raises ValueError with the option unless these files can all be written; call before the work.
 
     Each file needs an existing folder and a distinct path.
     """
@@ -124,7 +124,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
-    """CPU, memory, GPUs, versions, git commit, without identities; null if unknown."""
+    """CPU, memory, GPUs, versions, git commit; null if unknown.
+
+    Nothing identifies the machine or its user.
+    """
     fields = cpu_info()
     features = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -170,7 +173,10 @@ def _version(package: str) -> str | None:
 
 
 def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
-    """git_commit, and git_dirty: tracked files differ; both None outside a repository."""
+    """git_commit, and git_dirty: tracked files differ; both None outside a repository.
+
+    without: an ignored folder.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     paths = () if without is None else ("--", ".", f":(exclude){without.relative_to(folder)}")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no", *paths) if commit else None

@@ -69,7 +69,7 @@ def _latencies(timings: Sequence[ClientTiming]) -> dict[str, list[float]]:
 
 
 def statistics(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """mean_, median_, std_ (population) and pNN_ of the values, or None."""
+    """mean_, median_, std_ (population) and pNN_ of the values under that name; None without values."""
     found = {
         f"mean_{name}": float(np.mean(values)) if values else None,
         f"median_{name}": _percentile(values, 50),
@@ -201,7 +201,7 @@ def without_arrays(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """A file of `moe-lora replay --save-result`.  Raises ValueError."""
+    """A file of `moe-lora replay --save-result`.  Raises ValueError for other content."""
     run = read_json(path)
     missing = [key for key in ("label", "duration", *ARRAYS) if not isinstance(run, dict) or key not in run]
     if missing:
@@ -243,7 +243,7 @@ def shown(result: dict[str, Any], key: str, form: str) -> str:
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(heading, a text per result) for each metric."""
+    """(heading, a text per result) for each metric with a value."""
     found = []
     for heading, key, form in METRICS:
         absent = all(result.get(key) is None for result in results)

@@ -31,7 +31,7 @@ from .lora_server import SimLeases, SimServer
 from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
 STUCK_S = 60.0
-"""Limit for a wait without an obstacle."""
+"""Longest wait without an obstacle; after it a request never finds room."""
 SAMPLE_S = 1.0
 
 Plan = list[Scheduled[CachedRequest]]
@@ -186,7 +186,7 @@ class CachedInstance:
         return self._outstanding
 
     def add(self, request: CachedRequest) -> None:
-        """Queue a new or moved request."""
+        """Queue a request, new or moved here with its tokens."""
         self._outstanding = None
         self.load.add(request.adapter, request.num_uncomputed)
         self.scheduler.add(request)
@@ -265,7 +265,7 @@ class CachedInstance:
             self.leases.rest()
 
     def _compute(self, plan: Plan) -> float:
-        """Schedule the step's end; returns its seconds."""
+        """Schedule the step's end; returns the seconds of its work."""
         layers, end = self._config.layers, partial(self._end, plan)
         if layers is None:
             step_s = self._step_s(plan)
@@ -384,7 +384,7 @@ class CachedInstance:
 
 
 def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
-    """The present values of an attribute in seconds, in ms."""
+    """An attribute in seconds of all requests that have a value, in ms."""
     values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
     return values[~np.isnan(values)] * 1e3
 

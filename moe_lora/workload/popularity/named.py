@@ -90,7 +90,7 @@ def distinct(adapters: Sequence[str]) -> Distinct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shifting(Popularity):
-    """P(t) = (1 - t) · probabilities + t · end, with t the passed time share."""
+    """P(t) = (1 - t) · probabilities + t · end, with t the passed share of the time."""
 
     end: tuple[float, ...]
 
@@ -200,8 +200,8 @@ POPULARITY_NAMES = (
 def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
     """The named popularity (`POPULARITY_NAMES`), over `adapters`.
 
-    FILE holds counts and names the adapters (`read_counts`).  trace:FILE names adapters too; with `adapters`,
-    names are mapped, as functions always are (`map_identities`).
+    FILE holds counts and names the adapters (`read_counts`), so takes no `adapters`.  trace:FILE names
+    adapters too; with `adapters`, its names are mapped to them (`map_identities`), as functions always are.
     Raises ValueError for an unknown name or bad arguments.
     """
     name, arguments = _split(text)

@@ -57,7 +57,7 @@ def _json_format(line: str, head: str) -> str | None:
 
 
 def detect_format(path: str | Path) -> str:
-    """The format's name, from the file's head.  Raises ValueError."""
+    """The format's name, from the file's head.  Raises ValueError for an unknown format."""
     with open_text(path, "trace") as lines:
         head = lines.read(_HEAD_CHARS)
     text = head.lstrip()
@@ -109,14 +109,14 @@ def iter_trace(
 ) -> Iterator[TraceRequest]:
     """Requests of the trace in file order, as a stream; arrival_s counts from the first request.
 
-    format: None detects it.  Raises ValueError for a bad value, with its place, for decreasing times, and for
-    no request.
+    format: None detects it.  dropped: counts skipped rows by reason.  Raises ValueError for a bad value, with
+    its place, for decreasing times, and for no request.
     """
     return iter_requests(RowReader(str(path), dropped=Counter() if dropped is None else dropped), format)
 
 
 def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
-    """The trace, or its first `limit` requests.  Raises ValueError."""
+    """The trace, or its first `limit` requests.  Raises ValueError as `iter_trace`."""
     name = format or detect_format(path)
     reader = RowReader(str(path))
     requests = tuple(islice(iter_requests(reader, name), limit))
