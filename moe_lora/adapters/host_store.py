@@ -32,7 +32,8 @@ _PARTS = ("data", "table", "scale")
 class HostStore:
     """Adapters by content hash in one directory.
 
-    Only whole files get their name, so concurrent writers and crashes are safe.
+    Only whole files get their name, so concurrent writers and crashes are safe.  A lost file is written again
+    from a mapping.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -60,9 +61,9 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if present, maybe written again from a mapping.
+        """True if the adapter is present; a lost file is written again from a mapping here.
 
-        Raises StorageError.
+        Raises StorageError without room.
         """
         if content_hash in self:
             return True
@@ -74,7 +75,7 @@ class HostStore:
         return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless present.  Raises StorageError."""
+        """Write the adapter unless present.  Raises StorageError without room."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -127,7 +128,10 @@ class HostStore:
             ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
-        """The adapter of this hash, mapped from the file.  Raises AdapterError."""
+        """The adapter of this hash, mapped from the file.
+
+        Raises AdapterError for a missing or damaged file.
+        """
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():

@@ -50,7 +50,7 @@ _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?l
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
     """config.json of the base model; None if absent here, or outside `root`.
 
-    Raises AdapterError.
+    Raises AdapterError for an unreadable file, or a base of other sizes.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
@@ -104,7 +104,7 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
 def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
     """Keys of base weights saved by PEFT beside a LoRA pair on the embedding or the head.
 
-    Raises AdapterError for other base embeddings.
+    Raises AdapterError for other base embeddings, as after a change of vocabulary.
     """
     copies = tuple(sorted(key for key in tensors if EMBEDDING.fullmatch(key)))
     adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
@@ -130,8 +130,8 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
 def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> Stored:
     """File and entry of a checkpoint's embedding or head: [V, H] of floats.
 
-    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: of the error.  Raises
-    AdapterError; StorageError as `base_file`.
+    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: start and end of the error.
+    Raises AdapterError for an absent, quantised or misshapen tensor; StorageError as `base_file`.
     """
     try:
         if model_dir is None:
@@ -194,7 +194,10 @@ def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError
 
 @contextmanager
 def base_file(path: Path) -> Iterator[BinaryIO]:
-    """An open file of the base's checkpoint.  Raises StorageError: no adapter's fault."""
+    """An open file of the base's checkpoint.
+
+    Raises StorageError if unreadable: that is no adapter's fault.
+    """
     try:
         with _opened(path) as file:
             yield file

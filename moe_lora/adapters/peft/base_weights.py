@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base's values for copies, replaced rows, and DoRA's norms.
+"""Values of the base beside an adapter's: copies must be equal, replaced rows are a change, DoRA needs norms.
 
 Column factors and shifts enter the content hash, so every host must compute equal bits. Sums are of integers
 in fp64, exact below 2**53 in any order; the rest is elementwise.
@@ -51,7 +51,7 @@ def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None,
 
 
 def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
-    """Raises AdapterError unless each copy has the checkpoint's values."""
+    """Raises AdapterError unless each copy has the checkpoint's values.  model_dir: None refuses copies."""
     for key, parts in copies.items():
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
         path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)
@@ -119,7 +119,7 @@ def _adapters_parts(file: BinaryIO, entry: TensorEntry, where: str) -> Parts:
 
 
 def _same_values(copy: Parts, base: Parts, num_elements: int) -> bool:
-    """True if the copy has the base's values, rounded."""
+    """True if the copy has the base's values, rounded to the copy's dtype."""
     for first in range(0, num_elements, _CHUNK):
         number = min(_CHUNK, num_elements - first)
         part = copy(first, number)

@@ -41,7 +41,7 @@ Keys = dict[tuple[str | None, ...], str]
 class ColumnSource:
     """The column term beside a pair.
 
-    key: of [O] in the file.  weight, bias: of the base's module, with DoRA.
+    key: of [O] in the file.  weight, bias: of the base's module; None for a bias of lora_B.
     """
 
     layer: int
@@ -62,8 +62,8 @@ def match_with_columns(
 ) -> Match:
     """`match` of the pairs, with a column term for each.
 
-    Raises AdapterError as `match`, for single terms or pairs, for pairs without a column site, and for DoRA
-    without base weights.
+    Raises AdapterError as `match`, for a term without a pair or a pair without a term, for modules without a
+    column site, and for DoRA without base weights.
     """
     keys = _column_keys(tensors, config, where)
     own = {*keys.values()}
@@ -79,7 +79,7 @@ def match_with_columns(
 
 
 def _column_keys(tensors: Iterable[str], config: AdapterConfig, where: str) -> Keys:
-    """The keys of column terms.  Raises AdapterError."""
+    """The keys of column terms.  Raises AdapterError for two of one module, and for DoRA with `lora_bias`."""
     if config.use_dora and config.lora_bias:
         raise AdapterError(
             f"{config.where}: use_dora=True with lora_bias=True is not supported, by PEFT neither; train "

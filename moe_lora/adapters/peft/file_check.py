@@ -51,7 +51,7 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder that fits a model; values unread.
+    """A PEFT folder with config and tensors that fit a model; values unread.
 
     where: the tensor file's name in errors.
     """
@@ -75,7 +75,8 @@ def opened(
     """The adapter in a folder, checked by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    Raises AdapterError, at the end for files changed meanwhile; StorageError without free file handles.
+    Raises AdapterError for bad files, and at the end for files changed meanwhile; StorageError without free
+    file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")

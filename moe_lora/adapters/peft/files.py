@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a PEFT adapter folder, untrusted and without torch."""
+"""The two files of a PEFT adapter folder, read without torch.
+
+Sizes and names are checked before any allocation.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from .config import AdapterConfig
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
-"""Naming each expert of a large model takes 1 MB."""
+"""Largest adapter_config.json; naming each expert of a large model takes 1 MB."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 
@@ -69,7 +72,11 @@ def adapter_folder(path: str, name: str) -> str:
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:
-    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled."""
+    """Path of the folder's tensors.
+
+    Raises AdapterError if absent, divided or pickled.  called: prefix of file names in errors; None: the
+    path.
+    """
     called = f"{folder}{os.sep}" if called is None else called
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
@@ -122,7 +129,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
-    """The error for unreadable files; missing file handles are not the adapter's fault."""
+    """The error for unreadable files; a lack of file handles is no fault of theirs."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
         return StorageError(f"{name}: {what}")
@@ -142,7 +149,10 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
 
 
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
-    """Content of the folder's adapter_config.json.  Raises AdapterError."""
+    """Content of the folder's adapter_config.json.
+
+    Raises AdapterError for an absent or too large file, or no JSON.
+    """
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called
     path = folder / CONFIG_FILE

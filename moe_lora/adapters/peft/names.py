@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor names in an adapter's file, without known wrapper prefixes.
+"""Tensor names in an adapter's file: known wrapper prefixes are removed, unknown prefixes refused.
 
 PEFT matched the config with or without wrappers, so both readings are kept.
 """
@@ -87,8 +87,8 @@ class TensorName:
     """A LoRA tensor's key in parts.
 
     path: by the served model's names.  depth: nesting of PEFT's wrapper.  part: "A" or "B".  front: prefix of
-    the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost prefix.  expert: of
-    one expert beside a matrix of all (see `PlaceMap`).
+    the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost prefix.  expert:
+    for a tensor of one expert beside a matrix of all (see `PlaceMap`).
     """
 
     path: str
@@ -190,7 +190,10 @@ def stranger(key: str) -> str | None:
 
 
 def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
-    """Cause of the refusal of a path outside the served model; None for another model's path."""
+    """Cause of the refusal of a path outside the served model; None for another model's path.
+
+    is_known: the model has a module with the same end of its path.
+    """
     if _OTHER_PARTS.search(path):
         return (
             "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and "

@@ -3,8 +3,8 @@
 
 PEFT replaces n rows (`trainable_token_indices`) or all (`modules_to_save`).  The change of n rows is a pair
 of rank n: a one-hot of the tokens, and the trained rows minus the base's.  With more rows than columns the
-pair is the change, and an identity.
-Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
+pair has the columns' rank: the change, and an identity.  A tied head changes with trained tokens.  Source:
+peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
 
 Legend: N rows, H hidden size.
 """
@@ -59,7 +59,8 @@ def replaced_rows(
 ) -> tuple[ReplacedRows, ...]:
     """The replaced rows of the file.
 
-    Raises AdapterError, also without a checkpoint.
+    base_dir: checkpoint of the base.  Raises AdapterError without a checkpoint, for missing or misshapen
+    tensors, and for rows replaced twice.
     """
     if base_dir is None:
         raise AdapterError(
@@ -94,7 +95,7 @@ def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Pa
 
 
 def change_bytes(replaced: Sequence[ReplacedRows], shape: ModelShape, itemsize: int) -> int:
-    """Bytes of the changes, and of other matrices of `replaced_pair`."""
+    """Bytes of the changes, and of matrices of `replaced_pair` that are no view of a change."""
     vocab, hidden = shape.vocab_size, shape.hidden_size
     total = 0
     for rows in replaced:

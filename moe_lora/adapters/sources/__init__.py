@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_lora.config.optional_parts import SourcesConfig
 
 SCHEMES = {"hf": ".hub", "s3": ".objects", "gs": ".objects"}
-"""Scheme → module with `fetch`, imported when used."""
+"""Scheme of an address → module with `fetch`, imported when used."""
 NEEDED = (CONFIG_FILE, WEIGHTS_FILE)
 FURTHER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -52,7 +52,8 @@ class AdapterSources:
         """A folder for `path`: the path itself, or the copy of an address.
 
         `org/name` means `hf://org/name` if no such folder exists and the address is allowed.  Raises
-        AdapterError; PeerUnreachableError for a silent source.
+        AdapterError for a refused address and a missing or too large adapter; PeerUnreachableError for a
+        silent source.
         """
         scheme = scheme_of(path)
         if scheme is None:
@@ -115,7 +116,7 @@ def hub_address(path: str, patterns: Iterable[str]) -> str | None:
 
 
 def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> list[str]:
-    """The names to fetch.  sizes: bytes by name.  Raises AdapterError."""
+    """The names to fetch.  sizes: bytes by name.  Raises AdapterError for no adapter, or too many bytes."""
     for name in NEEDED:
         if name not in sizes:
             listed = ", ".join(sorted(sizes)[:10]) or "no files"
