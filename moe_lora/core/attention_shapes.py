@@ -77,8 +77,8 @@ class MlaShape:
     """Sizes of Multi-head Latent Attention: a latent per token makes K and V.
 
     q_rank: width of queries' latent, 0 = none.  kv_rank: of the latent of K and V.  nope_dim, rope_dim: of a
-    head of q and k, without and with rotation.  v_dim: of a head of v.  Source: DeepSeek-V2 (arXiv
-    2405.04434), section 2.1.
+    head of q and k, without and with rotation.  v_dim: of a head of v.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
     q_rank: int
