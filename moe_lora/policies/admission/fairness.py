@@ -12,13 +12,14 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
-"""Of a computed prompt token, and of a generated token."""
+"""Cost of a computed prompt token, and of a generated token, as in the paper."""
 
 
 class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
-    priority: lower first.  matched: admitted before, and first in the order, unless it gave way.
+    share: the tenant's weight.  priority: within the tenant; lower first.  matched: admitted before, and
+    first in the order, unless it gave way to another tenant.
     """
 
     @property
@@ -41,7 +42,7 @@ Competing = TypeVar("Competing", bound=CompetingView)
 
 
 class VirtualTokenCounter:
-    """Counts service per tenant, by weight; the least goes first.
+    """Counts service per tenant, by weight; the tenant of least service goes first.
 
     A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  With U
     = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
@@ -60,7 +61,7 @@ class VirtualTokenCounter:
         """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:
-        """One more request waits."""
+        """One more request of the tenant waits."""
         if tenant not in self._waiting:
             others = self._waiting or (self._last,)
             level = min(max(self.counters[other], self._levels[other]) for other in others)
@@ -69,14 +70,14 @@ class VirtualTokenCounter:
         self._waiting[tenant] += 1
 
     def dequeue(self, tenant: str) -> None:
-        """A request has started, or left."""
+        """A request of the tenant has started, or left."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._last = tenant
 
     def prefill(self, tenant: str, share: float, num_tokens: int) -> None:
-        """A request with num_tokens to compute starts."""
+        """A request with num_tokens prompt tokens to compute starts."""
         self.counters[tenant] += PREFILL_COST * num_tokens / share
 
     def decode(self, tenant: str, share: float) -> None:
@@ -86,7 +87,7 @@ class VirtualTokenCounter:
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
         """The queue in starting order: matched first, then by tenant, priority, arrival.
 
-        Starts change the counters meanwhile.
+        Reads the counters anew for each request, since each start changes them.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -110,8 +111,8 @@ class VirtualTokenCounter:
     ) -> list[Competing]:
         """Running requests to stop when all slots are taken.
 
-        The next tenant, below its share of slots, gets slots beyond another's share.  running: by start; the
-        first one stays.
+        The tenant that is next, if below its share of slots, gets slots beyond another's share.  num_others:
+        further slots per tenant.  running: by start; the first one stays.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

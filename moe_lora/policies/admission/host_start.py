@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on host workers during their adapters' loads.
+"""Prompts on host workers during their adapters' loads: decision, and tokens per step.
 
 Source: Toppings sections 4.1 and 4.2.
 """
@@ -18,7 +18,7 @@ _LONGEST_PROMPT = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class HostStart:
-    """Start of a prompt on host workers.
+    """Start of a prompt on host workers in place of a wait.
 
     tokens_per_worker: largest piece of rows.  Host and device overlap; the slower one counts.
     """
@@ -31,8 +31,8 @@ class HostStart:
     def tokens_per_step(self, max_tokens: int) -> int:
         """Most prompt rows on the host in a step with other requests.
 
-        tpot_budget_s: over all layers, for the largest measured rank.  Raises ConfigError if a row exceeds
-        the budget.
+        Without tpot_budget_s a piece per worker; else as many as fit this time over all layers, at the
+        largest measured rank.  Raises ConfigError if a single row exceeds the budget.
         """
         if self.tpot_budget_s is None:
             return self.num_workers * self.tokens_per_worker
@@ -107,17 +107,18 @@ class HostStart:
         return self.start_s(num_tokens, adapter) < self.times.load_s(adapter)
 
     def start_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Cost of a cold adapter with an idle link: extra time, or a shorter load."""
+        """Cost of a cold adapter for a prompt with an idle link: the host's extra time, or the load's if
+        shorter."""
         load_s = self.times.load_s(adapter)
         group = self.first_group(num_tokens, adapter)
         return min(load_s, self.extra_s(num_tokens, adapter, load_s, group))
 
     def break_even_tokens(self, adapter: ColdAdapter) -> int | None:
-        """The shortest prompt with a faster wait for a whole load, if any."""
+        """The shortest prompt for which waiting for a whole load is faster; None within usable lengths."""
         return _least(_LONGEST_PROMPT, lambda num_tokens: not self.pays_at_once(num_tokens, adapter))
 
     def break_even_load_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Load time with a faster wait for this prompt, within a percent."""
+        """Load time below which waiting is faster for this prompt, within a percent."""
         least_s = self.times.load_s(adapter) / 1e4
 
         def pays(number: int) -> bool:
@@ -142,7 +143,8 @@ def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
 def enough_workers(
     times: HostTimes, tokens_per_worker: int, adapter: ColdAdapter, *, max_tokens: int, num_cores: int
 ) -> int:
-    """Workers for a step's prompts, one per core; 0 if waiting is faster."""
+    """Workers that compute a step's prompts in time, one per core; 0 if waiting is faster even for one
+    worker's prompt."""
     number = min(num_cores, math.ceil(max_tokens / tokens_per_worker))
     if number < 1:
         return 0
@@ -172,7 +174,7 @@ class HostLoads:
     def begin(
         self, uid: Hashable, adapter: ColdAdapter, num_tokens: int, now_s: float, *, under_way: bool
     ) -> None:
-        """Note a load.  under_way: already before."""
+        """Record a load ordered for a request of num_tokens.  under_way: ordered before; counts from now."""
         if self._rule is None or (under_way and uid in self._loads):
             return
         ahead_s = max(0.0, self._busy_until_s - now_s)
@@ -191,14 +193,14 @@ class HostLoads:
         return 1 if load is None else load.first_group
 
     def extra_s(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> float:
-        """Extra time of a step."""
+        """Extra time of a step with num_tokens of this adapter's prompt."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return 0.0
         return self._rule.extra_s(num_tokens, load.adapter, load.end_s - now_s, load.first_group, on_host)
 
     def pays(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> bool:
-        """True if the prompt should start now."""
+        """True if num_tokens of this adapter's prompt should start now."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return True
@@ -207,7 +209,7 @@ class HostLoads:
 
 
 def load_order(num_layers: int, first_group: int) -> list[int]:
-    """Layers in load order: host layers come last."""
+    """Layers in load order: those computed on the host come last."""
     return [*range(first_group, num_layers), *range(min(first_group, num_layers))]
 
 

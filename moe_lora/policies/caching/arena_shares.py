@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 
 PRESENT_S = 300.0
-"""An idle tenant's share ends after this time."""
+"""Time without requests after which a tenant has no share."""
 SLACK = 1 / 64
-"""Of an arena: returned at once, as scans are slow."""
+"""Part of an arena that is returned at once, as scans of all nodes are slow."""
 
 
 class ArenaShares:
-    """Evicts nodes beyond tenants' shares before nodes within.
+    """Evicts tenants' nodes beyond shares of an arena before nodes within shares.
 
     Present tenants divide the arena by weight; a tenant may fill unused room.  The `asking` tenant gives back
     `SLACK` of the arena, or the largest node, before its share is full.  T: tenants.  N: candidates.
@@ -35,7 +35,7 @@ class ArenaShares:
         return len(self._numbers)
 
     def ask(self, tenant: str, share: float, now_s: float) -> int:
-        """Note a request; returns the tenant's number."""
+        """Record a request of this tenant; returns the tenant's number."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = len(self._shares)
@@ -51,7 +51,7 @@ class ArenaShares:
         self._asked_s[[number for number in numbers if number != NOBODY]] = now_s
 
     def make_room_for(self, number: int, now_s: float) -> None:
-        """Make room for this tenant from now on."""
+        """Make room for this tenant from now on; NOBODY: for no tenant."""
         self.asking = number if self.is_divided(now_s) else NOBODY
 
     def is_divided(self, now_s: float) -> bool:
@@ -78,8 +78,9 @@ class ArenaShares:
     ) -> NDArray[np.int64]:
         """[N]: eviction order before values.
 
-        BEYOND: the least valued nodes beyond a share.  REST: the tenant's others.  WITHIN: nodes within
-        shares.  held [T].  owners, amounts, values [N].
+        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
+        nodes within shares.  held [T]: total per tenant.  owners, amounts, values [N].  total: size of the
+        arena.
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

@@ -22,7 +22,8 @@ class Batching:
     """The next step.
 
     merge: adapter for the weights, or None.  only: adapters allowed to compute (None among them: the base
-    model); None: all.  at_once: change whole weights before the step.
+    model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once: change whole weights
+    before the step.
     """
 
     merge: Uid = None
@@ -54,7 +55,8 @@ class MergingPolicy(Protocol):
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """The step ran; swap_s of `seconds` changed weights."""
+        """Records a step in this mode with num_rows token rows; swap_s of `seconds` went to weight changes.
+        """
         ...
 
     def forget(self, uid: Uid) -> None:
@@ -312,7 +314,7 @@ class CheapestMode:
         return best
 
     def _request_s(self, view: MergingView, fcfs: Rows, merged: Uid) -> float:
-        """Seconds per request."""
+        """Seconds of a step per request: the cheaper of mixed and merged-only."""
         all_s = self._costs.step_s(fcfs, merged) / sum(fcfs.values())
         if merged is None or self._rests or merged not in fcfs:
             return all_s
@@ -335,7 +337,7 @@ class CheapestMode:
 def make_merging_policy(
     name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
 ) -> MergingPolicy:
-    """The named policy.  Raises ConfigError, also for a policy without its costs."""
+    """The named policy.  Raises ConfigError for an unknown name, and for a policy without its costs."""
     if name == "unmerged":
         return UnmergedOnly()
     if name == "merged":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration triggers, paying moves, and their form.
+"""Migration triggers, paying moves of a plan, and the form of a running request's move.
 
 Source: dLoRA, section 5.2; numbers, seats, and the choice of tokens or KV are ours.
 """
@@ -36,7 +36,10 @@ def make_planner(config: MigrationConfig) -> Planner:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """free_share: of device memory, for requests.  queued_s: longest wait for a first step."""
+    """free_share: part of device memory that is free for requests.
+
+    queued_s: longest wait for a first step.
+    """
 
     name: ReplicaName
     free_share: float
@@ -46,7 +49,8 @@ class ReplicaPressure:
 class DLoraMigration:
     """Plans moves when a replica lacks memory or its requests queue.
 
-    The pause doubles after too little gain, up to 16 intervals, until the pressure ends.
+    Plans are at least migration_interval_s apart; the pause doubles after too little gain, up to 16
+    intervals, until the pressure ends.
     """
 
     def __init__(self, config: MigrationConfig, planner: Planner | None = None) -> None:
@@ -100,7 +104,7 @@ def paying_moves(
     """The paying moves of a plan; waiting requests first, then the cheapest.
 
     A target needs a free seat; a moving request holds one at both ends.  A move must make the slower of both
-    replicas faster by more than its own seconds, or fix missing memory.
+    replicas faster by more than its own seconds, or fix missing memory.  staying: excluded requests.
     """
     placement = Placement(problem)
     before = placement.objective()
@@ -149,7 +153,7 @@ def cheaper_move(
     """The form of a running request's move: by token ids, or by KV.
 
     tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
-    same_layout: dtype, page size and ranks.
+    same_layout: equal dtype, page size and ranks; False: KV can't move.
     """
     kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:

@@ -41,7 +41,7 @@ class DemandMeter(RequestListener):
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """Correct the count by the answer's tokens.
+        """Correct an ended request's count by its answer's tokens.
 
         Without a token the count stays: a client that left a queue wanted its answer.
         """
@@ -92,7 +92,7 @@ class DemandForecast:
         self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
 
     def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
-        """Add the last time step.  Raises ValueError."""
+        """Add the last time step.  Raises ValueError for length_s <= 0."""
         if not length_s > 0:
             raise ValueError(f"length_s={length_s} must be positive")
         self._steps.append({adapter: max(0.0, number) / length_s for adapter, number in tokens.items()})

@@ -35,7 +35,8 @@ class JoinShortestQueue:
 
 
 class FirstFit:
-    """The first instance with fewer than max_requests, else the one of fewest (Toppings section 7.4)."""
+    """The first instance with fewer than max_requests, else the one of fewest: packs requests on few
+    instances (Toppings section 7.4)."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -134,8 +135,10 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs, max_loras: of an instance.  ranks: of the adapters, updated at run time.  table: for
-    `phi`.  seed: of `random`.
+    """max_num_seqs: concurrent requests of an instance.
+
+    max_loras: adapters on a device; None: unlimited.  ranks: of the adapters, updated at run time.  table:
+    for `phi`.  seed: of `random`.
     """
 
     max_num_seqs: int = 64

@@ -15,9 +15,10 @@ MAX_RECENT = 64
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
-    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last. num_elsewhere:
-    requests of other front ends.  held_back: a request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts,
+    waiting_tokens: their prompt tokens, by adapter and in total.  num_changes: version, for cached sums.
+    recent: last used adapters, latest last.  num_elsewhere: requests of other front ends, with unknown
+    adapters.  held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -35,7 +36,7 @@ class InstanceLoad:
         return self.num_waiting + self.num_running + self.num_elsewhere
 
     def has(self, adapter: str | None) -> bool:
-        """True if the adapter is likely there, or on its way."""
+        """True if the adapter is likely there, or on its way; the base model always is."""
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
@@ -62,7 +63,7 @@ class InstanceLoad:
             self.note(adapter)
 
     def note(self, adapter: str) -> None:
-        """The adapter is on the device, or on its way."""
+        """Record that the adapter is on the device, or on its way."""
         self.recent.pop(adapter, None)
         self.recent[adapter] = None
         if len(self.recent) > self._max_recent:
@@ -100,12 +101,12 @@ class InstanceView(Protocol):
 
     @property
     def index(self) -> int:
-        """Constant during the front end's life."""
+        """Number of the instance, constant during the front end's life."""
         ...
 
     @property
     def outstanding_tokens(self) -> int:
-        """Upper bound of requests' remaining tokens, of all front ends."""
+        """Upper bound of the requests' remaining tokens, other front ends' included."""
         ...
 
     @property
@@ -131,12 +132,12 @@ class Router(Protocol):
     """Called per request, and again after its instance's end."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        """One of `instances`, by rising index."""
+        """One of `instances`, at least one, by rising index."""
         ...
 
 
 class RequestListener:
-    """A router or a meter that follows requests."""
+    """A router or a meter that follows requests.  key: names a request until its `stop`."""
 
     @property
     def stats(self) -> RoutingStats | None:
@@ -147,7 +148,7 @@ class RequestListener:
         """A request has come."""
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """A request has ended."""
+        """A request has ended with an answer of this length."""
 
     def cancel(self, key: Hashable) -> None:
         """A request was refused.  Its `stop` follows."""
