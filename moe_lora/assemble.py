@@ -83,7 +83,7 @@ async def serve_http(
     reload: Reload | None = None,
     at_once: asyncio.Event | None = None,
 ) -> None:
-    """Serve HTTP over a fleet, opened here, until a signal.  socks, reload, at_once: see `serve_forever`."""
+    """Serve HTTP over a fleet, opened here, until a signal."""
     from moe_lora.serve.server import serve_forever
 
     async with _opened_frontend(cluster, fleet, tokenizer) as frontend:

@@ -50,7 +50,7 @@ def _check_plain(adapter: PackedAdapter, shape: ModelShape) -> None:
 
 
 def _composed_layer(terms: Sequence[tuple[PackedLayer, float]], shape: ModelShape) -> PackedLayer:
-    """A layer of the sum.  Entries with the same matrices share the sum's matrices too."""
+    """A layer of the sum; entries with equal matrices share the sum's too."""
     first = terms[0][0]
     align = MATRIX_ALIGN_BYTES // first.data.element_size()
     tables = np.stack([layer.table.numpy() for layer, _ in terms])

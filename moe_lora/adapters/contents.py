@@ -37,7 +37,7 @@ COLUMNS_REFUSED = {
 
 
 class AdapterContents:
-    """Reads adapters from folders, or from a store of earlier contents (None: no store).
+    """Reads adapters from folders, or from a store of earlier contents.
 
     Thread-safe.  root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and
     replaced rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or

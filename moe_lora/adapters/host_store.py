@@ -32,8 +32,7 @@ _PARTS = ("data", "table", "scale")
 class HostStore:
     """Adapters by content hash in one directory.
 
-    Only whole files get their name, so concurrent writers and crashes are safe.  A lost file is written again
-    from a mapping.
+    Only whole files get their name, so concurrent writers and crashes are safe.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -29,7 +29,7 @@ class Address:
 
 
 def parse_address(setting: str, address: str) -> Address:
-    """Parse "host:port" or "/path".  Raises ConfigError for anything else."""
+    """Parse "host:port" or "/path".  Raises ConfigError."""
     if address.startswith("/"):
         return Address(path=address)
     host, separator, port = address.rpartition(":")
@@ -61,7 +61,7 @@ def needs_keys(setting: str, address: object) -> ConfigError:
 def unix_socket(path: str) -> Iterator[socket.socket]:
     """A listening socket for this user only, removed with the context.
 
-    A killed process's socket is removed first.  Raises OSError, also for a path in use.
+    Replaces a killed process's socket.  Raises OSError, also for a path in use.
     """
     _remove_dead(path)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -94,7 +94,7 @@ def _remove_dead(path: str) -> None:
 
 
 def own_host(address: str) -> str:
-    """This host's IP address on the route to an address.  Raises LoraServerError without a route."""
+    """This host's IP address on the route to an address.  Raises LoraServerError."""
     place = parse_address("lora_server.address", address)
     if place.path:
         return "127.0.0.1"

@@ -21,9 +21,9 @@ SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
 class DeltaShape:
     """Sizes of the Gated DeltaNet layers.
 
-    layers: their indices.  k_dim, v_dim: of a head; a key head serves num_v_heads / num_k_heads neighbouring
-    value heads.  conv_width: tokens of the causal convolution.  is_interleaved: outputs of q, k, v and z
-    alternate by key head.  Source: Gated DeltaNet (arXiv 2412.06464).
+    k_dim, v_dim: of a head; a key head serves num_v_heads / num_k_heads neighbouring value heads.
+    conv_width: tokens of the causal convolution.  is_interleaved: outputs of q, k, v and z alternate by key
+    head.  Source: Gated DeltaNet (arXiv 2412.06464).
     """
 
     layers: tuple[int, ...]
@@ -76,8 +76,8 @@ class DeltaShape:
 class MlaShape:
     """Sizes of Multi-head Latent Attention: a latent per token makes K and V.
 
-    q_rank: width of queries' latent, 0 = none.  kv_rank: of the latent of K and V.  nope_dim, rope_dim: of a
-    head of q and k, without and with rotation.  v_dim: of a head of v.
+    q_rank: width of queries' latent, 0 = none.  kv_rank: of K and V.  nope_dim, rope_dim: of a head of q and
+    k, without and with rotation.  v_dim: of a head of v.
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as an argument: simulations and tests bring their own clock."""
+"""Time as an argument, for simulations and tests."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 _RUN = "run-"
 _NEW, _NEW_S = "new-", 600.0
-"""Prefix of an unlocked new folder, and its age in seconds at removal."""
+"""Prefix of an unlocked new folder, and its age at removal."""
 _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of file systems without locks for folders."""
 
 
 def state_folder(given: str | None) -> Path:
-    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, created if absent; a
-    temporary folder if neither is writable.
+    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, created if absent, else a
+    temporary folder.
 
     Raises ConfigError for an unusable given folder.
     """
@@ -97,7 +97,7 @@ class OwnFolder:
     """A new folder for this user, deleted with the context or by `remove`.
 
     Folders of killed processes are deleted first, if folders have locks.  parent: may be shared by hosts;
-    None: the folder for temporary files.  Raises OSError, and then leaves no folder.
+    None: the folder for temporary files.  Raises OSError.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
@@ -184,7 +184,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_info() -> dict[str, str]:
-    """Fields of the first processor in /proc/cpuinfo; empty without the file."""
+    """Fields of the first processor in /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

@@ -20,10 +20,10 @@ _FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """EPx-PPy: `ep` ranks share the experts of each of `pp` stages.
+    """`ep` ranks share the experts of each of `pp` stages, or `dp` ranks the adapters (for comparison only,
+    table 1).
 
-    DPm: `dp` ranks share the adapters, for comparison only (table 1).  Raises ConfigError for a mixed layout
-    and for a count below 1.
+    Raises ConfigError for a mixed layout and for a count below 1.
     """
 
     ep: int = 1
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout written as EPx-PPy, EPx, PPy or DPm.  Raises ConfigError for anything else."""
+        """The layout written as EPx-PPy, EPx, PPy or DPm.  Raises ConfigError."""
         found = re.fullmatch(r"(?:EP(?P<ep>[0-9]+))?(?:(?(ep)-)PP(?P<pp>[0-9]+))?|DP(?P<dp>[0-9]+)", text)
         counts = {name: int(count) for name, count in found.groupdict().items() if count} if found else {}
         if not counts or min(counts.values()) < 1:
@@ -68,8 +68,8 @@ class Partition:
     4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every instance
     rank sends rows there.
 
-    client_ranks: p of an instance.  sites: "all", "experts", or "auto": "experts" for a model with experts.
-    Raises ConfigError for ranks that don't divide the experts or each other, and for more stages than layers.
+    client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
+    ConfigError for other numbers of ranks.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
@@ -224,11 +224,7 @@ class CommunicationMetrics:
 def communication_metrics(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> CommunicationMetrics:
-    """Count a batch's activations.
-
-    expert_ids: [b][k], of each row.  slots: [b], of each row's adapter.  An activation is a (row, expert)
-    pair.  Source: InfiniLoRA section 4.1, table 1.
-    """
+    """Count a batch's activations: (row, expert) pairs.  expert_ids: [b][k], slots: [b], by row."""
     counts = activation_counts(partition, expert_ids, slots, layer)
     site = _expert_site(partition)
     workers = partition.ranks_of_stage(partition.stage_of(layer))

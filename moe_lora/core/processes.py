@@ -71,7 +71,7 @@ class RestartPolicy:
     longest_pause_s: float = 5.0
 
     def num_deaths(self, before: int, lived_s: float) -> int:
-        """Quick deaths in a row, after one more death at age lived_s."""
+        """Quick deaths in a row after one more death."""
         return before + 1 if lived_s < self.quick_s else 1
 
     def pause_s(self, num_deaths: int) -> float:
@@ -85,7 +85,7 @@ class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
     words, options: command, around the number of the child's end of `socket`.  ended: exit code, negative for
-    a signal.  fds: also inherited.  Raises OSError or RuntimeError, and then leaves no process.
+    a signal.  fds: also inherited.  Raises OSError or RuntimeError.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Child:
 
     @property
     def cpu_ticks(self) -> int:
-        """CPU time of all threads in clock ticks; 0 if unknown."""
+        """CPU time in clock ticks; 0 if unknown."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -139,7 +139,7 @@ class Child:
 
     @property
     def how_ended(self) -> str:
-        """Exit code or signal in words, after the end."""
+        """Exit code or signal in words."""
         code = self.ended.result()
         if code >= 0:
             return f"ended with exit code {code}"
@@ -161,7 +161,7 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
 
 
 def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module FD`, whose main is `teardown.run_child`; returns also the connection."""
+    """Run `python -m module FD`, whose main is `teardown.run_child`."""
     child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
 

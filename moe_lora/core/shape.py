@@ -105,8 +105,8 @@ class ModelShape:
     `intermediate_size`: of one expert (or of the dense MLP).  has_output_gate: a gate scales the heads'
     outputs.  shared_size: width of the shared expert, 0 = none; has_shared_gate scales its output.
     dense_layers: layers with a dense MLP of width dense_size in place of experts.  gated_q: the outputs of q
-    are query and gate of each head.  mla: latent attention over one KV head of head_dim mla.cached_dim.
-    global_heads: layers with heads of their own size.  Raises ConfigError for impossible sizes.
+    are query and gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  Raises ConfigError
+    for impossible sizes.
     """
 
     family: str
@@ -247,7 +247,7 @@ class ModelShape:
     def outer_sites(self) -> tuple[Site, ...]:
         """Sites outside the layers: the vocabulary head, then the embedding of one-hot tokens.
 
-        Their pairs form one more layer, after the last.
+        Their pairs form one more layer.
         """
         vocab, hidden, first = self.vocab_size, self.hidden_size, self.num_entries
         return (

@@ -70,7 +70,7 @@ _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 def content_of(head: bytes, *, is_text: bool = False) -> FileKind | None:
     """Kind of an unreadable file by its first HEAD_BYTES bytes; None if unknown.
 
-    is_text: the reader expected text, so text is no finding.
+    is_text: the reader expected text.
     """
     if not head:
         return FileKind("an empty file", _DOWNLOAD)
@@ -203,7 +203,7 @@ def _named(folder: Path, patterns: tuple[str, ...]) -> list[str]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.  Raises ConfigError if missing or no JSON object."""
+    """The checkpoint's config.json.  Raises ConfigError."""
     path = model_dir / "config.json"
     if not path.exists():
         raise ConfigError(
@@ -241,7 +241,7 @@ _MAX_KEY_CHARS = 500
 """Longest tensor name; errors show the whole name."""
 _END = re.compile(rb'"data_offsets"\s{0,99}:\s{0,99}\[\s{0,99}\d{1,19}\s{0,99},\s{0,99}(\d{1,19})')
 _SLICE, _OVERLAP = 1 << 20, 1024
-"""Bytes of a header per search, since a search holds the interpreter; the overlap exceeds a match."""
+"""Bytes of a header per search, since a search holds the interpreter."""
 _DTYPES = {
     **{"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F64": ("float64", 8)},
     **{
@@ -309,7 +309,7 @@ def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, values unread.  Raises AdapterError as `header_entries`."""
+    """The tensors of a safetensors file, values unread.  Raises AdapterError."""
     try:
         with open_file(weights, str(weights)) as file:
             return header_entries(file, str(weights))

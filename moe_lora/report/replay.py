@@ -132,8 +132,7 @@ def replay(
 ) -> ReplayOutcome:
     """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps the records.
 
-    on_progress: called about twice a second.  connect: makes the target, in the run's event loop; None: the
-    server at `options.url`.
+    connect: makes the target, in the run's event loop; None: the server at `options.url`.
     """
     _raise_open_file_limit(min(options.max_connections, len(plan)))
     if connect is None:

@@ -33,7 +33,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_targets(**paths: str | Path | None) -> None:
-    """Raises ValueError with the option unless these files can all be written; call before the work.
+    """Raises ValueError with the option unless these files can all be written.
 
     Each file needs an existing folder and a distinct path.
     """
@@ -173,10 +173,7 @@ def _version(package: str) -> str | None:
 
 
 def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
-    """git_commit, and git_dirty: tracked files differ; both None outside a repository.
-
-    without: an ignored folder.
-    """
+    """git_commit, and git_dirty: tracked files differ; both None outside a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     paths = () if without is None else ("--", ".", f":(exclude){without.relative_to(folder)}")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no", *paths) if commit else None

@@ -69,7 +69,7 @@ def _latencies(timings: Sequence[ClientTiming]) -> dict[str, list[float]]:
 
 
 def statistics(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """mean_, median_, std_ (population) and pNN_ of the values under that name; None without values."""
+    """mean_, median_, std_ (population) and pNN_ of the values; None without values."""
     found = {
         f"mean_{name}": float(np.mean(values)) if values else None,
         f"median_{name}": _percentile(values, 50),

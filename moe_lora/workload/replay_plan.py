@@ -187,8 +187,8 @@ class TurnRequest:
 class PlannedRequest:
     """One request to send.
 
-    adapter: None: the base model.  arrival_s: seconds after the start.  prompt_tokens: of a random prompt, or
-    an estimate for `prompt`.  output_tokens: most to generate.  answer: exact expected text, if known.
+    adapter: None: the base model.  prompt_tokens: of a random prompt, or an estimate for `prompt`.
+    output_tokens: most to generate.  answer: exact expected text, if known.
     """
 
     index: int

@@ -104,7 +104,7 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
 def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> tuple[str, ...]:
     """Keys of base weights saved by PEFT beside a LoRA pair on the embedding or the head.
 
-    Raises AdapterError for other base embeddings, as after a change of vocabulary.
+    Raises AdapterError for other base embeddings.
     """
     copies = tuple(sorted(key for key in tensors if EMBEDDING.fullmatch(key)))
     adapted = {found[1] for key in tensors if (found := _LORA_ON_EMBEDDING.search(key))}
@@ -194,10 +194,7 @@ def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError
 
 @contextmanager
 def base_file(path: Path) -> Iterator[BinaryIO]:
-    """An open file of the base's checkpoint.
-
-    Raises StorageError if unreadable: that is no adapter's fault.
-    """
+    """An open file of the base's checkpoint.  Raises StorageError if unreadable: no adapter's fault."""
     try:
         with _opened(path) as file:
             yield file

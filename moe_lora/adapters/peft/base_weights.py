@@ -51,7 +51,7 @@ def check_copies_in(folder: Path, copies: Sequence[str], model_dir: Path | None,
 
 
 def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str) -> None:
-    """Raises AdapterError unless each copy has the checkpoint's values.  model_dir: None refuses copies."""
+    """Raises AdapterError unless each copy has the checkpoint's values."""
     for key, parts in copies.items():
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
         path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)

@@ -75,8 +75,7 @@ def opened(
     """The adapter in a folder, checked by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    Raises AdapterError for bad files, and at the end for files changed meanwhile; StorageError without free
-    file handles.
+    Raises AdapterError, also at the end for files changed meanwhile; StorageError without free file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a PEFT adapter folder, read without torch.
-
-Sizes and names are checked before any allocation.
-"""
+"""The two files of a PEFT adapter folder, untrusted, read without torch."""
 
 from __future__ import annotations
 
@@ -72,11 +69,7 @@ def adapter_folder(path: str, name: str) -> str:
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:
-    """Path of the folder's tensors.
-
-    Raises AdapterError if absent, divided or pickled.  called: prefix of file names in errors; None: the
-    path.
-    """
+    """Path of the folder's tensors.  Raises AdapterError if absent, divided or pickled."""
     called = f"{folder}{os.sep}" if called is None else called
     weights = folder / WEIGHTS_FILE
     if weights.is_file():
@@ -149,10 +142,7 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
 
 
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
-    """Content of the folder's adapter_config.json.
-
-    Raises AdapterError for an absent or too large file, or no JSON.
-    """
+    """Content of the folder's adapter_config.json.  Raises AdapterError if absent, too large or no JSON."""
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called
     path = folder / CONFIG_FILE

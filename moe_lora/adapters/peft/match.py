@@ -69,8 +69,8 @@ def match(
 ) -> Match:
     """The tensors of the file and their places in the model.
 
-    base: see `read_base`.  base_dir: checkpoint of the base.  A target name without a match is a warning.
-    Raises AdapterError for a tensor without place or partner, or of wrong shape.
+    base: see `read_base`.  A target name without a match is a warning.  Raises AdapterError for a tensor
+    without place or partner, or of wrong shape.
     """
     if config.use_dora or config.lora_bias:
         from .columns import match_with_columns

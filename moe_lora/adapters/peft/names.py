@@ -190,10 +190,7 @@ def stranger(key: str) -> str | None:
 
 
 def unplaced(path: str, layer_prefix: str, is_known: bool) -> str | None:
-    """Cause of the refusal of a path outside the served model; None for another model's path.
-
-    is_known: the model has a module with the same end of its path.
-    """
+    """Cause of the refusal of a path outside the served model; None for another model's path."""
     if _OTHER_PARTS.search(path):
         return (
             "trained on a multimodal wrapper: the tensor belongs to a part beside the language model, and "

@@ -218,8 +218,7 @@ Tensor = TypeVar("Tensor", bound=Shaped)
 def config_fields(config: Any, where: str) -> dict[str, Any]:
     """The fields of adapter_config.json.
 
-    config: these fields, PEFT's LoraConfig, or the `peft_config` of a PEFT model with one adapter.  Raises
-    AdapterError.
+    config: these fields, PEFT's LoraConfig, or a PEFT model's `peft_config`.  Raises AdapterError.
     """
     if isinstance(config, Mapping) and config and all(map(_is_peft_config, config.values())):
         if len(config) > 1:

@@ -59,8 +59,7 @@ def replaced_rows(
 ) -> tuple[ReplacedRows, ...]:
     """The replaced rows of the file.
 
-    base_dir: checkpoint of the base.  Raises AdapterError without a checkpoint, for missing or misshapen
-    tensors, and for rows replaced twice.
+    Raises AdapterError without a checkpoint, for missing or misshapen tensors, and for rows replaced twice.
     """
     if base_dir is None:
         raise AdapterError(

@@ -52,8 +52,7 @@ class AdapterSources:
         """A folder for `path`: the path itself, or the copy of an address.
 
         `org/name` means `hf://org/name` if no such folder exists and the address is allowed.  Raises
-        AdapterError for a refused address and a missing or too large adapter; PeerUnreachableError for a
-        silent source.
+        AdapterError for a refused, missing or too large adapter; PeerUnreachableError for a silent source.
         """
         scheme = scheme_of(path)
         if scheme is None:
@@ -116,7 +115,7 @@ def hub_address(path: str, patterns: Iterable[str]) -> str | None:
 
 
 def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> list[str]:
-    """The names to fetch.  sizes: bytes by name.  Raises AdapterError for no adapter, or too many bytes."""
+    """The names to fetch.  sizes: bytes by name.  Raises AdapterError."""
     for name in NEEDED:
         if name not in sizes:
             listed = ", ".join(sorted(sizes)[:10]) or "no files"

@@ -16,8 +16,8 @@ _ADDRESS = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
     """The folder of an adapter's files at one commit, below `cache`.
 
-    A branch is resolved once, to its commit.  Later calls transfer changed files only.  The token is the hub
-    library's (HF_TOKEN).  Raises AdapterError, PeerUnreachableError.
+    Later calls transfer changed files only.  The token is the hub library's (HF_TOKEN).  Raises AdapterError,
+    PeerUnreachableError.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError

@@ -18,8 +18,8 @@ PREFILL_COST, DECODE_COST = 1.0, 2.0
 class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
-    share: the tenant's weight.  priority: within the tenant; lower first.  matched: admitted before, and
-    first in the order, unless it gave way to another tenant.
+    priority: within the tenant; lower first.  matched: admitted before, and first in the order, unless it
+    gave way to another tenant.
     """
 
     @property
@@ -87,7 +87,7 @@ class VirtualTokenCounter:
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
         """The queue in starting order: matched first, then by tenant, priority, arrival.
 
-        Reads the counters anew for each request, since each start changes them.
+        Starts change the counters between requests.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -111,8 +111,8 @@ class VirtualTokenCounter:
     ) -> list[Competing]:
         """Running requests to stop when all slots are taken.
 
-        The tenant that is next, if below its share of slots, gets slots beyond another's share.  num_others:
-        further slots per tenant.  running: by start; the first one stays.
+        The tenant that is next, if below its share of slots, gets slots beyond another's share.  running: by
+        start; the first one stays.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on host workers during their adapters' loads: decision, and tokens per step.
-
-Source: Toppings sections 4.1 and 4.2.
-"""
+"""Prompts on host workers during their adapters' loads.  Source: Toppings sections 4.1 and 4.2."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _LONGEST_PROMPT = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class HostStart:
-    """Start of a prompt on host workers in place of a wait.
+    """Start of a prompt on host workers.
 
     tokens_per_worker: largest piece of rows.  Host and device overlap; the slower one counts.
     """
@@ -174,7 +171,7 @@ class HostLoads:
     def begin(
         self, uid: Hashable, adapter: ColdAdapter, num_tokens: int, now_s: float, *, under_way: bool
     ) -> None:
-        """Record a load ordered for a request of num_tokens.  under_way: ordered before; counts from now."""
+        """Record an ordered load.  under_way: ordered before."""
         if self._rule is None or (under_way and uid in self._loads):
             return
         ahead_s = max(0.0, self._busy_until_s - now_s)

@@ -79,8 +79,7 @@ class ArenaShares:
         """[N]: eviction order before values.
 
         BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
-        nodes within shares.  held [T]: total per tenant.  owners, amounts, values [N].  total: size of the
-        arena.
+        nodes within shares.  held [T]: total per tenant.  owners, amounts, values [N].
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

@@ -94,7 +94,7 @@ class CacheLoad:
     """The whole cache at a decision.
 
     num_queries: requests so far.  adapter_visits [A]: by adapter.  batch_size: mean of 5 s.  num_adapters: on
-    the device.  reuse: learned reuse of KV by age, or None.
+    the device.
     """
 
     num_queries: int
@@ -214,8 +214,7 @@ def static_partition(adapter_share: float = 0.2) -> Recency:
 
 
 def slora() -> Recency:
-    """S-LoRA: one pool; KV goes with the request, adapters load on demand and leave when idle (section 6.1).
-    """
+    """S-LoRA: one pool; KV goes with the request, adapters load on demand and leave when idle."""
     return Recency(
         traits=Traits(
             keeps_dependencies=False,

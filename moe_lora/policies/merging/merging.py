@@ -55,8 +55,7 @@ class MergingPolicy(Protocol):
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """Records a step in this mode with num_rows token rows; swap_s of `seconds` went to weight changes.
-        """
+        """Records a step; swap_s of `seconds` went to weight changes."""
         ...
 
     def forget(self, uid: Uid) -> None:
@@ -110,10 +109,9 @@ class MergedOnly(UnmergedOnly):
 class DLora:
     """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few.
 
-    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  With B = max_num_seqs and n
-    adapters so far, an adapter with a request among the first B is served again after at most ceil(credit B)
-    (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays; starving adapters run
-    unmerged unless only the merged one starves.
+    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  Waits are bounded
+    (docs/guides/merging.md).  Our choices: the richest served adapter pays; starving adapters run unmerged
+    unless only the merged one starves.
     """
 
     def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:
@@ -337,7 +335,7 @@ class CheapestMode:
 def make_merging_policy(
     name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
 ) -> MergingPolicy:
-    """The named policy.  Raises ConfigError for an unknown name, and for a policy without its costs."""
+    """The named policy.  Raises ConfigError, also for a policy without its costs."""
     if name == "unmerged":
         return UnmergedOnly()
     if name == "merged":

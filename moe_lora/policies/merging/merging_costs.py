@@ -28,9 +28,9 @@ def mode_of(rows: Rows, merged: Uid) -> Mode:
 class MergingCosts:
     """Seconds of decode steps by mode, and of swaps.
 
-    The merged adapter's rows cost as base rows; other rows of a mixed step pay for two deltas (-delta_a +
-    delta_b).  The measured ratio of the mode (unmeasured: the mean of other modes) scales model times, so a
-    wrong model favours no mode.
+    The merged adapter's rows cost as base rows; other rows of a mixed step pay for two deltas.  The measured
+    ratio of the mode (unmeasured: the mean of other modes) scales model times, so a wrong model favours no
+    mode.
     """
 
     def __init__(

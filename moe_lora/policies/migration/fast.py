@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A migration plan in milliseconds: longest requests first (after Graham's longest processing time), then a
-local search.
+"""A migration plan in milliseconds: longest requests first (Graham), then a local search.
 
 Replicas above `lower_bound` give their cheapest moves to the replica of earliest end.  Then requests, groups
 and pairs move between slowest and fastest.

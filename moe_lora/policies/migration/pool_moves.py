@@ -15,8 +15,7 @@ Key = TypeVar("Key", bound=str)
 Holders = Mapping[Key, Collection[int]]
 
 UNEVEN = 0.1
-"""Without a placement, adapters move only above this difference of fullest and emptiest instance, relative to
-the mean."""
+"""Without a placement, adapters move only above this imbalance, relative to the mean."""
 
 
 def place_holders(

@@ -76,8 +76,7 @@ class AdapterSize:
 class MigrationProblem:
     """swap_bytes_per_s: B.
 
-    affinity_s: eta, the cost of another adapter on a replica.  Raises ValueError for unknown or doubled
-    names, and numbers out of range.
+    affinity_s: eta.  Raises ValueError for unknown or doubled names, and numbers out of range.
     """
 
     replicas: Sequence[ReplicaView]

@@ -49,8 +49,7 @@ class ReplicaPressure:
 class DLoraMigration:
     """Plans moves when a replica lacks memory or its requests queue.
 
-    Plans are at least migration_interval_s apart; the pause doubles after too little gain, up to 16
-    intervals, until the pressure ends.
+    The pause doubles after too little gain, up to 16 intervals, until the pressure ends.
     """
 
     def __init__(self, config: MigrationConfig, planner: Planner | None = None) -> None:
@@ -153,7 +152,7 @@ def cheaper_move(
     """The form of a running request's move: by token ids, or by KV.
 
     tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
-    same_layout: equal dtype, page size and ranks; False: KV can't move.
+    same_layout: equal dtype, page size and ranks.
     """
     kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:

@@ -97,8 +97,8 @@ class _Asked:
 class AnswerMean:
     """Running mean of the tokens of answers.
 
-    FIRST_TOKENS has the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers on an answer counts 1 /
-    MAX_WEIGHT, so the mean follows the load.
+    FIRST_TOKENS has the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers on the mean follows the
+    load.
     """
 
     FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
@@ -153,7 +153,7 @@ class RankAware(RequestListener):
         return chosen
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """The cost of a request there, in seconds per token of all requests."""
+        """The cost of a request there, in seconds per token."""
         return self._cost_s(self._ask(request), instance)
 
     def _ask(self, request: RoutedView) -> _Asked:
@@ -182,8 +182,8 @@ class ShortestPendingTime:
     """The instance of least queueing time plus, for a missing adapter, load time.
 
     Queueing: a prefill step over the waiting prompts, and the tokens left at the time of a decode step over
-    all requests (max_num_seqs at most).  Loading: adapter_load_s_per_rank · rank, with host workers
-    `CostModel.start_s`.  Source: dLoRA, section 5.1, proactive dispatching.
+    all requests (max_num_seqs at most).  Loading: as `CostModel.start_s`.  Source: dLoRA, section 5.1,
+    proactive dispatching.
     """
 
     def __init__(

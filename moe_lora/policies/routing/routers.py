@@ -135,10 +135,9 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: concurrent requests of an instance.
+    """max_num_seqs, max_loras: of an instance; None: unlimited.
 
-    max_loras: adapters on a device; None: unlimited.  ranks: of the adapters, updated at run time.  table:
-    for `phi`.  seed: of `random`.
+    ranks: of the adapters, updated at run time.  table: for `phi`.  seed: of `random`.
     """
 
     max_num_seqs: int = 64

@@ -137,7 +137,7 @@ class Router(Protocol):
 
 
 class RequestListener:
-    """A router or a meter that follows requests.  key: names a request until its `stop`."""
+    """A router or a meter that follows requests."""
 
     @property
     def stats(self) -> RoutingStats | None:
@@ -148,7 +148,7 @@ class RequestListener:
         """A request has come."""
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """A request has ended with an answer of this length."""
+        """A request has ended."""
 
     def cancel(self, key: Hashable) -> None:
         """A request was refused.  Its `stop` follows."""

@@ -200,9 +200,9 @@ POPULARITY_NAMES = (
 def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
     """The named popularity (`POPULARITY_NAMES`), over `adapters`.
 
-    FILE holds counts and names the adapters (`read_counts`), so takes no `adapters`.  trace:FILE names
-    adapters too; with `adapters`, its names are mapped to them (`map_identities`), as functions always are.
-    Raises ValueError for an unknown name or bad arguments.
+    FILE holds counts and names the adapters (`read_counts`).  trace:FILE names adapters too; with `adapters`,
+    its names are mapped to them (`map_identities`), as functions always are.  Raises ValueError for an
+    unknown name or bad arguments.
     """
     name, arguments = _split(text)
     if name in _SHAPES:

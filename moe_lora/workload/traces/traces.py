@@ -109,8 +109,8 @@ def iter_trace(
 ) -> Iterator[TraceRequest]:
     """Requests of the trace in file order, as a stream; arrival_s counts from the first request.
 
-    format: None detects it.  dropped: counts skipped rows by reason.  Raises ValueError for a bad value, with
-    its place, for decreasing times, and for no request.
+    format: None detects it.  Raises ValueError for a bad value, with its place, for decreasing times, and for
+    no request.
     """
     return iter_requests(RowReader(str(path), dropped=Counter() if dropped is None else dropped), format)
 
