@@ -85,8 +85,7 @@ class AdapterContents:
         """The adapter in a folder; with a content hash, exactly this content.
 
         must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, the
-        log the folder.  Raises AdapterError, also for other content that the store lacks; StorageError for a
-        full store, or no free file handle.
+        log the folder.  Raises AdapterError; StorageError for a full store, or no free file handle.
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:

@@ -127,10 +127,7 @@ class HostStore:
             ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
-        """The adapter of this hash, mapped from the file.
-
-        Raises AdapterError for a missing or damaged file.
-        """
+        """The adapter of this hash, mapped from the file.  Raises AdapterError."""
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():

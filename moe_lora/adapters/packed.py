@@ -48,7 +48,7 @@ class PackedAdapter:
     targets: module names with deltas.  content_hash: sha256 over dtype, data, offsets, ranks and scales:
     equal hashes compute equal deltas.  warnings: config fields without effect.  base_copies: keys of base
     weights to compare.  invocation: tokens of an activated LoRA: the adapter starts at their last occurrence
-    in the prompt; these are part of the hash.  has_columns: with entries of `ModelShape.column_sites`.
+    in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.
     """
 
     name: str

@@ -20,8 +20,7 @@ _FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`ep` ranks share the experts of each of `pp` stages, or `dp` ranks the adapters (for comparison only,
-    table 1).
+    """EPx-PPy or DPm; DPm is for comparison only (table 1).
 
     Raises ConfigError for a mixed layout and for a count below 1.
     """

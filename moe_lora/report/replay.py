@@ -44,7 +44,7 @@ def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, A
 
 
 def finished_record(planned: PlannedRequest, completion: StreamedCompletion, start_s: float) -> RequestRecord:
-    """The record of a completion: the server's token counts, and its timing from usage.timing if present."""
+    """A completion's record, by the server's token counts and usage.timing."""
     usage, text = completion.usage, "".join(completion.texts)
     timing = ClientTiming(
         sent_s=completion.sent_s - start_s,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of the base beside an adapter's: copies must be equal, replaced rows are a change, DoRA needs norms.
+"""The base's values for copies, replaced rows, and DoRA's norms.
 
 Column factors and shifts enter the content hash, so every host must compute equal bits. Sums are of integers
 in fp64, exact below 2**53 in any order; the rest is elementwise.

@@ -79,7 +79,7 @@ def match_with_columns(
 
 
 def _column_keys(tensors: Iterable[str], config: AdapterConfig, where: str) -> Keys:
-    """The keys of column terms.  Raises AdapterError for two of one module, and for DoRA with `lora_bias`."""
+    """The keys of column terms.  Raises AdapterError for contradictory terms."""
     if config.use_dora and config.lora_bias:
         raise AdapterError(
             f"{config.where}: use_dora=True with lora_bias=True is not supported, by PEFT neither; train "

@@ -261,7 +261,7 @@ class AdapterConfig(
     def parse(cls, fields: Any, where: str, subtracts: bool = False) -> AdapterConfig:
         """Read the JSON object of an adapter_config.json.
 
-        Raises AdapterError for anything but plain LoRA, unknown keys and wrong types.
+        Raises AdapterError for anything but plain LoRA.
         """
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")

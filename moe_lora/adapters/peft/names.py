@@ -87,8 +87,8 @@ class TensorName:
     """A LoRA tensor's key in parts.
 
     path: by the served model's names.  depth: nesting of PEFT's wrapper.  part: "A" or "B".  front: prefix of
-    the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost prefix.  expert:
-    for a tensor of one expert beside a matrix of all (see `PlaceMap`).
+    the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost prefix.  expert: of
+    one expert beside a matrix of all (see `PlaceMap`).
     """
 
     path: str

@@ -19,7 +19,7 @@ class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
     priority: within the tenant; lower first.  matched: admitted before, and first in the order, unless it
-    gave way to another tenant.
+    gave way.
     """
 
     @property

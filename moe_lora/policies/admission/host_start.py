@@ -26,10 +26,10 @@ class HostStart:
     tpot_budget_s: float | None = None
 
     def tokens_per_step(self, max_tokens: int) -> int:
-        """Most prompt rows on the host in a step with other requests.
+        """Most prompt rows on the host in a step with other requests: a piece per worker, or as many as fit
+        tpot_budget_s over all layers at the largest measured rank.
 
-        Without tpot_budget_s a piece per worker; else as many as fit this time over all layers, at the
-        largest measured rank.  Raises ConfigError if a single row exceeds the budget.
+        Raises ConfigError if a single row exceeds the budget.
         """
         if self.tpot_budget_s is None:
             return self.num_workers * self.tokens_per_worker
@@ -59,7 +59,7 @@ class HostStart:
     def first_group(self, num_tokens: int, adapter: ColdAdapter, ahead_s: float = 0.0) -> int:
         """Fewest layers on the host such that each later layer is loaded by its turn.
 
-        ahead_s: until the load starts.  Source: Toppings section 4.1, pipeline loading.
+        ahead_s: until the load starts.
         """
         times, num_layers = self.times, self.times.num_layers
         load_s = times.load_s(adapter) / num_layers
@@ -104,14 +104,13 @@ class HostStart:
         return self.start_s(num_tokens, adapter) < self.times.load_s(adapter)
 
     def start_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Cost of a cold adapter for a prompt with an idle link: the host's extra time, or the load's if
-        shorter."""
+        """Cost of a cold adapter for a prompt with an idle link: the host's extra time, or a shorter load."""
         load_s = self.times.load_s(adapter)
         group = self.first_group(num_tokens, adapter)
         return min(load_s, self.extra_s(num_tokens, adapter, load_s, group))
 
     def break_even_tokens(self, adapter: ColdAdapter) -> int | None:
-        """The shortest prompt for which waiting for a whole load is faster; None within usable lengths."""
+        """The shortest prompt for which a wait for the whole load is faster, or None."""
         return _least(_LONGEST_PROMPT, lambda num_tokens: not self.pays_at_once(num_tokens, adapter))
 
     def break_even_load_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
@@ -140,8 +139,7 @@ def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
 def enough_workers(
     times: HostTimes, tokens_per_worker: int, adapter: ColdAdapter, *, max_tokens: int, num_cores: int
 ) -> int:
-    """Workers that compute a step's prompts in time, one per core; 0 if waiting is faster even for one
-    worker's prompt."""
+    """Workers that compute a step's prompts in time, one per core; 0 if waiting is faster."""
     number = min(num_cores, math.ceil(max_tokens / tokens_per_worker))
     if number < 1:
         return 0

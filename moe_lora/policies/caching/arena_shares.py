@@ -13,7 +13,7 @@ from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 PRESENT_S = 300.0
 """Time without requests after which a tenant has no share."""
 SLACK = 1 / 64
-"""Part of an arena that is returned at once, as scans of all nodes are slow."""
+"""Part of an arena returned at once, as scans are slow."""
 
 
 class ArenaShares:

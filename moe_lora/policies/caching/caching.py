@@ -281,8 +281,8 @@ class CostAware:
 
     Uses: learned by kind and idle time; plus one within queue_s per queued request.  Seconds, on the device:
     a copy, load or faster recomputation, times 1 + behind_per_s x length for queued requests (M/G/1), plus
-    wait_s, the missed step.  unready_share: weight of KV without the adapter.  Seconds, on the host: the
-    excess of computing or loading over copying.
+    wait_s, the missed step; on the host: the excess of computing or loading over copying.  unready_share:
+    weight of KV without the adapter.
     """
 
     costs: CacheCosts

@@ -22,8 +22,7 @@ class Batching:
     """The next step.
 
     merge: adapter for the weights, or None.  only: adapters allowed to compute (None among them: the base
-    model); None: all, unmerged, or mixed while the weights carry an adapter.  at_once: change whole weights
-    before the step.
+    model); None: all.  at_once: change whole weights before the step.
     """
 
     merge: Uid = None

@@ -58,7 +58,7 @@ class MergingCosts:
         self._expected = (dict(rows), merged)
 
     def took(self, mode: Mode, num_rows: int, seconds: float) -> None:
-        """Record a measured step; other rows (e.g. a prompt's) or another mode are ignored."""
+        """Record a measured step; other rows or modes are ignored."""
         rows, merged = self._expected
         if num_rows and num_rows == sum(rows.values()) and mode == mode_of(rows, merged):
             self._learn(mode, seconds, self._model_s(rows, merged))
@@ -148,7 +148,7 @@ class Credits:
     def forget(self, uid: Uid) -> None:
         """Remove an adapter, and its share from each other adapter.
 
-        The poorest get the credits that it gained; the richest pay those that it lost.
+        The poorest get its gained credits; the richest pay its losses.
         """
         self.starving.discard(uid)
         if self.of.pop(uid, None) is None:

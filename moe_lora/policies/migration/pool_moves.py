@@ -27,8 +27,7 @@ def place_holders(
 ) -> dict[Key, frozenset[int]]:
     """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
-    wanted: by a placement; other adapters stay or go where the fewest bytes are.  Never fewer than
-    min(replicas, live).
+    wanted: by a placement; other adapters stay or go where the fewest bytes are.
     """
     load = dict.fromkeys(live, 0)
     holders: dict[Key, set[int]] = {}

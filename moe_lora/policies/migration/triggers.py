@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration triggers, paying moves of a plan, and the form of a running request's move.
+"""Migration triggers, paying moves, and the form of a move.
 
 Source: dLoRA, section 5.2; numbers, seats, and the choice of tokens or KV are ours.
 """
@@ -103,7 +103,7 @@ def paying_moves(
     """The paying moves of a plan; waiting requests first, then the cheapest.
 
     A target needs a free seat; a moving request holds one at both ends.  A move must make the slower of both
-    replicas faster by more than its own seconds, or fix missing memory.  staying: excluded requests.
+    replicas faster by more than its own seconds, or fix missing memory.
     """
     placement = Placement(problem)
     before = placement.objective()

@@ -117,10 +117,9 @@ class RankAware(RequestListener):
     decode step would pass slo_tpot_s.
 
     Δ: the request's addition to a step, prefill over waiting prompts, decode over all requests.  With host
-    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  Candidates have room for
-    the adapter.  `requests` counts present requests, so an idle instance costs nothing.
-    cost "all" adds the request's own time per token.  At equal costs the least token work decides; the paper
-    takes the first.  Source: Toppings, section 5, Algorithm 1.
+    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  `requests` counts present
+    requests, so an idle instance costs nothing.  cost "all" adds the request's own time per token.  At equal
+    costs the least token work decides; the paper takes the first.  Source: Toppings, section 5, Algorithm 1.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:

@@ -17,8 +17,8 @@ class InstanceLoad:
 
     waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts,
     waiting_tokens: their prompt tokens, by adapter and in total.  num_changes: version, for cached sums.
-    recent: last used adapters, latest last.  num_elsewhere: requests of other front ends, with unknown
-    adapters.  held_back: a request waits for an adapter's slot.
+    recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.  held_back: a
+    request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -101,7 +101,7 @@ class InstanceView(Protocol):
 
     @property
     def index(self) -> int:
-        """Number of the instance, constant during the front end's life."""
+        """Number, constant during the front end's life."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class Router(Protocol):
     """Called per request, and again after its instance's end."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        """One of `instances`, at least one, by rising index."""
+        """One of `instances`, by rising index."""
         ...
 
 
