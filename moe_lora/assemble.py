@@ -217,8 +217,8 @@ def serve_front_end(
 ) -> None:
     """Serve HTTP over instances that dial in, until a signal.
 
-    name: among several front ends.  listen_fds: inherited bound sockets; empty: bind new sockets.  Raises
-    ConfigError for errors known at start.
+    listen_fds: inherited bound sockets; empty: bind new sockets.  Raises ConfigError for errors known at
+    start.
     """
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound

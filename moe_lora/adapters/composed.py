@@ -20,7 +20,7 @@ from .packed import PackedAdapter, PackedLayer, assemble, entry_widths
 def compose(name: str, terms: Sequence[tuple[PackedAdapter, float]], shape: ModelShape) -> PackedAdapter:
     """sum_k w_k s_k B_k A_k as one adapter of rank sum_k R_k: [w_1 s_1 A_1; ...; w_K s_K A_K], [B_1 ... B_K].
 
-    Raises AdapterError for a term that is no plain LoRA, and for values beyond the dtype.
+    Raises AdapterError unless all terms are plain LoRA.
     Source: PEFT, add_weighted_adapter with combination_type="cat".
     """
     for adapter, _ in terms:

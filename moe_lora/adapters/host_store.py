@@ -60,10 +60,7 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if the adapter is present; a lost file is written again from a mapping here.
-
-        Raises StorageError without room.
-        """
+        """True if present; a lost file is written again from a mapping.  Raises StorageError."""
         if content_hash in self:
             return True
         packed = self._mapped.get(content_hash)
@@ -74,7 +71,7 @@ class HostStore:
         return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless present.  Raises StorageError without room."""
+        """Write the adapter unless present.  Raises StorageError."""
         path = self.path(packed.content_hash)
         if path.exists():
             return

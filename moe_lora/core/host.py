@@ -96,8 +96,8 @@ def run_folder(given: str | None) -> Iterator[Path]:
 class OwnFolder:
     """A new folder for this user, deleted with the context or by `remove`.
 
-    Folders of killed processes are deleted first, if folders have locks.  parent: may be shared by hosts;
-    None: the folder for temporary files.  Raises OSError.
+    Folders of killed processes are deleted first, if folders have locks.  parent: may be shared by hosts.
+    Raises OSError.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
@@ -155,10 +155,7 @@ def sweep_folders(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder, which is its own lock file.
-
-    wait: False raises BlockingIOError if the lock is taken.
-    """
+    """Hold a folder's lock.  wait: False raises BlockingIOError if the lock is taken."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -106,7 +106,6 @@ class PlacementQuality:
 
     Loads are shares of a server's capacity.  target_utilisation: mean load.  worst_load: at true ranks.
     worst_padded_load: at the server's highest rank.  rank_mixing: padded over own load; 1: ranks are apart.
-    copied_bytes, num_copies: of known adapters on new servers.
     """
 
     target_utilisation: float

@@ -296,7 +296,7 @@ def confined(path: str | Path, root: str | None) -> bool:
 def open_file(path: Path, called: str, root: str | None = None) -> BinaryIO:
     """A regular file, open to read, inside the folder `root`.
 
-    called: its name in errors.  Raises AdapterError for anything else (a pipe is not opened), and OSError.
+    Raises AdapterError for anything else (a pipe is not opened), and OSError.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(handle, "rb")

@@ -49,8 +49,8 @@ def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]
 class Publisher:
     """Publishes versions of one name.
 
-    api_key: of an administrator; None: the server has no keys.  shared: a folder of shared memory on the
-    server's host, as /dev/shm; None: tensors go over HTTP.
+    api_key: of an administrator.  shared: a folder of shared memory on the server's host, as /dev/shm; None:
+    tensors go over HTTP.
     """
 
     def __init__(

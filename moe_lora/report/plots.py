@@ -62,7 +62,7 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def run_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
-    """Colours of the runs; no legend for a single run."""
+    """Colours of several runs."""
     if len(runs) > 1:
         handles = [
             Line2D([], [], color=color(i), linewidth=2, label=run["label"]) for i, run in enumerate(runs)

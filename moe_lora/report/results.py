@@ -23,7 +23,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file.  Raises ValueError for unreadable content."""
+    """The value in a JSON file.  Raises ValueError."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -201,7 +201,7 @@ def without_arrays(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """A file of `moe-lora replay --save-result`.  Raises ValueError for other content."""
+    """A file of `moe-lora replay --save-result`.  Raises ValueError."""
     run = read_json(path)
     missing = [key for key in ("label", "duration", *ARRAYS) if not isinstance(run, dict) or key not in run]
     if missing:

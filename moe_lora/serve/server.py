@@ -126,8 +126,7 @@ class QuietLoop:
 RARE_COLLECTIONS = (20_000, 10, 10)
 """Thresholds of Python's garbage collector; the defaults took 6 % of the time.
 
-Middle collections keep cyclic objects of running requests alive: at 1000, each of 1000 concurrent streams
-left its objects behind.
+At 1000, middle collections would keep objects of 1000 concurrent streams alive.
 """
 DRAIN_S = 20.0
 """Time for running requests at shutdown."""

@@ -148,7 +148,6 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
 def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptRow]) -> list[PromptRow]:
     """For each (adapter, prompt length) a row of that adapter, matched by rank of length.
 
-    Of an adapter's m requests the i-th shortest gets row floor((i + 0.5) * n / m) of the n rows by length.
     Raises ValueError if an adapter has no rows.
     """
     by_adapter: dict[str | None, list[PromptRow]] = defaultdict(list)
@@ -209,8 +208,8 @@ def make_plan(
 ) -> list[PlannedRequest]:
     """The requests to send, sorted by arrival.
 
-    Deterministic.  popularity: for requests without an adapter; None: the base model.  rows: prompts to send
-    instead of the trace's.  Raises ValueError for a trace without times and no rate, or an empty plan.
+    Deterministic.  popularity: for requests without an adapter; None: the base model.  Raises ValueError for
+    a trace without times and no rate, or an empty plan.
     """
     if options.busiest and options.duration_s is not None and trace.has_arrival_times:
         stretch = busiest_stretch([request.arrival_s for request in trace.requests], options.duration_s)

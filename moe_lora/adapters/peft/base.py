@@ -50,7 +50,7 @@ _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?l
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
     """config.json of the base model; None if absent here, or outside `root`.
 
-    Raises AdapterError for an unreadable file, or a base of other sizes.
+    Raises AdapterError for a base of other sizes.
     """
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
@@ -131,7 +131,7 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
     """File and entry of a checkpoint's embedding or head: [V, H] of floats.
 
     site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: start and end of the error.
-    Raises AdapterError for an absent, quantised or misshapen tensor; StorageError as `base_file`.
+    Raises AdapterError; StorageError as `base_file`.
     """
     try:
         if model_dir is None:

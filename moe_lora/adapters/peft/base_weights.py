@@ -119,7 +119,7 @@ def _adapters_parts(file: BinaryIO, entry: TensorEntry, where: str) -> Parts:
 
 
 def _same_values(copy: Parts, base: Parts, num_elements: int) -> bool:
-    """True if the copy has the base's values, rounded to the copy's dtype."""
+    """True if the copy has the base's values, rounded."""
     for first in range(0, num_elements, _CHUNK):
         number = min(_CHUNK, num_elements - first)
         part = copy(first, number)

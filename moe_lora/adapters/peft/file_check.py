@@ -51,10 +51,7 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder with config and tensors that fit a model; values unread.
-
-    where: the tensor file's name in errors.
-    """
+    """A PEFT folder that fits a model; values unread.  where: the tensor file's name in errors."""
 
     weights: BinaryIO
     entries: dict[str, TensorEntry]

@@ -142,7 +142,7 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
 
 
 def read_json(folder: Path, called: str | None = None, root: str | None = None) -> Any:
-    """Content of the folder's adapter_config.json.  Raises AdapterError if absent, too large or no JSON."""
+    """Content of the folder's adapter_config.json.  Raises AdapterError."""
     shown = str(folder) if called is None else called.removesuffix(": ")
     called = f"{folder}{os.sep}" if called is None else called
     path = folder / CONFIG_FILE

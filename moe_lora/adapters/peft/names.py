@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor names in an adapter's file: known wrapper prefixes are removed, unknown prefixes refused.
+"""Tensor names in an adapter's file, without known wrapper prefixes.
 
 PEFT matched the config with or without wrappers, so both readings are kept.
 """

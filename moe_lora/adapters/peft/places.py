@@ -43,8 +43,8 @@ _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 class PlaceMap:
     """All places of a model: module path → (layer, places in order of definition).
 
-    Head and embedding are in one more layer, after the last.  older: front of module paths in older files, or
-    None.  stacked: paths of matrices of all experts.
+    Head and embedding are in one more layer.  older: front of module paths in older files.  stacked: paths of
+    matrices of all experts.
     """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
@@ -113,8 +113,7 @@ class Shaped(Protocol):
 class PairSource:
     """One pair in the file, with its config.
 
-    keys_a, keys_b: a tensor, or one per expert beside a matrix of all experts.  grouped: see
-    `config.ExpertLayout`.
+    keys_a, keys_b: a tensor, or one per expert.  grouped: see `config.ExpertLayout`.
     """
 
     place: Place

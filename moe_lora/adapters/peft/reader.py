@@ -66,7 +66,7 @@ def read_pairs(
 ) -> tuple[list[list[Pair]], Match]:
     """The pairs of each layer of a PEFT directory, in the file's dtypes, and the matched file.
 
-    Raises AdapterError as `read_adapter`, except for values that are not finite.
+    Raises AdapterError.
     """
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
         if found.match.columns:
@@ -106,7 +106,7 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
 def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     """The file's tensors in memory: a truncated mapped file would kill the process.
 
-    needed: bytes held at the same time.  Raises AdapterError without memory, or for a file cut meanwhile.
+    needed: bytes held at the same time.  Raises AdapterError, also without memory.
     """
     entries = {key: entry for key, entry in found.entries.items() if key not in found.match.copies}
     num_bytes = sum(entry.span[1] - entry.span[0] for entry in entries.values())
@@ -135,7 +135,7 @@ def adapter_layer_bytes(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> list[int]:
-    """Packed bytes per layer of the PEFT directory; values unread.  Raises AdapterError as `read_pairs`."""
+    """Packed bytes per layer of the PEFT directory; values unread.  Raises AdapterError."""
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         return _layer_bytes(found, shape, dtype)
 
@@ -162,7 +162,7 @@ def pack_state_dict(
 
     config: the fields of adapter_config.json, or PEFT's LoraConfig.  Keys may lack the prefix
     `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; base weights are left
-    out.  Raises AdapterError as `read_adapter`.
+    out.  Raises AdapterError.
     """
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
@@ -175,7 +175,7 @@ def pack_state_dict(
 def tensors_of(
     state_dict: Mapping[str, torch.Tensor], shape: ModelShape, where: str
 ) -> dict[str, torch.Tensor]:
-    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError as `lora_tensors`."""
+    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError."""
     for key, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")

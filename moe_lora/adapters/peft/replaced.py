@@ -57,10 +57,7 @@ def replaced_rows(
     base_dir: Path | None,
     where: str,
 ) -> tuple[ReplacedRows, ...]:
-    """The replaced rows of the file.
-
-    Raises AdapterError without a checkpoint, for missing or misshapen tensors, and for rows replaced twice.
-    """
+    """The replaced rows of the file.  Raises AdapterError, also without a checkpoint."""
     if base_dir is None:
         raise AdapterError(
             f"{config.where}: {_TOKENS} and {_SAVED} are changes of the base's rows, and no checkpoint of "
@@ -94,7 +91,7 @@ def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Pa
 
 
 def change_bytes(replaced: Sequence[ReplacedRows], shape: ModelShape, itemsize: int) -> int:
-    """Bytes of the changes, and of matrices of `replaced_pair` that are no view of a change."""
+    """Bytes of the changes, and of other matrices of `replaced_pair`."""
     vocab, hidden = shape.vocab_size, shape.hidden_size
     total = 0
     for rows in replaced:

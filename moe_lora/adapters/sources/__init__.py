@@ -52,7 +52,7 @@ class AdapterSources:
         """A folder for `path`: the path itself, or the copy of an address.
 
         `org/name` means `hf://org/name` if no such folder exists and the address is allowed.  Raises
-        AdapterError for a refused, missing or too large adapter; PeerUnreachableError for a silent source.
+        AdapterError; PeerUnreachableError for a silent source.
         """
         scheme = scheme_of(path)
         if scheme is None:

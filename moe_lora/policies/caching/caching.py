@@ -108,11 +108,10 @@ class CacheLoad:
 class Traits:
     """A policy's traits besides values.
 
-    keeps_dependencies: KV is on the device only with the adapter.  keeps_history: KV of finished requests
-    stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
-    `tick` copies history ahead of need.  looks_ahead: queued requests count.  exchanges: `tick` replaces less
-    valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node without visits
-    has no value.
+    keeps_dependencies: KV is on the device only with the adapter.  uses_host_for_kv: evicted history goes to
+    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history ahead of need.  looks_ahead:
+    queued requests count.  exchanges: `tick` replaces less valued nodes.  adapter_share: part of the device
+    for adapters only.  needs_visits: a node without visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -227,7 +226,7 @@ def slora() -> Recency:
 
 
 MAX_EXPONENT = 700.0
-"""Limit against overflow of exp; such old nodes have no value."""
+"""Limit against overflow of exp."""
 
 
 def required_adapters(load: CacheLoad) -> float:
@@ -345,7 +344,7 @@ CACHING_POLICIES: dict[str, Callable[[CacheCosts], CachingPolicy]] = {
 
 
 def make_caching_policy(name: str, costs: CacheCosts) -> CachingPolicy:
-    """The named policy at its defaults.  Raises ValueError for an unknown name."""
+    """The named policy at its defaults.  Raises ValueError."""
     if name not in CACHING_POLICIES:
         raise ValueError(f"cache policy {name!r} is unknown; choose one of {', '.join(CACHING_POLICIES)}")
     return CACHING_POLICIES[name](costs)

@@ -108,9 +108,8 @@ class MergedOnly(UnmergedOnly):
 class DLora:
     """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few.
 
-    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  Waits are bounded
-    (docs/guides/merging.md).  Our choices: the richest served adapter pays; starving adapters run unmerged
-    unless only the merged one starves.
+    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  Our choices: the richest served
+    adapter pays; starving adapters run unmerged unless only the merged one starves.
     """
 
     def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:

@@ -170,7 +170,7 @@ class _Fleet:
 
 
 class Search:
-    """Moves requests between the chosen replicas while their slowest gets faster.
+    """Moves requests between the chosen replicas.
 
     Legend: m position among the chosen; c a candidate: requests of one adapter that move together.  seconds:
     [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.

@@ -229,10 +229,7 @@ class Placement:
         return found
 
     def cost(self, j: int) -> tuple[float, float]:
-        """(missing bytes, seconds) of the replica.
-
-        The host takes whole requests: the largest that fit stay on the device.
-        """
+        """(missing bytes, seconds) of the replica.  The largest requests that fit stay on the device."""
         if self.used[j] <= self.problem.replicas[j].device_bytes:
             return 0.0, self.seconds[j]
         if j not in self._swapping:

@@ -92,7 +92,7 @@ class DemandForecast:
         self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
 
     def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
-        """Add the last time step.  Raises ValueError for length_s <= 0."""
+        """Add the last time step.  Raises ValueError."""
         if not length_s > 0:
             raise ValueError(f"length_s={length_s} must be positive")
         self._steps.append({adapter: max(0.0, number) / length_s for adapter, number in tokens.items()})

@@ -15,10 +15,9 @@ MAX_RECENT = 64
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts,
-    waiting_tokens: their prompt tokens, by adapter and in total.  num_changes: version, for cached sums.
-    recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.  held_back: a
-    request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
+    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last.  num_elsewhere:
+    requests of other front ends.  held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -36,7 +35,7 @@ class InstanceLoad:
         return self.num_waiting + self.num_running + self.num_elsewhere
 
     def has(self, adapter: str | None) -> bool:
-        """True if the adapter is likely there, or on its way; the base model always is."""
+        """True if the adapter is likely there, or on its way."""
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:

@@ -66,7 +66,7 @@ def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
     """P(i-th of N adapters): mass of a normal distribution (mean 1/2, deviation sigma) on (i, i + 1) / N.
 
     Cut to [0, 1]: middle adapters are the most popular.
-    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3); mean and unit are not in the paper.
+    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3).
     """
     need(0 < sigma < math.inf, "sigma", sigma, "a finite number > 0 (0.1 and 0.3 are usual)")
     num_adapters = len(adapters)

@@ -68,7 +68,7 @@ class Trace:
 
 @dataclass(slots=True)
 class RowReader:
-    """A reader's position in a file; raises errors with the place.  dropped: skipped rows, by reason."""
+    """A reader's position in a file; raises errors with the place."""
 
     path: str
     line: int = 1

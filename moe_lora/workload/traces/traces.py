@@ -57,7 +57,7 @@ def _json_format(line: str, head: str) -> str | None:
 
 
 def detect_format(path: str | Path) -> str:
-    """The format's name, from the file's head.  Raises ValueError for an unknown format."""
+    """The format's name, from the file's head.  Raises ValueError."""
     with open_text(path, "trace") as lines:
         head = lines.read(_HEAD_CHARS)
     text = head.lstrip()
