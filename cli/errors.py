@@ -58,10 +58,10 @@ def _reported_as(kind: type[click.ClickException], function: Callable[..., Any])
 
 
 def user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn ValueError, OSError and the project's errors into click's."""
+    """Turn ValueError, OSError and the project's errors into click's, exit status 1."""
     return _reported_as(click.ClickException, function)
 
 
 def input_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `user_errors`, with exit status 2, for mere computations."""
+    """As `user_errors`, with exit status 2, for commands that only compute."""
     return _reported_as(InputError, function)

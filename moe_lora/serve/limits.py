@@ -49,7 +49,7 @@ REFUSALS = (
 )
 """Reasons for refusals in the metric."""
 RETRY_S = 1
-"""Retry-After for limits with room at any moment."""
+"""Retry-After for limits that may be free again at any moment."""
 
 
 LEAST_QUEUED_TOKENS = 1024

@@ -225,7 +225,7 @@ def table(
 
 
 def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) -> Iterator[Metric]:
-    """Families of the engine; None: gone."""
+    """Families of the engine's last stats; None: the engine is gone."""
     up = stats is not None
     yield plain(GaugeMetricFamily, "moe_lora:engine_up", "1 while the engine answers.", model_name, up)
     if stats is None:
@@ -326,7 +326,7 @@ LEVELS: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "dis
 
 
 def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
-    """1 for each adapter and level: at most `limit`, or all adapters on the device."""
+    """1 for each adapter and level: adapters on the device, then others up to `limit` in all."""
     ordered = sorted(adapters, key=lambda one: LEVELS.index(one.residency))
     num_ready = sum(one.residency in ("device", "remote") for one in ordered)
     return family(

@@ -279,7 +279,7 @@ class RequestWatch:
 
 
 class BackgroundWatch(RequestWatch):
-    """Counts without latency: background requests wait for others."""
+    """Counts a choice and its tokens without latency, as the request waits for all others."""
 
     __slots__ = ()
     is_timed = False

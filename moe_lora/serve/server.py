@@ -95,7 +95,7 @@ def create_app(frontend: Frontend) -> FastAPI:
 
 
 def _registry_router(frontend: Frontend) -> APIRouter:
-    """The registry's routes, or their refusal."""
+    """The registry's routes, or routes that refuse."""
     if frontend.cluster.registry is not None:
         from moe_lora.serve.admin.registry_routes import registry_router
 
@@ -220,7 +220,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end_unread(self) -> None:
-        """End connections without reads: no message reaches them."""
+        """End connections of clients that don't read: no message reaches them."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_unread:
                 connection.transport.abort()

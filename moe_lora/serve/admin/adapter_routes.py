@@ -287,7 +287,7 @@ def _stamps(folder: str) -> Stamps:
 
 
 def _digest(folder: str, root: str | None) -> str | None:
-    """SHA-256 of the adapter's files, or None."""
+    """SHA-256 of the adapter's files; None if unreadable."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
 START_S = 120.0
-"""Limit for a start or an answer, slow by the low priority."""
+"""Limit for the process to start or answer, since its low priority makes both slow."""
 FIRST_START_S = 300.0
-"""Limit for the start beside loading instances."""
+"""Limit for the first start, beside loading instances."""
 EXIT_S = 60.0
 """Limit of an exit's wait for a start."""
 CHECK_NICE = 5
