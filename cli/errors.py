@@ -58,7 +58,7 @@ def _reported_as(kind: type[click.ClickException], function: Callable[..., Any])
 
 
 def user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn ValueError, OSError and the project's errors into click's, exit status 1."""
+    """Turn ValueError, OSError and the project's errors into click's."""
     return _reported_as(click.ClickException, function)
 
 

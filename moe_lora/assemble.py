@@ -252,8 +252,8 @@ def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncC
 def _run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine.
 
-    SIGTERM cancels the coroutine for an orderly end; a second SIGTERM ends the process at once.  Then raises
-    SystemExit with the shell's status.
+    SIGTERM cancels the coroutine; a second SIGTERM ends the process at once.  Then raises SystemExit with the
+    shell's status.
     """
 
     async def run() -> T:

@@ -89,7 +89,7 @@ class MlaShape:
 
     @property
     def cached_dim(self) -> int:
-        """Width of a cached token: the latent, and the rotated part of k."""
+        """Width of a cached token: latent and rotated k."""
         return self.kv_rank + self.rope_dim
 
     def site_rows(self, hidden: int, heads: int) -> list[SiteRow]:
@@ -111,7 +111,7 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeads:
-    """Sizes of full attention layers beside windowed layers, with as many query heads.
+    """Sizes of full attention layers beside windowed layers.
 
     k_is_v: V is the output of k_proj too, before k's norm and rotation.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as an argument, for simulations and tests."""
+"""Time as an argument."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 def state_folder(given: str | None) -> Path:
-    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, created if absent, else a
-    temporary folder.
+    """The given folder, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora, else a temporary folder.
 
     Raises ConfigError for an unusable given folder.
     """
@@ -196,7 +195,7 @@ def cpu_model() -> str | None:
 
 
 def allow_many_files() -> int:
-    """Raise the limit of open files to the hard limit; returns the limit."""
+    """Raise the limit of open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -221,7 +220,7 @@ def resident_bytes() -> int:
 
 
 def return_memory() -> None:
-    """Return free memory to the system, if the C library can."""
+    """Return free memory to the system."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
         if trim is not None:

@@ -85,7 +85,7 @@ class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
     words, options: command, around the number of the child's end of `socket`.  ended: exit code, negative for
-    a signal.  fds: also inherited.  Raises OSError or RuntimeError.
+    a signal.  Raises OSError or RuntimeError.
     """
 
     def __init__(

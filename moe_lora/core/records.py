@@ -105,7 +105,7 @@ class PlacementQuality:
     """Quality of a table.
 
     Loads are shares of a server's capacity.  target_utilisation: mean load.  worst_load: at true ranks.
-    worst_padded_load: at the server's highest rank.  rank_mixing: padded over own load; 1: ranks are apart.
+    worst_padded_load: at the server's highest rank.  rank_mixing: padded over own load.
     """
 
     target_utilisation: float

@@ -13,7 +13,7 @@ from .publisher import Publisher, adapter_config, adapter_tensors
 class PublishEachEpoch(TrainerCallback):
     """Publishes the PEFT model's adapter after each epoch and after training.
 
-    adapter: PEFT's name.  versions: published, in order.
+    versions: published, in order.
     """
 
     def __init__(self, url: str, name: str, api_key: str | None = None, adapter: str = "default") -> None:

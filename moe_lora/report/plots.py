@@ -84,7 +84,7 @@ def finished(run: dict[str, Any]) -> list[int]:
 
 
 def tpots_s(run: dict[str, Any]) -> FloatArray:
-    """(E2E - TTFT) / (n - 1) of each finished request with n > 1 tokens."""
+    """(E2E - TTFT) / (n - 1) of finished requests, n > 1."""
     return present([tpot_s(run, index) for index in finished(run)])
 
 

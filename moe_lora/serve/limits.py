@@ -121,8 +121,7 @@ class Quota:
 class Waiting:
     """A choice before the first token.
 
-    tenant: orders choices by `priority` (lower goes first), and gives the share
-    (`policies.admission.fairness`).
+    tenant: orders choices by `priority` (lower goes first), and gives the share.
     """
 
     client: str

@@ -326,7 +326,7 @@ LEVELS: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "dis
 
 
 def loaded_family(adapters: Sequence[AdapterInfo], limit: int) -> Metric:
-    """1 for each adapter and level: adapters on the device, then others up to `limit` in all."""
+    """1 for each adapter and level: at most `limit`, or all adapters on the device."""
     ordered = sorted(adapters, key=lambda one: LEVELS.index(one.residency))
     num_ready = sum(one.residency in ("device", "remote") for one in ordered)
     return family(

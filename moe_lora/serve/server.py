@@ -309,8 +309,8 @@ async def serve_forever(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish requests (up to `drain_s`, then with an error).
 
-    Pauses end with the last front end.  socks: closed at the end.  reload: effect of SIGHUP; None: SIGHUP
-    ends the process.  at_once: set by a second signal, also after the return.
+    Pauses end with the last front end.  reload: effect of SIGHUP; None: SIGHUP ends the process.  at_once:
+    set by a second signal, also after the return.
     """
     limits = frontend.limits
     server = HttpServer(_http_config(frontend, drain_s), limits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a simulated instance with the real cache."""
+"""Adapters of a simulated instance."""
 
 from __future__ import annotations
 

@@ -107,9 +107,8 @@ def _cache(config: CachedConfig, policy: CachingPolicy) -> UnifiedCache:
 class CachedInstance:
     """Continuous batching in steps; a request with loading bytes waits alone.
 
-    A `policies.routing.routing.InstanceView`.  is_over: True at the end of the run; None: once all `requests`
-    are done.  on_done: called with each finished request, by default adds to `done`.  samples:
-    `UnifiedCache.usage` every second.
+    An `InstanceView`.  is_over: True at the end of the run; None: once all `requests` are done.  on_done:
+    called with each finished request, by default adds to `done`.  samples: `UnifiedCache.usage` every second.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class CachedInstance:
         return self._outstanding
 
     def add(self, request: CachedRequest) -> None:
-        """Queue a request, new or moved here with its tokens."""
+        """Queue a new or moved request."""
         self._outstanding = None
         self.load.add(request.adapter, request.num_uncomputed)
         self.scheduler.add(request)

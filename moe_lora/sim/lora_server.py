@@ -212,7 +212,7 @@ class SimLeases:
         """Does nothing: the server finds room."""
 
     def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Use the lease for a request, or request a lease."""
+        """Use the lease, or request a lease."""
         if adapter not in self._wanted:
             self._wanted[adapter] = next(self._numbers)
             self._server.acquire(self._instance, adapter, self._wanted[adapter])

@@ -57,8 +57,7 @@ class SimMigration:
 class ReplicasConfig:
     """preloaded: adapters on each replica's device at the start, given room.
 
-    migration: None, or off by its settings: requests stay.  server: the LoRA Server, which then has all
-    adapters.
+    migration: None, or off by its settings: requests stay.  server: the LoRA Server, with all adapters.
     """
 
     num_replicas: int
@@ -88,8 +87,8 @@ class ReplicasConfig:
 class Replicas:
     """Runs every request to its last token: `done`, in order of finish.
 
-    Deterministic.  on_done: called with each finished request, in place of `done`.  num_moves: moved requests
-    by kind: waiting, by tokens, by KV.  Raises CapacityError for a request that never finds room.
+    Deterministic.  on_done: called with each finished request, in place of `done`.  num_moves: by kind:
+    waiting, tokens, KV.  Raises CapacityError for a request that never finds room.
     """
 
     def __init__(

@@ -48,10 +48,7 @@ _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?l
 
 
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
-    """config.json of the base model; None if absent here, or outside `root`.
-
-    Raises AdapterError for a base of other sizes.
-    """
+    """config.json of the base model; None if absent here, or outside `root`.  Raises AdapterError."""
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
         return None

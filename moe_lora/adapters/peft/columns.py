@@ -62,8 +62,8 @@ def match_with_columns(
 ) -> Match:
     """`match` of the pairs, with a column term for each.
 
-    Raises AdapterError as `match`, for a term without a pair or a pair without a term, for modules without a
-    column site, and for DoRA without base weights.
+    Raises AdapterError as `match`, for a single term or pair, for modules without a column site, and for DoRA
+    without base weights.
     """
     keys = _column_keys(tensors, config, where)
     own = {*keys.values()}
@@ -79,7 +79,7 @@ def match_with_columns(
 
 
 def _column_keys(tensors: Iterable[str], config: AdapterConfig, where: str) -> Keys:
-    """The keys of column terms.  Raises AdapterError for contradictory terms."""
+    """The keys of column terms.  Raises AdapterError."""
     if config.use_dora and config.lora_bias:
         raise AdapterError(
             f"{config.where}: use_dora=True with lora_bias=True is not supported, by PEFT neither; train "

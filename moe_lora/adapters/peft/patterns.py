@@ -98,7 +98,7 @@ class Rules:
         self._by_leaf: dict[str, list[tuple[regex.Pattern[str], float]]] = {}
 
     def of(self, path: str) -> list[tuple[regex.Pattern[str], float]]:
-        """Candidate patterns for the path, in order: a plain name must end the path."""
+        """Candidate patterns for the path, in order."""
         leaf = path.rpartition(".")[2]
         if leaf not in self._by_leaf:
             self._by_leaf[leaf] = [rule for end, rule in self._all if leaf.endswith(end)]

@@ -61,7 +61,7 @@ class VirtualTokenCounter:
         """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:
-        """One more request of the tenant waits."""
+        """One more request waits."""
         if tenant not in self._waiting:
             others = self._waiting or (self._last,)
             level = min(max(self.counters[other], self._levels[other]) for other in others)
@@ -70,7 +70,7 @@ class VirtualTokenCounter:
         self._waiting[tenant] += 1
 
     def dequeue(self, tenant: str) -> None:
-        """A request of the tenant has started, or left."""
+        """A request has started, or left."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]

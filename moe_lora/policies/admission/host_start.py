@@ -195,7 +195,7 @@ class HostLoads:
         return self._rule.extra_s(num_tokens, load.adapter, load.end_s - now_s, load.first_group, on_host)
 
     def pays(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> bool:
-        """True if num_tokens of this adapter's prompt should start now."""
+        """True if the prompt should start now."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return True

@@ -17,7 +17,7 @@ SLACK = 1 / 64
 
 
 class ArenaShares:
-    """Evicts tenants' nodes beyond shares of an arena before nodes within shares.
+    """Evicts nodes beyond tenants' shares before nodes within.
 
     Present tenants divide the arena by weight; a tenant may fill unused room.  The `asking` tenant gives back
     `SLACK` of the arena, or the largest node, before its share is full.  T: tenants.  N: candidates.
@@ -51,7 +51,7 @@ class ArenaShares:
         self._asked_s[[number for number in numbers if number != NOBODY]] = now_s
 
     def make_room_for(self, number: int, now_s: float) -> None:
-        """Make room for this tenant from now on; NOBODY: for no tenant."""
+        """Make room for this tenant from now on."""
         self.asking = number if self.is_divided(now_s) else NOBODY
 
     def is_divided(self, now_s: float) -> bool:
@@ -79,7 +79,7 @@ class ArenaShares:
         """[N]: eviction order before values.
 
         BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
-        nodes within shares.  held [T]: total per tenant.  owners, amounts, values [N].
+        nodes within shares.  held [T].  owners, amounts, values [N].
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

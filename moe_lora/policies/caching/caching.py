@@ -109,9 +109,9 @@ class Traits:
     """A policy's traits besides values.
 
     keeps_dependencies: KV is on the device only with the adapter.  uses_host_for_kv: evicted history goes to
-    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history ahead of need.  looks_ahead:
-    queued requests count.  exchanges: `tick` replaces less valued nodes.  adapter_share: part of the device
-    for adapters only.  needs_visits: a node without visits has no value.
+    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history ahead of need.  exchanges: `tick`
+    replaces less valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node
+    without visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -156,7 +156,7 @@ class CachingPolicy(Protocol):
 BEYOND, REST, WITHIN = range(3)
 """Eviction order: nodes beyond their tenant's share, others of such a tenant, nodes within shares."""
 NOBODY, FIRST = 0, 1
-"""Tenant numbers of nodes that no tenant uses, and of the first tenant."""
+"""Tenant numbers: of no tenant, and of the first."""
 
 
 class Asker(NamedTuple):

@@ -158,7 +158,7 @@ class Credits:
 
 
 def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
-    """Credits with this sum: the richest fall to one level, or the poorest rise to one."""
+    """Credits with this sum: the richest fall to one level, or the poorest rise."""
     surplus = sum(credits.values()) - total
     sign = 1 if surplus > 0 else -1
     ordered = sorted(credits, key=lambda uid: -sign * credits[uid])

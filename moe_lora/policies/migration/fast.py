@@ -296,7 +296,7 @@ class Search:
         return any(self._try(m, target, here, there) for _, target, here, there in best)
 
     def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
-        """A few of the replica's requests; 1.0 for members: [sets of 0 to 2, requests]."""
+        """Some of the replica's requests; 1.0 for members: [sets of 0 to 2, requests]."""
         some = self._sample(m, NUM_PAIRED)
         one = np.eye(len(some))
         return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])

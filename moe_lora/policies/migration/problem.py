@@ -294,8 +294,9 @@ def undo_needless(placement: Placement, limit: float) -> None:
 
 
 def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
-    """Return requests from replicas with more missing memory than before (of `costs`), or all unless the
-    slowest gets faster."""
+    """Return requests from replicas with more missing memory than before, or all unless the slowest gets
+    faster.
+    """
     moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}
     too_full = [j for j, (lacking, _) in enumerate(before) if placement.cost(j)[0] > lacking]
     while too_full:

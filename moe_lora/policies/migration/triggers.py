@@ -36,10 +36,7 @@ def make_planner(config: MigrationConfig) -> Planner:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """free_share: part of device memory that is free for requests.
-
-    queued_s: longest wait for a first step.
-    """
+    """free_share: free part of device memory.  queued_s: longest wait for a first step."""
 
     name: ReplicaName
     free_share: float

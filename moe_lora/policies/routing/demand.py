@@ -78,9 +78,8 @@ class DemandMeter(RequestListener):
 class DemandForecast:
     """Tokens/s of each adapter in the next time step.
 
-    Holt's linear method with a damped trend, from the oldest step to the latest:
-    level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
-    trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
+    Holt's linear method with a damped trend: level(t) = predicted + gain · (rate(t) - predicted), predicted =
+    level(t-1) + DAMPING · trend(t-1), trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
     gain: smoothing, or 1 / t in step t if more.  The forecast is at most twice the largest rate.
     Source: LoRAServe, Algorithm 1, lines 3-6.
     """

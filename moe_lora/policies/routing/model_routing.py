@@ -38,7 +38,8 @@ class CostModel:
 
     def start_s(self, prompt: Row) -> float:
         """Cost of a missing adapter for a prompt: the load, or the host's extra time if less (Toppings
-        section 4.1)."""
+        section 4.1).
+        """
         load_s = self.adapter_load_s_per_rank * prompt.lora_rank
         if self.host is None:
             return load_s

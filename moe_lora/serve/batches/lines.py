@@ -148,7 +148,7 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
 
 
 def _fields(text: bytes) -> tuple[dict[str, Any], int, int]:
-    """Fields, offset and size of the body.  Raises ValueError, or TypeError for no object."""
+    """Fields, offset and size of the body.  Raises ValueError and TypeError."""
     chars = text.decode("utf-8", "surrogatepass")
     try:
         line, start, end = _object(chars)

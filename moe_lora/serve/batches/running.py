@@ -47,7 +47,7 @@ RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Waits before retries after a passing error."""
 TRANSIENT = frozenset({500, 502, 503, 504})
 LOOK_S = 1.0
-"""Time between looks for an engine, or for room within a rate."""
+"""Time between looks for an engine or room within a rate."""
 MAX_REQUESTS = 50_000
 """OpenAI's limit of requests per batch."""
 LINE_BYTES = 1 << 16
@@ -59,7 +59,7 @@ class KeyGoneError(Exception):
 
 
 class BackgroundCaller(Caller):
-    """A caller whose requests run in steps without others, with a tenant apart from the key's."""
+    """A caller whose requests run in steps without others, with a separate tenant."""
 
     background = True
 

@@ -464,7 +464,7 @@ async def answer_chat(frontend: Frontend, body: ChatRequest, request: Request) -
 
 
 def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend) -> Callable[..., Generation]:
-    """Makes a generation for rare fields: beams, no tokens, metrics, versions, experts."""
+    """Makes a generation for rarely used fields."""
     body, make = prepared.body, Generation
     if body.use_beam_search:
         from .beams import BeamGeneration

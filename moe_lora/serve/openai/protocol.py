@@ -208,7 +208,7 @@ class SamplingFields(StructuredFields):
     adapts_parsers: ClassVar[bool] = False
     """True if the body states where the reasoning is: `adapted`."""
     renders: ClassVar[bool] = False
-    """True if the body may have `return_token_offsets`."""
+    """True for `return_token_offsets`."""
     shows_experts: ClassVar[bool] = True
     """False if the answer shows no experts."""
 

@@ -149,7 +149,7 @@ def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity
 def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
     """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank; alpha 0: a fifth each.
 
-    The paper has alpha 1/3 … 3 over 100 adapters; at 1/3 the largest rank's share is 16 %.
+    The paper has alpha 1/3 … 3 over 100 adapters.
     """
     need(0 <= alpha < math.inf, "alpha", alpha, "a finite number >= 0 (1/3 to 3 are usual)")
     return _over_ranks(adapters, [place**-alpha for place in range(1, len(LORA_RANKS) + 1)])

@@ -23,8 +23,7 @@ from moe_lora.workload.traces.records import RowReader, need, open_text
 class Popularity:
     """Probability of each adapter; `probabilities` sums to 1.
 
-    Only subclasses change over time.  lora_ranks: rank of each adapter, in the order of `adapters`; empty if
-    unknown.
+    Only subclasses change over time.  lora_ranks: in the order of `adapters`; empty if unknown.
     """
 
     adapters: tuple[str, ...]
