@@ -47,8 +47,8 @@ T = TypeVar("T")
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Serve HTTP over local instances, each a process, until a signal.
 
-    cluster.engine.num_threads is per instance.  Only the addresses in front_end are used.  reload: see
-    `serve_forever`.  Raises ConfigError, RegistryError or AdapterError for errors known at start.
+    cluster.engine.num_threads is per instance.  Only the addresses in front_end are used.  Raises
+    ConfigError, RegistryError or AdapterError for errors known at start.
     """
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound

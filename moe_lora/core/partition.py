@@ -68,7 +68,7 @@ class Partition:
     rank sends rows there.
 
     client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
-    ConfigError for other numbers of ranks.
+    ConfigError if numbers don't divide, or stages exceed layers.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:

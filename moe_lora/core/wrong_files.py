@@ -148,7 +148,7 @@ _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 def pickle_problem(folder: Path) -> str | None:
-    """Cause and way out for pickled weights, without a trainer's state; None without them."""
+    """Cause and way out for pickled weights, if any, without a trainer's state."""
     state = _named(folder, (*_TRAINER_STATE, *_SHARDED_STATE))
     names = [name for name in _named(folder, _PICKLES) if name not in state]
     for name in names:

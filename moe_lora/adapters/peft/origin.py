@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that wrote an adapter's files, and the form of its pairs, as the files show."""
+"""The tool that wrote an adapter's files, and the form of its pairs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
-"""Cost of a computed prompt token, and of a generated token, as in the paper."""
+"""Cost of a computed prompt token, and of a generated token."""
 
 
 class CompetingView(Protocol):

@@ -35,7 +35,7 @@ class JoinShortestQueue:
 
 
 class FirstFit:
-    """The first instance with fewer than max_requests, else the one of fewest(Toppings section 7.4)."""
+    """The first instance with fewer than max_requests, else the one of fewest (Toppings section 7.4)."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests

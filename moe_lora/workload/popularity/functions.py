@@ -110,7 +110,7 @@ def read_invocations(
 
 
 def with_invocations(lengths: Trace, invocations: Invocations) -> Trace:
-    """The invocations' times and adapters with the lengths and texts of `lengths`, repeated as needed."""
+    """The invocations' times and adapters with the lengths and texts of `lengths`, repeated."""
     rows, names = lengths.requests, invocations.adapters
     requests = tuple(
         replace(rows[i % len(rows)], arrival_s=float(arrival_s), adapter=names[index])
