@@ -63,5 +63,5 @@ def user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def input_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `user_errors`, with exit status 2, for mere computations."""
+    """As `user_errors`, with exit status 2, for commands that only compute."""
     return _reported_as(InputError, function)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of a front end's or a controller's process that `moe-lora serve` starts on its own host."""
+"""Entry point of a front end or controller that `moe-lora serve` starts on its host."""
 
 from __future__ import annotations
 

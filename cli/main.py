@@ -37,7 +37,7 @@ COMMANDS = {
     "adapters": "Check adapters, keep a registry of them.",
     "env": "Show the machine and the versions in use.",
 }
-"""Commands in --help, in the module of the name or `PLACES`."""
+"""Text of --help by command; commands are in the module of their name or of `PLACES`."""
 PLACES = dict.fromkeys(("drain", "undrain", "restart", "capacity"), "administrator")
 INTERRUPTED = 130
 """A shell's status after Ctrl-C."""
@@ -45,7 +45,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def _quiet_end() -> Iterator[None]:
-    """End the command with OUTPUT_CLOSED without a reader."""
+    """End the command with OUTPUT_CLOSED if the output has no reader."""
     try:
         yield
     except BrokenPipeError:
@@ -55,7 +55,7 @@ def _quiet_end() -> Iterator[None]:
 
 
 class LazyGroup(click.Group):
-    """Shows --help without commands' modules."""
+    """A group that shows --help without importing its commands."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _quiet_end():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_lora.provision.operating_points import OperatingPoint, PointLoad, RateRun, SloGoal
 
 _OVERLOAD_TTFTS = 3.0
-"""A longer wait, in SLO TTFTs, stops a run."""
+"""A wait of this many SLO TTFTs stops a run."""
 
 _ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "num_threads", "eager")
 _ENGINE += QUANTISATION

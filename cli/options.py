@@ -29,8 +29,8 @@ _SEPARATOR = "__"
 class VariadicCommand(click.Command):
     """Reads `--name a b c` as `--name a --name b --name c` for the names in `variadic`.
 
-    Declare the options with `multiple=True`.  A list ends at the next dash: put arguments without a name
-    first.
+    Declare the options with `multiple=True`.  A list ends at the next word with a dash: put arguments without
+    a name first.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class WholeNumbers(click.ParamType):
 
 
 class SettingOption(HeadedOption):
-    """A setting's option; default=None: none."""
+    """The option of a setting; default=None: without a default."""
 
     def __init__(self, kind: Any, name: str, one: Setting, *, default: Any) -> None:
         rule, attributes = one.rule, {"type": _type(one), "metavar": _metavar(one)}

@@ -18,7 +18,7 @@ from .errors import user_errors
 from .options import WholeNumbers, setting_options
 
 LEAST_R2 = 0.9
-"""Of held-out batches; the papers report 0.96."""
+"""Least R2 on held-out batches; the papers report 0.96."""
 _MACHINE = ("device", "dtype", "num_threads", "eager", *WEIGHTS)
 """Engine settings with an option here."""
 

@@ -73,12 +73,12 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
 
 
 def model_dir_of(model: str) -> str | None:
-    """The checkpoint's absolute folder, or None."""
+    """The checkpoint's absolute folder; None for a model given by name."""
     return str(Path(model).resolve()) if Path(model).is_dir() else None
 
 
 def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | None]:
-    """Name, shape, config.json, and the known model unless a folder."""
+    """Name, shape and config.json; the known model, or None for a folder."""
     if not Path(model).is_dir():
         known = known_model(model)
         return known.name, known.shape, {}, known
@@ -95,7 +95,7 @@ def _model(model: str) -> tuple[str, ModelShape, dict[str, Any], KnownModel | No
 
 
 def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | None) -> AdapterMix:
-    """--lora-rank, else the popularity's ranks, else the model's."""
+    """--lora-rank, else the popularity's ranks, else the model's usual rank."""
     form, given = options["adapter_form"], options["lora_rank"]
     if given:
         return AdapterMix(ranks=_given_ranks(given), form=form)

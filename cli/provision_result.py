@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from moe_lora.workload.traces.records import Trace
 
 SEED = 1
-"""Of arrivals and adapters; plans are chosen with `checked.SEEDS`."""
+"""Seed of arrivals and adapters; plans are chosen with `checked.SEEDS`."""
 _SHOWN_EVERY = 50
 """Requests."""
 _COLUMNS = (

@@ -98,7 +98,7 @@ def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str
 
 
 def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """A section of the file under the options; another registry replaces the section."""
+    """A section of the file under the options; another registry drops the file's section."""
     settings, opening = settings_of(kind), kind.OPENED_BY
     if opening and file is None and opening not in given:
         options = ", ".join(settings[name].rule.option or f"{kind.SECTION}.{name}" for name in given)

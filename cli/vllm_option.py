@@ -21,8 +21,7 @@ class VllmOption(NamedTuple):
 
     takes: a "flag" has a form --no-NAME.  words: value → our words, `{}` for the value, "" for no words;
     `ANY`: every other value.  Further values are refused.  A flag may have words beside "true" and "false".
-    text: reason of no effect, or way out of a refusal.  convert: see `cli.vllm_words.CONVERTERS`.  own: the
-    same option here.
+    text: reason of no effect, or way out of a refusal.  own: the same option here.
     """
 
     names: tuple[str, ...]

@@ -47,7 +47,7 @@ T = TypeVar("T")
 def serve(cluster: ClusterConfig, reload: Reload | None = None) -> None:
     """Serve HTTP over local instances, each a process, until a signal.
 
-    cluster.engine.num_threads is per instance.  Of all addresses only front_end's are used.  Raises
+    cluster.engine.num_threads is per instance.  Only the addresses in front_end are used.  Raises
     ConfigError, RegistryError or AdapterError for errors known at start.
     """
     from moe_lora.serve.frontend import read_served_text
@@ -83,7 +83,7 @@ async def serve_http(
     reload: Reload | None = None,
     at_once: asyncio.Event | None = None,
 ) -> None:
-    """Serve HTTP over a fleet until a signal."""
+    """Serve HTTP over a fleet, opened here, until a signal."""
     from moe_lora.serve.server import serve_forever
 
     async with _opened_frontend(cluster, fleet, tokenizer) as frontend:
@@ -157,7 +157,7 @@ def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> No
 def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
     """Run a controller, front ends on one port, instances and a LoRA Server on this host until a signal.
 
-    Returns the exit code.  Of all addresses only front_end's are used.  reload: effect of SIGHUP in all
+    Returns the exit code.  Only the addresses in front_end are used.  reload: effect of SIGHUP in all
     processes.  Raises ConfigError for errors known at start.
     """
     from moe_lora.core.host import OwnFolder, run_folder
@@ -217,7 +217,8 @@ def serve_front_end(
 ) -> None:
     """Serve HTTP over instances that dial in, until a signal.
 
-    listen_fds: empty: bind new sockets.  Raises ConfigError for errors known at start.
+    listen_fds: inherited bound sockets; empty: bind new sockets.  Raises ConfigError for errors known at
+    start.
     """
     from moe_lora.serve.frontend import read_served_text
     from moe_lora.serve.server import bound
@@ -236,7 +237,7 @@ def serve_front_end(
 
 @contextmanager
 def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncContextManager[ServedFleet]]:
-    """Instances that dial this front end, with the controller here unless separate."""
+    """Instances that dial this front end; the controller runs here unless it has a process."""
     if cluster.controller is not None:
         from moe_lora.dist.cluster.controller.controller_link import directed_fleet
 
@@ -249,9 +250,10 @@ def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncC
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine; SIGTERM cancels the coroutine, a second SIGTERM ends the process.
+    """Run a coroutine.
 
-    Then raises SystemExit with the shell's status.
+    SIGTERM cancels the coroutine; a second SIGTERM ends the process at once.  Then raises SystemExit with the
+    shell's status.
     """
 
     async def run() -> T:

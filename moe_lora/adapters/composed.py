@@ -20,7 +20,7 @@ from .packed import PackedAdapter, PackedLayer, assemble, entry_widths
 def compose(name: str, terms: Sequence[tuple[PackedAdapter, float]], shape: ModelShape) -> PackedAdapter:
     """sum_k w_k s_k B_k A_k as one adapter of rank sum_k R_k: [w_1 s_1 A_1; ...; w_K s_K A_K], [B_1 ... B_K].
 
-    Raises AdapterError.
+    Raises AdapterError unless all terms are plain LoRA.
     Source: PEFT, add_weighted_adapter with combination_type="cat".
     """
     for adapter, _ in terms:
@@ -50,7 +50,7 @@ def _check_plain(adapter: PackedAdapter, shape: ModelShape) -> None:
 
 
 def _composed_layer(terms: Sequence[tuple[PackedLayer, float]], shape: ModelShape) -> PackedLayer:
-    """A layer of the sum; equal entries share matrices."""
+    """A layer of the sum; entries with equal matrices share the sum's too."""
     first = terms[0][0]
     align = MATRIX_ALIGN_BYTES // first.data.element_size()
     tables = np.stack([layer.table.numpy() for layer, _ in terms])

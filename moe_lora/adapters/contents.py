@@ -37,11 +37,11 @@ COLUMNS_REFUSED = {
 
 
 class AdapterContents:
-    """Reads adapters from folders, or a store of earlier contents.  Thread-safe.
+    """Reads adapters from folders, or from a store of earlier contents.
 
-    root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and replaced
-    rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or "lora_server",
-    the store's owner.
+    Thread-safe.  root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and
+    replaced rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or
+    "lora_server", the store's owner.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AdapterContents:
         self._lock = threading.Lock()
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
-        """The adapter of these tensors, outside the store."""
+        """The adapter of these tensors; the store does not keep it."""
         packed = pack_state_dict(
             tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir
         )
@@ -158,7 +158,7 @@ class AdapterContents:
         return found
 
     def serve(self, name: str, hash_now: str) -> None:
-        """Note a new version's content; drops the version before the last."""
+        """Record a new version's content; drops the version before the last."""
         with self._lock:
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
@@ -188,7 +188,7 @@ class AdapterContents:
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:
-        """Log warnings.  Raises AdapterError for uncomputed changes."""
+        """Log warnings.  Raises AdapterError for changes that are not computed here."""
         for warning in packed.warnings:
             logger.warning("%s", warning)
         beside_lora_server, problem = self._computed_by == "lora_server", None

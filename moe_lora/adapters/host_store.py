@@ -60,10 +60,7 @@ class HostStore:
         raise AdapterError(f"{self.directory} has no adapter {prefix}…")
 
     def restore(self, content_hash: str) -> bool:
-        """True if present, maybe written again from a mapping.
-
-        Raises StorageError.
-        """
+        """True if present; a lost file is written again from a mapping.  Raises StorageError."""
         if content_hash in self:
             return True
         packed = self._mapped.get(content_hash)

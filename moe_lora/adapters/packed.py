@@ -43,12 +43,12 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAdapter:
-    """A whole adapter.  targets: module names with deltas.
+    """A whole adapter.
 
-    content_hash: sha256 over dtype, data, offsets, ranks and scales: equal hashes compute equal deltas.
-    warnings: config fields without effect.  base_copies: keys of base weights to compare.  invocation: tokens
-    of an activated LoRA: the adapter starts at their last occurrence in the prompt; part of the hash.
-    has_columns: with `ModelShape.column_sites`.
+    targets: module names with deltas.  content_hash: sha256 over dtype, data, offsets, ranks and scales:
+    equal hashes compute equal deltas.  warnings: config fields without effect.  base_copies: keys of base
+    weights to compare.  invocation: tokens of an activated LoRA: the adapter starts at their last occurrence
+    in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Pair:
 def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, where: str) -> PackedLayer:
     """Copy each matrix once into a PackedLayer.
 
-    Raises AdapterError for NaN or infinity after conversion.
+    Raises AdapterError for NaN or infinity, also after conversion.
     """
     offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
@@ -103,7 +103,7 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
 
 
 def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:
-    """Entries in each table; a layer beyond the model's is outer."""
+    """Entries in each table; a layer beyond the model's is the outer one."""
     if has_columns:
         return shape.column_sites[-1].entry_base + shape.column_sites[-1].num_entries
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
@@ -209,11 +209,10 @@ class LayerShard:
     """A rank's part of a packed layer.
 
     With divided layers (`core.shard`) B is divided for column-parallel sites, A for row-parallel sites, so
-    deltas need no communication (unlike S-LoRA, arXiv 2311.03285).
-    copies: (first element in the layer's data, in the shard, number of elements), ascending.
-    divided: partial columns (first element in the layer's data, in the shard, number of rows, of columns, row
-    stride in the data, in the shard).
-    table, scale: as in `PackedLayer`, offsets in the shard.
+    deltas need no communication (unlike S-LoRA, arXiv 2311.03285).  copies: (first element in the layer's
+    data, in the shard, number of elements), ascending.  divided: matrices with a part of their columns (first
+    element in the layer's data, in the shard, number of rows, of columns, row stride in the data, in the
+    shard).  table, scale: as in `PackedLayer`, offsets in the shard.
     """
 
     copies: tuple[tuple[int, int, int], ...]
@@ -263,10 +262,9 @@ def _held_columns(shard: ModelShard) -> np.ndarray:
 def shard_layer(
     layer: PackedLayer, shape: ModelShape, kept: np.ndarray, shard: ModelShard | None = None
 ) -> LayerShard:
-    """The part of `layer` with the entries `kept` ([X] bool), outer entries and columns; shared matrices stay
-    shared.
+    """The part of `layer` with the entries `kept` ([X] bool), and with all outer entries and columns.
 
-    shard: division of sites; None: matrices stay whole.
+    Shared matrices stay shared.  shard: division of sites; None: matrices stay whole.
     """
     table = layer.table.numpy()
     kept = np.concatenate([kept, np.ones(len(table) - len(kept), dtype=bool)])

@@ -42,7 +42,7 @@ def parse_address(setting: str, address: str) -> Address:
 
 
 def _is_host(host: str) -> bool:
-    """False for a name that the socket module refuses."""
+    """False for a name that the socket module can't encode."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:
@@ -61,7 +61,7 @@ def needs_keys(setting: str, address: object) -> ConfigError:
 def unix_socket(path: str) -> Iterator[socket.socket]:
     """A listening socket for this user only, removed with the context.
 
-    Raises OSError, also for a path in use.
+    Replaces a killed process's socket.  Raises OSError, also for a path in use.
     """
     _remove_dead(path)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -77,7 +77,7 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove a socket without a listener.  Raises OSError for a listener."""
+    """Remove a socket without a listener.  Raises OSError if a process listens."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 LATENT_SITES = ("latent_k", "latent_v")
-"""With a copy for each head."""
+"""Sites with a copy for each head of Multi-head Latent Attention."""
 DELTA_SITES = ("delta_qkvz", "delta_ba", "delta_out")
-"""Of Gated DeltaNet layers, in place of attention's."""
+"""Sites of Gated DeltaNet layers, in place of attention's."""
 GLOBAL_SITES = ("global_qkv", "global_qk", "global_o")
-"""Of layers with heads of their own size."""
+"""Sites of layers with heads of their own size."""
 SiteRow = tuple[str, tuple[str, ...], int, tuple[int, ...], int]
 """Fields of a `Site`, without entry_base."""
 
@@ -111,7 +111,7 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeads:
-    """Sizes of full attention layers beside windowed ones.
+    """Sizes of full attention layers beside windowed layers.
 
     k_is_v: V is the output of k_proj too, before k's norm and rotation.
     """

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _RUN = "run-"
 _NEW, _NEW_S = "new-", 600.0
-"""Of an unlocked new folder: prefix, and age of removal."""
+"""Prefix of an unlocked new folder, and its age at removal."""
 _NO_LOCKS = frozenset({errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors of file systems without locks for folders."""
 
@@ -95,8 +95,8 @@ def run_folder(given: str | None) -> Iterator[Path]:
 class OwnFolder:
     """A new folder for this user, deleted with the context or by `remove`.
 
-    Deletes folders of killed processes first, if folders have locks.  parent: may be shared by hosts.  Raises
-    OSError.
+    Folders of killed processes are deleted first, if folders have locks.  parent: may be shared by hosts.
+    Raises OSError.
     """
 
     def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
@@ -154,10 +154,7 @@ def sweep_folders(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a folder's lock.
-
-    wait: False raises BlockingIOError if the lock is taken.
-    """
+    """Hold a folder's lock.  wait: False raises BlockingIOError if the lock is taken."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +180,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_info() -> dict[str, str]:
-    """The first processor in /proc/cpuinfo."""
+    """Fields of the first processor in /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

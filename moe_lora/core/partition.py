@@ -20,10 +20,9 @@ _FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """EPx-PPy: `ep` ranks share the experts of each of `pp` stages.  DPm: `dp` ranks share the adapters, for
-    comparison only (table 1).
+    """EPx-PPy or DPm; DPm is for comparison only (table 1).
 
-    Raises ConfigError for a mixed layout, or a count below 1.
+    Raises ConfigError for a mixed layout and for a count below 1.
     """
 
     ep: int = 1
@@ -39,7 +38,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout EPx-PPy, EPx, PPy or DPm.  Raises ConfigError."""
+        """The layout written as EPx-PPy, EPx, PPy or DPm.  Raises ConfigError."""
         found = re.fullmatch(r"(?:EP(?P<ep>[0-9]+))?(?:(?(ep)-)PP(?P<pp>[0-9]+))?|DP(?P<dp>[0-9]+)", text)
         counts = {name: int(count) for name, count in found.groupdict().items() if count} if found else {}
         if not counts or min(counts.values()) < 1:
@@ -69,7 +68,7 @@ class Partition:
     rank sends rows there.
 
     client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
-    ConfigError.
+    ConfigError if numbers don't divide, or stages exceed layers.
     """
 
     def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
@@ -88,7 +87,7 @@ class Partition:
         return layer % self.layout.pp
 
     def stage_leader(self, stage: int) -> int:
-        """The stage's first rank; orders the stage's turns (section 5.1)."""
+        """The stage's first rank, which orders the stage's turns (section 5.1)."""
         return stage * self.layout.ranks_per_stage
 
     def ranks_of_stage(self, stage: int) -> range:
@@ -126,7 +125,7 @@ class Partition:
         return leader + expert * self.layout.ep // num_experts
 
     def servers_of_client(self, client_rank: int, layer: int, site_index: int) -> tuple[int, ...]:
-        """Server ranks of an instance rank's activations at the site."""
+        """Server ranks, ascending, to which this instance rank sends activations of the site."""
         ranks = self.ranks_of_stage(self.stage_of(layer))
         if self.layout.dp > 1:
             return tuple(ranks)
@@ -136,7 +135,7 @@ class Partition:
         return tuple(rank for rank in ranks if _overlap(self.experts_of(rank), local))
 
     def clients_of_server(self, server_rank: int, site_index: int | None = None) -> tuple[int, ...]:
-        """Instance ranks of a server rank at a site (None: at any)."""
+        """Instance ranks, ascending, that send to this server rank at a site (None: at any)."""
         layer = self.layers_of(server_rank)[0]
         sites = range(len(self.shape.sites)) if site_index is None else (site_index,)
         return tuple(
@@ -224,11 +223,7 @@ class CommunicationMetrics:
 def communication_metrics(
     partition: Partition, expert_ids: Sequence[Sequence[int]], slots: Sequence[int], layer: int = 0
 ) -> CommunicationMetrics:
-    """Count a batch's activations.
-
-    expert_ids: [b][k].  slots: [b].  An activation is a (row, expert) pair.  Source: InfiniLoRA section 4.1,
-    table 1.
-    """
+    """Count a batch's activations: (row, expert) pairs.  expert_ids: [b][k], slots: [b], by row."""
     counts = activation_counts(partition, expert_ids, slots, layer)
     site = _expert_site(partition)
     workers = partition.ranks_of_stage(partition.stage_of(layer))

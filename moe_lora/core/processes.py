@@ -48,7 +48,7 @@ def usable_cores() -> int:
 
 
 def worker_environment(num_threads: int | None) -> dict[str, str]:
-    """Environment of an engine process: core share, set before the import of torch.
+    """Environment of an engine process: its share of cores, set before the import of torch.
 
     Idle OpenMP threads spin for about 0.1 ms, longer than the gaps within a step, then sleep.
     """
@@ -64,7 +64,7 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Quick deaths, within `quick_s` of the start, delay the next start."""
+    """Deaths within `quick_s` of the start are quick; several in a row delay the next start."""
 
     quick_s: float = 30.0
     first_pause_s: float = 0.5
@@ -153,7 +153,7 @@ class Child:
 
 
 def end_children(children: Sequence[Child], limit_s: float) -> None:
-    """Wait for processes; kill the rest after limit_s."""
+    """Wait for processes to end; kill the rest after limit_s."""
     wait([child.ended for child in children], limit_s)
     for child in children:
         child.process.kill()
@@ -161,7 +161,7 @@ def end_children(children: Sequence[Child], limit_s: float) -> None:
 
 
 def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connection]:
-    """Run `python -m module FD` (`teardown.run_child`)."""
+    """Run `python -m module FD`, whose main is `teardown.run_child`."""
     child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bar on a terminal, else a line every ten seconds."""
+"""Progress of long work: a bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 

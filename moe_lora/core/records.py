@@ -12,8 +12,8 @@ READY, BROKEN, REMOVED = "ready", "broken", "removed"
 class RegisteredAdapter:
     """One version of an adapter.
 
-    lora_rank: largest of the config.  num_bytes, content_hash: of the files.  path: folder to serve.  state:
-    ready; broken (files lost or altered); or removed.  created_s: Unix time.
+    lora_rank: largest of the config.  num_bytes, content_hash: of the files.  path: folder to serve; source:
+    original folder.  state: ready; broken (files lost or altered); or removed.  created_s: Unix time.
     """
 
     name: str
@@ -33,7 +33,7 @@ class RegisteredAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseStats:
-    """Counts of now, then loads and evictions since the start; bytes are of pages."""
+    """Current counts, then loads and evictions since the start.  Bytes are of used and of loaded pages."""
 
     num_resident: int
     num_leases: int
@@ -46,9 +46,11 @@ class LeaseStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState(LeaseStats):
-    """capacity: most resident adapters.  max_capacity: by memory and registered adapters; None without
-    adapters.  incarnation: of the leader.  ranks: joins of each rank with this leader; 0: absent.  unlinked:
-    per rank, missing links.
+    """capacity: most resident adapters.
+
+    max_capacity: by memory and registered adapters; None without adapters.  incarnation: of the leader.
+    ranks: joins of each rank with this leader; 0: absent.  unlinked: per rank, processes of instances without
+    a link.
     """
 
     capacity: int
@@ -100,10 +102,10 @@ class Outlook:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementQuality:
-    """Quality of a table.  Loads are shares of a server's capacity.
+    """Quality of a table.
 
-    target_utilisation: mean load.  worst_load: at true ranks.  worst_padded_load: at the server's highest
-    rank.  rank_mixing: padded over own load.
+    Loads are shares of a server's capacity.  target_utilisation: mean load.  worst_load: at true ranks.
+    worst_padded_load: at the server's highest rank.  rank_mixing: padded over own load.
     """
 
     target_utilisation: float

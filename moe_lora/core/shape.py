@@ -27,20 +27,20 @@ from .attention_shapes import (
 from .errors import ConfigError
 
 MATRIX_ALIGN_BYTES = 64
-"""Of each A and B matrix."""
+"""Alignment of each A and B matrix."""
 MAX_CUDA_LORA_RANK = 512
 """Limit of the CUDA kernels' launch tables."""
 DEFAULT_LORA_RANK = 16
-"""For unknown adapters."""
+"""Assumed for unknown adapters."""
 HEAD_MODULE, EMBEDDING_MODULE = "lm_head", "embed_tokens"
 ATTENTION_SITES = ("qkv", "o", "output_gate", "q", "q_a", "q_b", "kv_a", *LATENT_SITES)
 DENSE_SITES = ("dense_gate_up", "dense_down")
-"""Of dense layers among layers with experts."""
+"""Sites of dense layers among layers with experts."""
 NEVER_QUANTISED = ("router", "shared_gate", "delta_ba", *LATENT_SITES)
 """Sites with weights in the model's dtype."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 RANK_LIMITS: Mapping[str, int | None] = {"cpu": None, "cuda": MAX_CUDA_LORA_RANK}
-"""By type of device; None: any."""
+"""Largest LoRA rank by type of device; None: any."""
 
 
 def rank_limit(max_lora_rank: int | None, devices: Iterable[str]) -> int | None:
@@ -62,8 +62,8 @@ def rank_problem(lora_rank: int, limit: int) -> str:
 class Site:
     """A place in a layer where one input feeds LoRA modules.
 
-    `num_experts` is 0 at a dense site, else the number of copies: experts or heads.  Rows of the offset table
-    start at `entry_base`, expert-major.
+    `num_experts` is 0 at a dense site, else the number of copies: experts or heads.  The site's rows of the
+    offset table start at `entry_base`, expert-major.
     """
 
     name: str
@@ -104,9 +104,9 @@ class ModelShape:
 
     `intermediate_size`: of one expert (or of the dense MLP).  has_output_gate: a gate scales the heads'
     outputs.  shared_size: width of the shared expert, 0 = none; has_shared_gate scales its output.
-    dense_layers: a dense MLP of width dense_size replaces experts.  gated_q: the outputs of q are query and
-    gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  global_heads: layers with heads of
-    their own size.  Raises ConfigError for impossible sizes.
+    dense_layers: layers with a dense MLP of width dense_size in place of experts.  gated_q: the outputs of q
+    are query and gate of each head.  mla: over one KV head of head_dim mla.cached_dim.  Raises ConfigError
+    for impossible sizes.
     """
 
     family: str
@@ -218,7 +218,7 @@ class ModelShape:
         return len(self.delta.layers) * -(-4 * self.delta.state_floats // page_bytes)
 
     def check_equal_layers(self, what: str) -> None:
-        """Raises ConfigError unless layers are equal: attention, and one MLP or routed experts."""
+        """Raises ConfigError unless all layers have attention, and one MLP or routed experts."""
         unequal = self.delta or self.mla or self.global_heads
         if self.dense_layers or self.shared_size or self.has_output_gate or unequal:
             raise ConfigError(
@@ -247,7 +247,7 @@ class ModelShape:
     def outer_sites(self) -> tuple[Site, ...]:
         """Sites outside the layers: the vocabulary head, then the embedding of one-hot tokens.
 
-        Pairs form one more layer.
+        Their pairs form one more layer.
         """
         vocab, hidden, first = self.vocab_size, self.hidden_size, self.num_entries
         return (
@@ -270,7 +270,7 @@ class ModelShape:
 
     @property
     def special_layers(self) -> list[str]:
-        """Kinds of layers with limited support."""
+        """Kinds of layers that some devices and parts do not compute."""
         kinds = {
             "Gated DeltaNet layers": self.delta,
             "Multi-head Latent Attention": self.mla,

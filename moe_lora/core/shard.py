@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a model on one rank of an instance, and partial sums.
 
-With tensor parallelism T each rank has 1/T of heads, a dense MLP's inner width, and the vocabulary head.
+With tensor parallelism T each rank has 1/T of the heads, a dense MLP's inner width, and the vocabulary head.
 Outputs of qkv, output_gate and gate_up are column-parallel; inputs of o and down row-parallel, with outputs
-summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  Experts are divided like a dense MLP, or
-(expert parallelism) distributed whole.
+summed over ranks (Megatron-LM, arXiv 1909.08053, section 3).  With fewer KV heads than ranks, several ranks
+hold a head.  Experts are divided like a dense MLP, or (expert parallelism) distributed whole.
 """
 
 from __future__ import annotations

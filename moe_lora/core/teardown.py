@@ -25,12 +25,12 @@ def quiet_teardown() -> None:
 
 
 def quick_teardown() -> None:
-    """End this process without garbage collection, half a second with torch."""
+    """End this process without garbage collection, which takes half a second with torch."""
     atexit.register(gc.freeze)
 
 
 def ignore_ctrl_c(priority: int | None = None) -> None:
-    """For a child that its keeper ends.  priority: None: unchanged."""
+    """For a child that its keeper ends.  priority: of this process; None: unchanged."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if priority is not None:
         os.setpriority(os.PRIO_PROCESS, 0, priority)

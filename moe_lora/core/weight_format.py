@@ -9,7 +9,7 @@ from .errors import ConfigError
 from .shape import NEVER_QUANTISED, ModelShape
 
 DEFAULT_GROUP_SIZE = 64
-"""Inputs of an int4 weight per scale."""
+"""Inputs of an int4 weight that share a scale."""
 
 
 @dataclass(frozen=True)

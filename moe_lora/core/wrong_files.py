@@ -68,7 +68,7 @@ _HTML = re.compile(rb"<(?:!doctype html|html|\?xml)\b", re.IGNORECASE)
 
 
 def content_of(head: bytes, *, is_text: bool = False) -> FileKind | None:
-    """Kind of an unreadable file by the first HEAD_BYTES bytes.
+    """Kind of an unreadable file by its first HEAD_BYTES bytes; None if unknown.
 
     is_text: the reader expected text.
     """
@@ -148,7 +148,7 @@ _OTHER_FORMATS = ("*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 def pickle_problem(folder: Path) -> str | None:
-    """Cause and way out for pickled weights, without a trainer's state."""
+    """Cause and way out for pickled weights, if any, without a trainer's state."""
     state = _named(folder, (*_TRAINER_STATE, *_SHARDED_STATE))
     names = [name for name in _named(folder, _PICKLES) if name not in state]
     for name in names:
@@ -162,7 +162,7 @@ def pickle_problem(folder: Path) -> str | None:
 
 
 def other_content(folder: Path) -> str | None:
-    """Unexpected content of a folder, with the way out."""
+    """Unexpected content of a folder, with the way out; None if unknown."""
     if found := other_format(folder):
         return found
     weights = _named(folder, ("*.safetensors",))
@@ -238,7 +238,7 @@ _MAX_DIMS = 8
 _MAX_PATH_CHARS = 4096
 """Linux PATH_MAX; resolving links takes quadratic time."""
 _MAX_KEY_CHARS = 500
-"""Errors show the whole name."""
+"""Longest tensor name; errors show the whole name."""
 _END = re.compile(rb'"data_offsets"\s{0,99}:\s{0,99}\[\s{0,99}\d{1,19}\s{0,99},\s{0,99}(\d{1,19})')
 _SLICE, _OVERLAP = 1 << 20, 1024
 """Bytes of a header per search, since a search holds the interpreter."""
@@ -255,7 +255,7 @@ _DTYPES = {
 
 @cache
 def _entry_decoder() -> Callable[[Any], Any]:
-    """Checks of kernels go without msgspec."""
+    """Imports msgspec late: checks of kernels go without."""
     import msgspec
 
     size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -420,7 +420,7 @@ def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _other_content(file: BinaryIO) -> FileKind | None:
-    """Kind of an open file; None for damaged safetensors."""
+    """Kind of an open file that is not safetensors; None for damaged safetensors."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     return None if head[8:9] == b"{" else content_of(head)

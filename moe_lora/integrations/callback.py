@@ -11,7 +11,10 @@ from .publisher import Publisher, adapter_config, adapter_tensors
 
 
 class PublishEachEpoch(TrainerCallback):
-    """Publishes the PEFT model's adapter after each epoch and after training.  versions: in order."""
+    """Publishes the PEFT model's adapter after each epoch and after training.
+
+    versions: published, in order.
+    """
 
     def __init__(self, url: str, name: str, api_key: str | None = None, adapter: str = "default") -> None:
         self.versions: list[int] = []

@@ -26,7 +26,7 @@ TIMEOUT_S = 1800.0
 def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
     """The adapter's tensors by adapter_model.safetensors' keys, in host memory.
 
-    Every rank must call: sharded tensors are gathered.
+    Gathers sharded tensors, so every rank must call.
     """
     from peft import get_peft_model_state_dict
 
@@ -102,7 +102,7 @@ def _checked(answer: httpx.Response, name: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A PEFT configuration's sets and enumerations for JSON."""
+    """Sets and enumerations of a PEFT configuration in their JSON form."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return value.value if isinstance(value, Enum) else str(value)

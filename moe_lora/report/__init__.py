@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement reports.
-
-Import `replay` (needs httpx) and `html` (needs matplotlib) by name.
-"""
+"""Measurement reports.  `replay` needs httpx and `html` matplotlib: import them by name."""
 
 from __future__ import annotations
 

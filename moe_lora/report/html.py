@@ -236,10 +236,7 @@ _WORDS = (
 def write_plan_report(
     path: str | Path, plan: Mapping[str, Any], lines: Sequence[str], curves: Curves
 ) -> None:
-    """Write the plan's page.
-
-    plan: `Plan.to_json()`.  curves: (capacity, IAR) points by estimator.
-    """
+    """Write the plan's page.  plan: `Plan.to_json()`.  curves: (capacity, IAR) points by estimator."""
     figures = (
         ("Requests that start at once, by capacity", iar_figure(plan, curves)),
         _bars(plan),

@@ -93,7 +93,7 @@ class SloTargets:
         return self._met(timing.ttft_ms, timing.tpot_ms)
 
     def met_in_decode_by(self, timing: ClientTiming) -> bool:
-        """As `met_by` with decode_ttft_ms for TTFT (InfiniLoRA section 2.3, footnote)."""
+        """As `met_by`, with decode_ttft_ms in place of TTFT (InfiniLoRA section 2.3, footnote)."""
         return timing.decode_ttft_ms is not None and self._met(timing.decode_ttft_ms, timing.tpot_ms)
 
     def _met(self, ttft_ms: float, tpot_ms: float | None) -> bool:
@@ -102,7 +102,7 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request: finished (`timing`), failed (`error`), or interrupted.
+    """One request: finished (`timing`), failed (`error`), or, with neither, interrupted.
 
     adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.  exact:
     the text equals the known answer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client for OpenAI-compatible servers that stamps every token."""
+"""A client for OpenAI-compatible servers that stamps each token's arrival."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StreamedCompletion:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def take(self, chunk: dict[str, Any], now_s: float) -> None:
-        """Add one chunk; a mere finish reason moves `end_s` alone."""
+        """Add one chunk.  A chunk with only a finish reason moves `end_s`, but is no token."""
         if "error" in chunk:
             raise ServerError(f"error in the stream: {error_message(chunk)}")
         usage, choices = chunk.get("usage") or self.usage, chunk.get("choices") or [None]

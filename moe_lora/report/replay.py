@@ -110,7 +110,7 @@ class Completions(Protocol):
     """Answers requests over HTTP or directly from engines."""
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
-        """The answer to a body.  Raises ServerError."""
+        """The answer to a request's body.  Raises ServerError."""
         ...
 
 

@@ -124,7 +124,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
-    """CPU, memory, GPUs, versions, git commit, without identities; null if unknown."""
+    """CPU, memory, GPUs, versions, git commit; null if unknown.
+
+    Nothing identifies the machine or its user.
+    """
     fields = cpu_info()
     features = (fields.get("flags") or fields.get("Features") or "").split()
     return {

@@ -69,7 +69,7 @@ def _latencies(timings: Sequence[ClientTiming]) -> dict[str, list[float]]:
 
 
 def statistics(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """mean_, median_, std_ (population) and pNN_ of the values, or None."""
+    """mean_, median_, std_ (population) and pNN_ of the values; None without values."""
     found = {
         f"mean_{name}": float(np.mean(values)) if values else None,
         f"median_{name}": _percentile(values, 50),
@@ -243,7 +243,7 @@ def shown(result: dict[str, Any], key: str, form: str) -> str:
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(heading, a text per result) for each metric."""
+    """(heading, a text per result) for each metric with a value."""
     found = []
     for heading, key, form in METRICS:
         absent = all(result.get(key) is None for result in results)

@@ -47,7 +47,7 @@ _FACTS = {
 }
 _FOR_ALL = GENERATING | _TOKENIZING | _OWN | _PAUSES | _FACTS | {"/", "/docs", "/openapi.json", "/v1/models"}
 _BELOW = ("/v1/models/", "/v1/responses/", "/v1/files/", "/v1/batches/")
-"""Paths for every key, and prefixes of paths."""
+"""Paths, or prefixes, for every key; other paths need an administrator."""
 _PERIOD_S = 60.0
 
 
@@ -78,7 +78,7 @@ class Allowance:
         self._left -= amount
 
     def hold(self, amount: float) -> None:
-        """Spend the largest possible amount, until `settle`."""
+        """Spend the most that may be needed, until `settle`."""
         self._left -= amount
         self._held += amount
 
@@ -87,7 +87,7 @@ class Allowance:
         self._left += held - taken
 
     def refusal(self, amount: float = 1.0) -> ApiError | None:
-        """The refusal of this amount, or None."""
+        """The error for a request of this amount; None: admitted."""
         wait_s = self.wait_s(amount)
         if not wait_s:
             return None
@@ -122,7 +122,7 @@ class Caller:
     """
 
     background = False
-    """True: requests have separate steps and no queue here."""
+    """True: requests run in steps without others, and in no queue here."""
 
     def __init__(self, key: ApiKey | None = None, tokens: Allowance | None = None, *, is_admin: bool) -> None:
         self.key = key
@@ -152,7 +152,7 @@ def reserved(allowance: Allowance, num_tokens: int) -> Iterator[Reservation]:
 
 
 ANYONE, NO_ADMIN = Caller(is_admin=True), Caller(is_admin=False)
-"""Callers without keys."""
+"""Callers without keys; NO_ADMIN beside an address for administrators."""
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
@@ -182,7 +182,7 @@ def checked_keys(config: FrontEndConfig) -> KeyRing | AdminKeys | None:
 
 
 class Access:
-    """Passes permitted requests to `app`."""
+    """Passes permitted requests to `app`, with the caller in the scope."""
 
     def __init__(
         self,

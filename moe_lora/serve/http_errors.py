@@ -96,7 +96,7 @@ ANTHROPIC_TYPES = {
 }
 NOT_JSON = "the body must be a JSON object, sent with Content-Type: application/json"
 MAX_MESSAGE_CHARS = 1000
-"""A client's input is never returned whole."""
+"""Limit of a message: a client's input is never returned whole."""
 
 
 class ApiError(Exception):

@@ -49,7 +49,7 @@ REFUSALS = (
 )
 """Reasons for refusals in the metric."""
 RETRY_S = 1
-"""Retry-After for limits with room at any moment."""
+"""Retry-After for limits that may be free again at any moment."""
 
 
 LEAST_QUEUED_TOKENS = 1024
@@ -121,8 +121,7 @@ class Quota:
 class Waiting:
     """A choice before the first token.
 
-    tenant: orders choices by `priority` (lower goes first), and gives the share
-    (`policies.admission.fairness`).
+    tenant: orders choices by `priority` (lower goes first), and gives the share.
     """
 
     client: str

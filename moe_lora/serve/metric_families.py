@@ -225,7 +225,7 @@ def table(
 
 
 def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) -> Iterator[Metric]:
-    """Families of the engine; None: gone."""
+    """Families of the engine's last stats; None: the engine is gone."""
     up = stats is not None
     yield plain(GaugeMetricFamily, "moe_lora:engine_up", "1 while the engine answers.", model_name, up)
     if stats is None:

@@ -279,7 +279,7 @@ class RequestWatch:
 
 
 class BackgroundWatch(RequestWatch):
-    """Counts without latency: background requests wait for others."""
+    """Counts without latency, as background requests wait for others."""
 
     __slots__ = ()
     is_timed = False
@@ -336,10 +336,7 @@ class CountsByName:
         *,
         is_timed: bool = True,
     ) -> None:
-        """Count a finished request.
-
-        ttft_s: None without a token: the prompt does not count.  is_timed: False leaves ttft_s out.
-        """
+        """Count a finished request.  ttft_s: None without a token: the prompt does not count."""
         counts = self._counts.get(name)
         if counts is None:
             counts = self._first(name)

@@ -81,7 +81,7 @@ class Reload:
 
 
 def on_hang_up(stop: Callable[[], None], reload: Callable[[], None]) -> Callable[[], None]:
-    """SIGHUP handler: stop without the terminal, else reload."""
+    """SIGHUP handler: stop if the terminal was closed, else reload."""
     had_terminal = has_terminal()
     return lambda: stop() if had_terminal and not has_terminal() else reload()
 

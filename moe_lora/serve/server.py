@@ -95,7 +95,7 @@ def create_app(frontend: Frontend) -> FastAPI:
 
 
 def _registry_router(frontend: Frontend) -> APIRouter:
-    """The registry's routes, or their refusal."""
+    """The registry's routes, or routes that refuse."""
     if frontend.cluster.registry is not None:
         from moe_lora.serve.admin.registry_routes import registry_router
 
@@ -126,8 +126,7 @@ class QuietLoop:
 RARE_COLLECTIONS = (20_000, 10, 10)
 """Thresholds of Python's garbage collector; the defaults took 6 % of the time.
 
-Middle collections keep cyclic objects of running requests alive: at 1000, each of 1000 concurrent streams
-left its objects behind.
+At 1000, middle collections would keep objects of 1000 concurrent streams alive.
 """
 DRAIN_S = 20.0
 """Time for running requests at shutdown."""
@@ -221,7 +220,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end_unread(self) -> None:
-        """End connections without reads: no message reaches them."""
+        """End connections of clients that don't read: no message reaches them."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_unread:
                 connection.transport.abort()
@@ -310,8 +309,8 @@ async def serve_forever(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish requests (up to `drain_s`, then with an error).
 
-    Pauses end with the last front end.  socks: closed at the end.  reload: effect of SIGHUP; None: SIGHUP
-    ends the process.  at_once: set by a second signal, also after the return.
+    Pauses end with the last front end.  reload: effect of SIGHUP; None: SIGHUP ends the process.  at_once:
+    set by a second signal, also after the return.
     """
     limits = frontend.limits
     server = HttpServer(_http_config(frontend, drain_s), limits)

@@ -140,7 +140,7 @@ class CachedAdapters:
         return False
 
     def readiness(self, adapter: str) -> Readiness:
-        """Readiness of pages, or for prompts without pages."""
+        """Readiness of the pages, or for prompts without pages."""
         found = self._cache.readiness(adapter)
         if self.host_loads is None:
             return found
@@ -158,7 +158,7 @@ class CachedAdapters:
 
 @dataclass(frozen=True, kw_only=True)
 class SimMerging:
-    """merge_s: of a whole adapter, in or out.  swap_steps: of a swap without urgency."""
+    """merge_s: of a whole adapter, in or out.  swap_steps: steps of a swap that is not urgent."""
 
     policy: Callable[[], MergingPolicy]
     merge_s: float
@@ -169,8 +169,8 @@ class SimMerging:
 class LoraWork:
     """LoRA work of a step.
 
-    rows: rows times the share of layers with a delta; a row with two deltas counts twice.  adapters: share of
-    layers by adapter with read matrices.
+    rows: rows times the share of layers with a delta; a row with two deltas counts twice.  adapters: with
+    read matrices, each with its share of layers.
     """
 
     rows: float
@@ -195,7 +195,7 @@ class SimMergedWeights:
         self._step_swap_s = 0.0
 
     def decide(self, requests: Sequence[CachedRequest], *, held_back: bool) -> frozenset[Uid] | None:
-        """Change the weights by the policy; returns the step's adapters, None: all.
+        """Change the weights by the policy; returns the adapters allowed in the step, None: all.
 
         held_back: requests wait for an adapter slot; an idle merged adapter then leaves weights and slot.
         """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class EventQueue:
-    """Calls by time, then insertion.  A `core.clock.Clock`."""
+    """Calls by time, ties in order of insertion.  A `core.clock.Clock`."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

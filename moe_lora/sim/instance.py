@@ -31,7 +31,7 @@ from .lora_server import SimLeases, SimServer
 from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
 STUCK_S = 60.0
-"""Limit for a wait without an obstacle."""
+"""Longest wait without an obstacle; after it a request never finds room."""
 SAMPLE_S = 1.0
 
 Plan = list[Scheduled[CachedRequest]]
@@ -107,9 +107,8 @@ def _cache(config: CachedConfig, policy: CachingPolicy) -> UnifiedCache:
 class CachedInstance:
     """Continuous batching in steps; a request with loading bytes waits alone.
 
-    A `policies.routing.routing.InstanceView`.  is_over: True at the end of the run; None: once all `requests`
-    are done.  on_done: called with each finished request, by default adds to `done`.  samples:
-    `UnifiedCache.usage` every second.
+    An `InstanceView`.  is_over: True at the end of the run; None: once all `requests` are done.  on_done:
+    called with each finished request, by default adds to `done`.  samples: `UnifiedCache.usage` every second.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class CachedInstance:
             self.leases.rest()
 
     def _compute(self, plan: Plan) -> float:
-        """Schedule the step's end; returns its seconds."""
+        """Schedule the step's end; returns the seconds of its work."""
         layers, end = self._config.layers, partial(self._end, plan)
         if layers is None:
             step_s = self._step_s(plan)
@@ -384,7 +383,7 @@ class CachedInstance:
 
 
 def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
-    """The present values of an attribute in seconds, in ms."""
+    """An attribute in seconds of all requests that have a value, in ms."""
     values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
     return values[~np.isnan(values)] * 1e3
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LoRA Server: the real lease table, loads and deltas by layer, equal adapters."""
+"""A simulated LoRA Server: the real lease table, loads and deltas layer by layer.
+
+Adapters are equal in size.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class SimServerConfig:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A load.  num_loaded: layers by stage.  left: layers to come."""
+    """A load.  num_loaded: layers of each stage.  left: layers to come."""
 
     num_loaded: list[int]
     left: int
@@ -138,12 +141,12 @@ class SimServer:
         self._table.prefill(config.prefetched)
 
     def leases(self, index: int, cache: UnifiedCache, on_change: Callable[[], None]) -> SimLeases:
-        """Leases of an instance.  on_change: called at new leases."""
+        """Leases of an instance.  on_change: called after a new lease."""
         found = self._instances[str(index)] = SimLeases(self, str(index), cache, on_change)
         return found
 
     def acquire(self, instance: str, name: str, number: int) -> None:
-        """Send the instance a lease of this number, given room."""
+        """Send the instance a lease of this number, once there is room."""
         self._numbers[instance, name] = number
         self._table.register(name, {})
         self._table.acquire(instance, name, self.events.now_s())
@@ -239,7 +242,7 @@ class SimLeases:
             self._release_lease(adapter)
 
     def receive(self, adapter: str, number: int) -> None:
-        """A lease has come; an outdated number is void."""
+        """A lease has come; an old number belongs to a released lease."""
         if self._wanted.get(adapter) == number:
             self._leased.add(adapter)
             self._on_change()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated instances with router, preloads and moves."""
+"""Simulated instances with a router, preloaded adapters and moves of requests."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from .requests import CachedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigration:
-    """Moves as in the running system.  planner: None: by migration_solver.
+    """Moves as in the running system.
 
-    mean_answer_tokens: expected before any answer.
+    planner: None: by migration_solver.  mean_answer_tokens: expected length before any answer.
     """
 
     settings: MigrationConfig = field(default_factory=lambda: MigrationConfig(migration="dlora"))
@@ -57,7 +57,7 @@ class SimMigration:
 class ReplicasConfig:
     """preloaded: adapters on each replica's device at the start, given room.
 
-    migration: None, or off by its settings: requests stay.  server: has all adapters.
+    migration: None, or off by its settings: requests stay.  server: the LoRA Server, with all adapters.
     """
 
     num_replicas: int
@@ -85,10 +85,10 @@ class ReplicasConfig:
 
 
 class Replicas:
-    """Runs every request to its last token: `done`, in order of finish.  Deterministic.
+    """Runs every request to its last token: `done`, in order of finish.
 
-    on_done: called with each finished request, in place of `done`.  num_moves: by kind: waiting, tokens, KV.
-    Raises CapacityError for a request that never finds room.
+    Deterministic.  on_done: called with each finished request, in place of `done`.  num_moves: by kind:
+    waiting, tokens, KV.  Raises CapacityError for a request that never finds room.
     """
 
     def __init__(

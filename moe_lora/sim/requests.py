@@ -115,12 +115,12 @@ class CachedRequest:
 
     @property
     def adapter_cold_s(self) -> float:
-        """Wait for the adapter, to the next step's start."""
+        """Wait for the adapter's bytes, to the next step's start."""
         return self.waits.adapter_load_s
 
     @property
     def history_cold_s(self) -> float:
-        """Wait for the history after the adapter, to the next step's start."""
+        """Wait for the history's bytes after the adapter's, to the next step's start."""
         return self.waits.kv_load_s
 
     @property
@@ -159,7 +159,7 @@ LayerTime: TypeAlias = Callable[[StepCounts], tuple[float, float]]
 
 
 def step_rows(plan: Iterable[Scheduled[CachedRequest]]) -> StepCounts:
-    """Rows of a planned step, without moved KV."""
+    """Rows of a planned step, without tokens whose KV was moved."""
     found = StepCounts()
     for item in plan:
         request, num_computed = item.sequence, item.sequence.num_computed

@@ -118,7 +118,7 @@ def random_token_ids(
 
 
 def cut_text(text: str, max_tokens: int, estimated_tokens: int) -> str:
-    """The text, cut in proportion to max_tokens."""
+    """The text's first part, in proportion, if its estimated length is above max_tokens."""
     if estimated_tokens <= max_tokens:
         return text
     return text[: max(1, len(text) * max_tokens // estimated_tokens)]
@@ -148,7 +148,6 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
 def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptRow]) -> list[PromptRow]:
     """For each (adapter, prompt length) a row of that adapter, matched by rank of length.
 
-    Of an adapter's m requests the i-th shortest gets row floor((i + 0.5) * n / m) of the n rows by length.
     Raises ValueError if an adapter has no rows.
     """
     by_adapter: dict[str | None, list[PromptRow]] = defaultdict(list)
@@ -187,8 +186,8 @@ class TurnRequest:
 class PlannedRequest:
     """One request to send.
 
-    adapter: None: the base model.  prompt_tokens: of a random prompt, or an estimate.  output_tokens: most to
-    generate.  answer: exact expected text, if known.
+    adapter: None: the base model.  prompt_tokens: of a random prompt, or an estimate for `prompt`.
+    output_tokens: most to generate.  answer: exact expected text, if known.
     """
 
     index: int
@@ -207,10 +206,10 @@ def make_plan(
     popularity: Popularity | None = None,
     rows: Sequence[PromptRow] | None = None,
 ) -> list[PlannedRequest]:
-    """The requests to send, sorted by arrival.  Deterministic.
+    """The requests to send, sorted by arrival.
 
-    popularity: for requests without an adapter; None: the base model.  Raises ValueError for a trace without
-    times and no rate, or an empty plan.
+    Deterministic.  popularity: for requests without an adapter; None: the base model.  Raises ValueError for
+    a trace without times and no rate, or an empty plan.
     """
     if options.busiest and options.duration_s is not None and trace.has_arrival_times:
         stretch = busiest_stretch([request.arrival_s for request in trace.requests], options.duration_s)

@@ -87,7 +87,7 @@ class _Lengths:
 
 
 class _Window:
-    """Most arrivals within a window, in steps of 1/60 of its length."""
+    """Most arrivals within a window that moves in steps of 1/60 of its length."""
 
     def __init__(self, window_s: float) -> None:
         self._step_s = window_s / _STEPS_PER_WINDOW

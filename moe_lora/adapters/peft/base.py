@@ -48,10 +48,7 @@ _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?l
 
 
 def read_base(config: AdapterConfig, root: str | None, shape: ModelShape) -> dict[str, Any] | None:
-    """config.json of the base model; None if absent here, or outside `root`.
-
-    Raises AdapterError.
-    """
+    """config.json of the base model; None if absent here, or outside `root`.  Raises AdapterError."""
     path = os.path.join(config.base_model, "config.json")
     if not config.base_model or not confined(path, root) or not os.path.isfile(path):
         return None
@@ -130,8 +127,8 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
 def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> Stored:
     """File and entry of a checkpoint's embedding or head: [V, H] of floats.
 
-    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: of the error.  Raises
-    AdapterError; StorageError as `base_file`.
+    site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: start and end of the error.
+    Raises AdapterError; StorageError as `base_file`.
     """
     try:
         if model_dir is None:
@@ -194,7 +191,7 @@ def _unlike(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> ValueError
 
 @contextmanager
 def base_file(path: Path) -> Iterator[BinaryIO]:
-    """An open file of the base's checkpoint.  Raises StorageError: no adapter's fault."""
+    """An open file of the base's checkpoint.  Raises StorageError if unreadable: no adapter's fault."""
     try:
         with _opened(path) as file:
             yield file

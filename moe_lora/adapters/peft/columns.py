@@ -41,7 +41,7 @@ Keys = dict[tuple[str | None, ...], str]
 class ColumnSource:
     """The column term beside a pair.
 
-    key: of [O] in the file.  weight, bias: of the base's module, with DoRA.
+    key: of [O] in the file.  weight, bias: of the base's module; None for a bias of lora_B.
     """
 
     layer: int
@@ -62,7 +62,7 @@ def match_with_columns(
 ) -> Match:
     """`match` of the pairs, with a column term for each.
 
-    Raises AdapterError as `match`, for single terms or pairs, for pairs without a column site, and for DoRA
+    Raises AdapterError as `match`, for a single term or pair, for modules without a column site, and for DoRA
     without base weights.
     """
     keys = _column_keys(tensors, config, where)

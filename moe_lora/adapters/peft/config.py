@@ -43,7 +43,7 @@ class ExpertLayout:
     def is_grouped(self, parameter: str, key: str) -> bool:
         """True if this parameter's lora_B is grouped by expert.
 
-        Raises AdapterError for no clear layout.
+        Raises AdapterError for an unknown or ambiguous layout.
         """
         auto_mapping = self.fields.get("auto_mapping")
         sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
@@ -142,7 +142,7 @@ _UNSET_IF_FALSE = (
 # Other initialisations also change the base weights.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _SUBTRACTED_INITS = re.compile(r"pissa(?:_niter_\d+)?|olora|corda|lora_ga")
-"""The base loses the initial delta."""
+"""The base loses the initial delta, so the initial adapter converts the trained one."""
 _MAX_NUMBER = 1e6
 _MAX_LORA_RANK = 1_000_000
 _NAME_LISTS = ("target_modules", "target_parameters", "exclude_modules")
@@ -320,7 +320,7 @@ class AdapterConfig(
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """LoRA rank of a path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
 
-        The first pattern at the path's end decides, else r and lora_alpha.
+        The first pattern that matches the path's end decides, else r and lora_alpha.
         """
         rank, alpha = self.lora_rank, self.lora_alpha
         if self.rank_pattern:

@@ -51,10 +51,7 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder that fits a model; values unread.
-
-    where: the tensor file's name in errors.
-    """
+    """A PEFT folder that fits a model; values unread.  where: the tensor file's name in errors."""
 
     weights: BinaryIO
     entries: dict[str, TensorEntry]
@@ -75,7 +72,7 @@ def opened(
     """The adapter in a folder, checked by config and header.
 
     called: prefix of file names in errors; None: the path.  root: folder that must contain every file.
-    Raises AdapterError, at the end for files changed meanwhile; StorageError without free file handles.
+    Raises AdapterError, also at the end for files changed meanwhile; StorageError without free file handles.
     """
     shown = f"{folder}{os.sep}" if called is None else called
     name = shown.rstrip(f": {os.sep}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a PEFT adapter folder, untrusted and without torch."""
+"""The two files of a PEFT adapter folder, untrusted, read without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .config import AdapterConfig
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
-"""Naming each expert of a large model takes 1 MB."""
+"""Largest adapter_config.json; naming each expert of a large model takes 1 MB."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _SHARDS = ("adapter_model-*.safetensors", "model-*-of-*.safetensors", "pytorch_model-*.safetensors")
 
@@ -122,7 +122,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
-    """The error for unreadable files; missing file handles are not the adapter's fault."""
+    """The error for unreadable files; a lack of file handles is no fault of theirs."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
         return StorageError(f"{name}: {what}")

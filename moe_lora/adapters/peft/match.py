@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches a PEFT file's tensors with config and model, without remainder."""
+"""Matches a PEFT file's tensors with config and model: no tensor left over, no tensor missing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MODULES = ("matrix", "stacked", "heads")
 
 @dataclass(frozen=True)
 class Match:
-    """layers: LoRA pairs per layer; one more for the head and the embedding.
+    """layers: LoRA pairs per layer, and one more layer for the head and the embedding.
 
     copies: keys of base weights.  replaced: rows of the head and the embedding.  invocation: tokens of an
     activated LoRA.  columns: one term per pair.
@@ -172,7 +172,7 @@ def _check_rare(
     shape: ModelShape,
     where: str,
 ) -> None:
-    """Refuses conflicts of replaced rows, tied pairs and activated LoRAs."""
+    """Refuses combinations that replaced rows, tied pairs and activated LoRAs exclude."""
     _check_tying(config, expected, places, where)
     for rows in replaced:
         path = getattr(places.outer, rows.site)

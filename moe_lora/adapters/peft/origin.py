@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writing tool and the form of an adapter's pairs, by its files."""
+"""The tool that wrote an adapter's files, and the form of its pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .places import PairSource
 from .replaced import ReplacedRows
 
 _OF_LORA_CONFIG = ("layer_replication", "megatron_core", "loftq_config")
-"""LoraConfig writes these keys always, other tools never."""
+"""Keys that LoraConfig always writes, and other tools leave out."""
 _OF_TRAINING = (
     "corda_config",
     "eva_config",

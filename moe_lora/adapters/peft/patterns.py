@@ -17,10 +17,10 @@ from moe_lora.core.errors import AdapterError
 from .config import AdapterConfig
 
 MAX_MATCH_S = 1.0
-"""For all matches of one config; 40 000 modules take a tenth."""
+"""Limit for all matches of one config; 40 000 modules take a tenth."""
 MAX_PATTERN_CHARS = 10_000
 MAX_EXPANDED_CHARS = 100_000
-"""For one config's expressions, with counted repeats expanded."""
+"""Limit for one config's expressions, with counted repeats expanded."""
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
@@ -37,7 +37,7 @@ def expanded_chars(pattern: str) -> int:
 def check_expressions(expressions: Mapping[str, Sequence[str]], where: str) -> tuple[str, str] | None:
     """Key and text of the first unusable expression; None: all are usable.
 
-    Raises AdapterError for too long expressions together.
+    Raises AdapterError if the expressions together are too long.
     """
     if sum(map(expanded_chars, chain.from_iterable(expressions.values()))) > MAX_EXPANDED_CHARS:
         raise AdapterError(

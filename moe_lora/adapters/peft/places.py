@@ -43,8 +43,8 @@ _STACKED_SITES = (("gate_up", (0,)), ("gate_up", (1,)), ("down", (0,)))
 class PlaceMap:
     """All places of a model: module path → (layer, places in order of definition).
 
-    Head and embedding are in one more layer.  older: front of older module paths.  stacked: paths of matrices
-    of all experts.
+    Head and embedding are in one more layer.  older: front of module paths in older files.  stacked: paths of
+    matrices of all experts.
     """
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
@@ -87,7 +87,7 @@ def _stacked_places(adapted: Iterable[Place]) -> Iterator[Place]:
 
 
 STRANGERS = 1000
-"""Foreign tensors, refused by name."""
+"""Allowance of foreign tensors, so that a few are refused by name."""
 
 
 @lru_cache(maxsize=8)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An adapter of any served form, written as PEFT writes one for the same model.
 
-Gate and up with an A each get one A of both ranks, and a block-diagonal B.
+Gate and up with separate A get one A of both ranks, and a block-diagonal B.
 
 Legend: E experts, R LoRA rank, I inputs, O outputs.
 """
@@ -276,7 +276,7 @@ def _padded(matrix: torch.Tensor, lora_rank: int) -> torch.Tensor:
 
 
 def _rows(modules: Sequence[Mapping[int, _Expert] | None], place: Place, shape: ModelShape) -> _Made:
-    """A [R, H] and B [E * F, R]; for down A and B change places."""
+    """A [R, H] of all experts, and B [E * F, R]; down is transposed: A and B change places."""
     assert modules[0] is not None, "the caller has found it"
     experts = [modules[0][expert] for expert in range(shape.num_experts)]
     is_down = place.site == "down"

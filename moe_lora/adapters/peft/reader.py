@@ -86,7 +86,7 @@ def read_pairs(
 
 
 def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> list[list[Pair]]:
-    """The pairs of each layer.  tensors: with changes and columns."""
+    """The pairs of each layer.  tensors: after `with_changes` and `with_columns`."""
     pairs = [
         [pair for source in layer for pair in make_pairs(source, tensors, shape, found.swapped)]
         for layer in found.layers
@@ -135,10 +135,7 @@ def adapter_layer_bytes(
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
 ) -> list[int]:
-    """Packed bytes per layer of the PEFT directory; values unread.
-
-    Raises AdapterError.
-    """
+    """Packed bytes per layer of the PEFT directory; values unread.  Raises AdapterError."""
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
         return _layer_bytes(found, shape, dtype)
 

@@ -3,8 +3,8 @@
 
 PEFT replaces n rows (`trainable_token_indices`) or all (`modules_to_save`).  The change of n rows is a pair
 of rank n: a one-hot of the tokens, and the trained rows minus the base's.  With more rows than columns the
-pair is the change, and an identity.
-Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read at 0.21.2).
+pair is the change, and an identity.  Source: peft, tuners/trainable_tokens/layer.py and utils/other.py (read
+at 0.21.2).
 
 Legend: N rows, H hidden size.
 """
@@ -57,10 +57,7 @@ def replaced_rows(
     base_dir: Path | None,
     where: str,
 ) -> tuple[ReplacedRows, ...]:
-    """The replaced rows of the file.
-
-    Raises AdapterError, also without a checkpoint.
-    """
+    """The replaced rows of the file.  Raises AdapterError, also without a checkpoint."""
     if base_dir is None:
         raise AdapterError(
             f"{config.where}: {_TOKENS} and {_SAVED} are changes of the base's rows, and no checkpoint of "

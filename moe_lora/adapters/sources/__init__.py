@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_lora.config.optional_parts import SourcesConfig
 
 SCHEMES = {"hf": ".hub", "s3": ".objects", "gs": ".objects"}
-"""Scheme → module with `fetch`, imported when used."""
+"""Scheme of an address → module with `fetch`, imported when used."""
 NEEDED = (CONFIG_FILE, WEIGHTS_FILE)
 FURTHER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -18,8 +18,8 @@ from . import check_files, unreachable
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
     """The folder of an adapter's files, below `cache`: one folder per state of the source.
 
-    Credentials are the storage library's (AWS_ACCESS_KEY_ID and others).  Raises AdapterError,
-    PeerUnreachableError.
+    Credentials are the storage library's (AWS_ACCESS_KEY_ID and others).  Raises AdapterError, also for
+    changing files; PeerUnreachableError.
     """
     import fsspec
 

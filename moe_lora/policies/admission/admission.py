@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of waiting requests, and of evicted adapters."""
+"""Order of waiting requests, and of resident adapters that leases evict."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def admissible(
     """Requests that may start, first come first served; skips adapters without a place.
 
     can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request skipped
-    for longer than starvation_s stops younger requests, unless keeps_from_others: their adapter has an unused
-    place for its own users only.
+    for longer than starvation_s stops younger requests, except by keeps_from_others: the adapter has an
+    unused place for its own users only.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}
@@ -86,7 +86,7 @@ _last_used_s = attrgetter("last_used_s")
 
 
 def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
-    """The least recently used idle adapter, adapters of queued requests last."""
+    """The least recently used idle adapter, adapters of queued requests last; None if all run."""
     idle = [view for view in residents if not view.num_running]
     unwanted = [view for view in idle if not view.num_waiting]
     return min(unwanted or idle, key=_last_used_s, default=None)

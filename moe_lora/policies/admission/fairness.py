@@ -12,13 +12,14 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
-"""Of a computed prompt token, and of a generated token."""
+"""Cost of a computed prompt token, and of a generated token."""
 
 
 class CompetingView(Protocol):
     """A queued request of a competing tenant.
 
-    priority: lower first.  matched: admitted before, and first in the order, unless it gave way.
+    priority: within the tenant; lower first.  matched: admitted before, and first in the order, unless it
+    gave way.
     """
 
     @property
@@ -41,7 +42,7 @@ Competing = TypeVar("Competing", bound=CompetingView)
 
 
 class VirtualTokenCounter:
-    """Counts service per tenant, by weight; the least goes first.
+    """Counts service per tenant, by weight; the tenant of least service goes first.
 
     A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  With U
     = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
@@ -76,7 +77,7 @@ class VirtualTokenCounter:
             self._last = tenant
 
     def prefill(self, tenant: str, share: float, num_tokens: int) -> None:
-        """A request with num_tokens to compute starts."""
+        """A request with num_tokens prompt tokens to compute starts."""
         self.counters[tenant] += PREFILL_COST * num_tokens / share
 
     def decode(self, tenant: str, share: float) -> None:
@@ -86,7 +87,7 @@ class VirtualTokenCounter:
     def order(self, queue: Iterable[Competing]) -> Iterator[Competing]:
         """The queue in starting order: matched first, then by tenant, priority, arrival.
 
-        Starts change the counters meanwhile.
+        Starts change the counters between requests.
         """
         lanes: dict[str, deque[Competing]] = {}
         for request in queue:
@@ -110,8 +111,8 @@ class VirtualTokenCounter:
     ) -> list[Competing]:
         """Running requests to stop when all slots are taken.
 
-        The next tenant, below its share of slots, gets slots beyond another's share.  running: by start; the
-        first one stays.
+        The tenant that is next, if below its share of slots, gets slots beyond another's share.  running: by
+        start; the first one stays.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

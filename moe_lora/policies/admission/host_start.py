@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on host workers during their adapters' loads.
-
-Source: Toppings sections 4.1 and 4.2.
-"""
+"""Prompts on host workers during their adapters' loads.  Source: Toppings sections 4.1 and 4.2."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ class HostStart:
     tpot_budget_s: float | None = None
 
     def tokens_per_step(self, max_tokens: int) -> int:
-        """Most prompt rows on the host in a step with other requests.
+        """Most prompt rows on the host in a step with other requests: a piece per worker, or as many as fit
+        tpot_budget_s over all layers at the largest measured rank.
 
-        tpot_budget_s: over all layers, for the largest measured rank.  Raises ConfigError if a row exceeds
-        the budget.
+        Raises ConfigError if a single row exceeds the budget.
         """
         if self.tpot_budget_s is None:
             return self.num_workers * self.tokens_per_worker
@@ -62,7 +59,7 @@ class HostStart:
     def first_group(self, num_tokens: int, adapter: ColdAdapter, ahead_s: float = 0.0) -> int:
         """Fewest layers on the host such that each later layer is loaded by its turn.
 
-        ahead_s: until the load starts.  Source: Toppings section 4.1, pipeline loading.
+        ahead_s: until the load starts.
         """
         times, num_layers = self.times, self.times.num_layers
         load_s = times.load_s(adapter) / num_layers
@@ -107,17 +104,17 @@ class HostStart:
         return self.start_s(num_tokens, adapter) < self.times.load_s(adapter)
 
     def start_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Cost of a cold adapter with an idle link: extra time, or a shorter load."""
+        """Cost of a cold adapter for a prompt with an idle link: the host's extra time, or a shorter load."""
         load_s = self.times.load_s(adapter)
         group = self.first_group(num_tokens, adapter)
         return min(load_s, self.extra_s(num_tokens, adapter, load_s, group))
 
     def break_even_tokens(self, adapter: ColdAdapter) -> int | None:
-        """The shortest prompt with a faster wait for a whole load, if any."""
+        """The shortest prompt for which a wait for the whole load is faster, or None."""
         return _least(_LONGEST_PROMPT, lambda num_tokens: not self.pays_at_once(num_tokens, adapter))
 
     def break_even_load_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
-        """Load time with a faster wait for this prompt, within a percent."""
+        """Load time below which waiting is faster for this prompt, within a percent."""
         least_s = self.times.load_s(adapter) / 1e4
 
         def pays(number: int) -> bool:
@@ -142,7 +139,7 @@ def _least(limit: int, holds: Callable[[int], bool]) -> int | None:
 def enough_workers(
     times: HostTimes, tokens_per_worker: int, adapter: ColdAdapter, *, max_tokens: int, num_cores: int
 ) -> int:
-    """Workers for a step's prompts, one per core; 0 if waiting is faster."""
+    """Workers that compute a step's prompts in time, one per core; 0 if waiting is faster."""
     number = min(num_cores, math.ceil(max_tokens / tokens_per_worker))
     if number < 1:
         return 0
@@ -172,7 +169,7 @@ class HostLoads:
     def begin(
         self, uid: Hashable, adapter: ColdAdapter, num_tokens: int, now_s: float, *, under_way: bool
     ) -> None:
-        """Note a load.  under_way: already before."""
+        """Record an ordered load.  under_way: ordered before."""
         if self._rule is None or (under_way and uid in self._loads):
             return
         ahead_s = max(0.0, self._busy_until_s - now_s)
@@ -191,7 +188,7 @@ class HostLoads:
         return 1 if load is None else load.first_group
 
     def extra_s(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> float:
-        """Extra time of a step."""
+        """Extra time of a step with num_tokens of this adapter's prompt."""
         load = self._loads.get(uid)
         if self._rule is None or load is None:
             return 0.0
@@ -207,7 +204,7 @@ class HostLoads:
 
 
 def load_order(num_layers: int, first_group: int) -> list[int]:
-    """Layers in load order: host layers come last."""
+    """Layers in load order: those computed on the host come last."""
     return [*range(first_group, num_layers), *range(min(first_group, num_layers))]
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from .caching import BEYOND, NOBODY, REST, WITHIN, Floats, ascending
 
 PRESENT_S = 300.0
-"""An idle tenant's share ends after this time."""
+"""Time without requests after which a tenant has no share."""
 SLACK = 1 / 64
-"""Of an arena: returned at once, as scans are slow."""
+"""Part of an arena returned at once, as scans are slow."""
 
 
 class ArenaShares:
@@ -35,7 +35,7 @@ class ArenaShares:
         return len(self._numbers)
 
     def ask(self, tenant: str, share: float, now_s: float) -> int:
-        """Note a request; returns the tenant's number."""
+        """Record a request of this tenant; returns the tenant's number."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = len(self._shares)
@@ -78,8 +78,8 @@ class ArenaShares:
     ) -> NDArray[np.int64]:
         """[N]: eviction order before values.
 
-        BEYOND: the least valued nodes beyond a share.  REST: the tenant's others.  WITHIN: nodes within
-        shares.  held [T].  owners, amounts, values [N].
+        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
+        nodes within shares.  held [T].  owners, amounts, values [N].
         """
         beyond = held - self.portions(now_s) * total
         if self.asking != NOBODY:

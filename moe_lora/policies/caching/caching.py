@@ -18,11 +18,11 @@ EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)
 """[B - 1]: edges of the bins of age, 0.1 s to 2.6 h."""
 NUM_BINS = len(EDGES_S) + 1
 NUM_LEVELS = 6
-"""1, 2 to 3, ... and 32 or more uses.  Widely shared nodes have another rhythm than dialogues."""
+"""Levels by uses: 1, 2 to 3, ... and 32 or more.  Widely shared nodes have another rhythm than dialogues."""
 DEPTHS = (64, 256, 1024, 4096)
-"""Tokens of the whole prefix.  Short prompts return less often."""
+"""Bounds on tokens of the whole prefix.  Short prompts return less often."""
 NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
-"""Levels of adapters, then of KV by depth."""
+"""Levels of adapters by recent visits, then of KV by uses, for each depth."""
 STARTS_S: Floats = np.concatenate(([0.0], EDGES_S))
 WIDTHS_S: Floats = np.diff(np.concatenate((STARTS_S, [2 * EDGES_S[-1]])))
 
@@ -68,7 +68,7 @@ NOTHING_KNOWN = rates_from(np.zeros((NUM_CLASSES, NUM_BINS)), np.zeros((NUM_CLAS
 
 @dataclass(frozen=True)
 class NodeColumns:
-    """All [N].
+    """Nodes to be valued, all [N].
 
     is_adapter bool; pages int64; visits float64; recent float64: decayed visits (0 for KV); idle_s float64;
     backed bool: on the host; first_token, num_tokens int64: place in the prompt (0 for adapters); turn int64:
@@ -108,11 +108,10 @@ class CacheLoad:
 class Traits:
     """A policy's traits besides values.
 
-    keeps_dependencies: KV is on the device only with the adapter.  keeps_history: KV of finished requests
-    stays.  uses_host_for_kv: evicted history goes to the host.  swaps_in: `tick` prefetches.  backs_up:
-    `tick` copies history ahead of need.  looks_ahead: queued requests count.  exchanges: `tick` replaces less
-    valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node without visits
-    has no value.
+    keeps_dependencies: KV is on the device only with the adapter.  uses_host_for_kv: evicted history goes to
+    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history ahead of need.  exchanges: `tick`
+    replaces less valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node
+    without visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -138,7 +137,7 @@ class CachingPolicy(Protocol):
 
     @property
     def adapter_recent_s(self) -> float:
-        """Of `NodeColumns.recent`."""
+        """Time constant of `NodeColumns.recent`."""
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
@@ -150,14 +149,14 @@ class CachingPolicy(Protocol):
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
-        """True to copy host KV to the device, False to recompute."""
+        """True to copy host KV to the device for a request, False to recompute."""
         ...
 
 
 BEYOND, REST, WITHIN = range(3)
-"""Eviction order: beyond their tenant's share; others of such a tenant; within shares."""
+"""Eviction order: nodes beyond their tenant's share, others of such a tenant, nodes within shares."""
 NOBODY, FIRST = 0, 1
-"""Numbers: of no tenant, and of the first."""
+"""Tenant numbers: of no tenant, and of the first."""
 
 
 class Asker(NamedTuple):
@@ -168,7 +167,7 @@ class Asker(NamedTuple):
 
 
 ANYBODY = Asker()
-"""Without tenants."""
+"""Stands in where there are no tenants."""
 
 
 def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
@@ -214,7 +213,7 @@ def static_partition(adapter_share: float = 0.2) -> Recency:
 
 
 def slora() -> Recency:
-    """S-LoRA: one pool; KV goes with the request, adapters load on demand."""
+    """S-LoRA: one pool; KV goes with the request, adapters load on demand and leave when idle."""
     return Recency(
         traits=Traits(
             keeps_dependencies=False,
@@ -281,8 +280,8 @@ class CostAware:
 
     Uses: learned by kind and idle time; plus one within queue_s per queued request.  Seconds, on the device:
     a copy, load or faster recomputation, times 1 + behind_per_s x length for queued requests (M/G/1), plus
-    wait_s, the missed step.  unready_share: weight of KV without the adapter.  Seconds, on the host: the
-    excess of computing or loading over copying.
+    wait_s, the missed step; on the host: the excess of computing or loading over copying.  unready_share:
+    weight of KV without the adapter.
     """
 
     costs: CacheCosts

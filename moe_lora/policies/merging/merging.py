@@ -54,7 +54,7 @@ class MergingPolicy(Protocol):
     def took(
         self, batching: Batching, mode: Mode, num_rows: int, seconds: float, swap_s: float = 0.0
     ) -> None:
-        """The step ran; swap_s of `seconds` changed weights."""
+        """Records a step; swap_s of `seconds` went to weight changes."""
         ...
 
     def forget(self, uid: Uid) -> None:
@@ -108,10 +108,8 @@ class MergedOnly(UnmergedOnly):
 class DLora:
     """Merges for the adapter of most requests if they are many relative to FCFS, and stops if few.
 
-    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  With B = max_num_seqs and n
-    adapters so far, an adapter with a request among the first B is served again after at most ceil(credit B)
-    (n - 1) + ceil(t_starve B) + 1 steps.  Our choices: the richest served adapter pays; starving adapters run
-    unmerged unless only the merged one starves.
+    Algorithm 1; thresholds by Algorithm 2, starvation by Algorithm 3 (A.1).  Our choices: the richest served
+    adapter pays; starving adapters run unmerged unless only the merged one starves.
     """
 
     def __init__(self, costs: MergingCosts, settings: DLoraConfig | None = None) -> None:
@@ -312,7 +310,7 @@ class CheapestMode:
         return best
 
     def _request_s(self, view: MergingView, fcfs: Rows, merged: Uid) -> float:
-        """Seconds per request."""
+        """Seconds of a step per request: the cheaper of mixed and merged-only."""
         all_s = self._costs.step_s(fcfs, merged) / sum(fcfs.values())
         if merged is None or self._rests or merged not in fcfs:
             return all_s

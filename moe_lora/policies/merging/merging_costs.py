@@ -46,11 +46,11 @@ class MergingCosts:
         self._expected: tuple[Rows, Uid] = ({}, None)
 
     def step_s(self, rows: Rows, merged: Uid) -> float:
-        """A decode step."""
+        """Seconds of a decode step with these requests on weights with `merged`."""
         return self._model_s(rows, merged) * self._ratio(mode_of(rows, merged))
 
     def swap_s(self, before: Uid, after: Uid) -> float:
-        """A swap; 0 if equal."""
+        """Seconds of a swap from `before` to `after`; 0 if equal."""
         return 0.0 if before == after else self._modelled_swap_s(before, after) * self._ratio("swap")
 
     def expect(self, rows: Rows, merged: Uid) -> None:
@@ -58,7 +58,7 @@ class MergingCosts:
         self._expected = (dict(rows), merged)
 
     def took(self, mode: Mode, num_rows: int, seconds: float) -> None:
-        """The measured step; ignored with other rows or another mode."""
+        """Record a measured step; other rows or modes are ignored."""
         rows, merged = self._expected
         if num_rows and num_rows == sum(rows.values()) and mode == mode_of(rows, merged):
             self._learn(mode, seconds, self._model_s(rows, merged))
@@ -98,11 +98,11 @@ class MergingCosts:
 
 
 class Credits:
-    """Credits of adapters, whole numbers >= 0.  Transfers keep the sum.
+    """Credits of adapters, whole numbers >= 0.
 
-    share: of an adapter for each other adapter, so n adapters start with share (n - 1) each.  starve, normal:
-    credits above the start.  An adapter starves from more than `starve` until less than `normal`.  Source:
-    dLoRA, Algorithm 3 (A.1), and the artifact.
+    Transfers keep the sum.  share: credits of an adapter for each other adapter, so n adapters start with
+    share (n - 1) each.  starve, normal: credits above the start.  An adapter starves from more than `starve`
+    until less than `normal`.  Source: dLoRA, Algorithm 3 (A.1), and the artifact.
     """
 
     def __init__(self, share: int, starve: int, normal: int) -> None:
@@ -135,7 +135,7 @@ class Credits:
         self.of[uid] = self.start
 
     def transfer(self, served: Iterable[Uid], passed_over: Rows) -> None:
-        """The richest served adapter pays one credit per passed-over request, if any."""
+        """For each passed-over request, the richest served adapter pays one credit, if any."""
         payers = sorted(served, key=str)
         for uid, num in passed_over.items():
             for _ in range(num):
@@ -148,7 +148,7 @@ class Credits:
     def forget(self, uid: Uid) -> None:
         """Remove an adapter, and its share from each other adapter.
 
-        The poorest get its gains; the richest pay its losses.
+        The poorest get its gained credits; the richest pay its losses.
         """
         self.starving.discard(uid)
         if self.of.pop(uid, None) is None:

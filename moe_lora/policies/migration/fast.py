@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A migration plan in milliseconds: longest requests first, then a local search.
+"""A migration plan in milliseconds: longest requests first (Graham), then a local search.
 
 Replicas above `lower_bound` give their cheapest moves to the replica of earliest end.  Then requests, groups
 and pairs move between slowest and fastest.
@@ -38,7 +38,7 @@ NEAR = 0.02
 """Accepted share above the bound."""
 MAX_STEPS = 48
 DEPTHS = (1.0, 0.75)
-"""Fractions of the bound for givers; the next follows a bad result."""
+"""Fractions of the bound to which givers go down; the next is tried after a bad result."""
 
 
 def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
@@ -95,7 +95,7 @@ def _spread(placement: Placement, bound_s: float, depth: float) -> None:
 class _Fleet:
     """Replicas during the spread.
 
-    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device.
+    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0: swapped.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -114,7 +114,7 @@ class _Fleet:
         self._swap = placement.problem.swap
 
     def give(self, j: int, most_s: float) -> list[int]:
-        """Take the cheapest requests down to most_s."""
+        """Take the cheapest requests from the replica until its time is at most most_s."""
         placement, found = self._placement, []
         lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
         members = sorted(placement.members[j])
@@ -170,10 +170,10 @@ class _Fleet:
 
 
 class Search:
-    """Moves between the chosen replicas.
+    """Moves requests between the chosen replicas.
 
-    Legend: m position among the chosen; c a candidate: requests of one adapter that move together.
-    seconds: [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.
+    Legend: m position among the chosen; c a candidate: requests of one adapter that move together.  seconds:
+    [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.
     """
 
     def __init__(self, placement: Placement, chosen: Sequence[int]) -> None:
@@ -296,7 +296,7 @@ class Search:
         return any(self._try(m, target, here, there) for _, target, here, there in best)
 
     def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
-        """Some requests, and 1.0 for members: [sets of 0 to 2, requests]."""
+        """Some of the replica's requests; 1.0 for members: [sets of 0 to 2, requests]."""
         some = self._sample(m, NUM_PAIRED)
         one = np.eye(len(some))
         return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holders of a pool's adapters in host memory, and droppable copies.
 
-Old copies are dropped after confirmed copies and the switch of routing (LoRAServe section IV-B).
+Copies are made and confirmed, routing switches, then old copies are dropped (LoRAServe section IV-B).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Key = TypeVar("Key", bound=str)
 Holders = Mapping[Key, Collection[int]]
 
 UNEVEN = 0.1
-"""Least imbalance, relative to the mean, for moves without a placement."""
+"""Without a placement, adapters move only above this imbalance, relative to the mean."""
 
 
 def place_holders(
@@ -72,7 +72,7 @@ def _even_out(
 
 
 def copies_to_make(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
-    """(adapter, target instance), adapters without any holder first."""
+    """(adapter, target instance without it), adapters without any holder first."""
     missing = [
         (key, instance)
         for key, instances in target.items()

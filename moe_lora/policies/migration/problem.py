@@ -74,8 +74,9 @@ class AdapterSize:
 
 @dataclass(frozen=True)
 class MigrationProblem:
-    """swap_bytes_per_s: B.  affinity_s: eta.  Raises ValueError for unknown or doubled names, and numbers out
-    of range.
+    """swap_bytes_per_s: B.
+
+    affinity_s: eta.  Raises ValueError for unknown or doubled names, and numbers out of range.
     """
 
     replicas: Sequence[ReplicaView]
@@ -119,8 +120,8 @@ class MigrationPlan:
     """The plan; loads precede their moves.
 
     moves: (request, source, target), cheapest first.  loads: (adapter, replica).  objective,
-    objective_before: seconds of the slowest replica; infinite without enough memory.  bound: of any plan; 0
-    if unknown.
+    objective_before: seconds of the slowest replica; infinite without enough memory.  bound: lower bound of
+    any plan; 0 if unknown.
     """
 
     moves: tuple[tuple[RequestId, ReplicaName, ReplicaName], ...]
@@ -228,10 +229,7 @@ class Placement:
         return found
 
     def cost(self, j: int) -> tuple[float, float]:
-        """(missing bytes, seconds) of the replica.
-
-        The largest requests that fit stay on the device.
-        """
+        """(missing bytes, seconds) of the replica.  The largest requests that fit stay on the device."""
         if self.used[j] <= self.problem.replicas[j].device_bytes:
             return 0.0, self.seconds[j]
         if j not in self._swapping:
@@ -250,7 +248,7 @@ class Placement:
         return lacking, self.seconds[j] + self.problem.swap.seconds(swapped)
 
     def objective(self) -> float:
-        """Seconds of the slowest replica."""
+        """Seconds of the slowest replica; infinite without enough memory."""
         costs = self.costs()
         if any(lacking > 0 for lacking, _ in costs):
             return math.inf
@@ -296,7 +294,7 @@ def undo_needless(placement: Placement, limit: float) -> None:
 
 
 def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
-    """Return requests from replicas with more missing memory than before; all unless the slowest gets
+    """Return requests from replicas with more missing memory than before, or all unless the slowest gets
     faster.
     """
     moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}

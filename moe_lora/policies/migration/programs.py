@@ -176,7 +176,7 @@ def _rounded(parts: FloatArray) -> list[int]:
 
 
 class _Relaxed:
-    """Columns T, then requests (group, replica), y of adapters, swapped bytes per replica.
+    """Columns: T, then requests of each group on each replica, y of each adapter, swapped bytes per replica.
 
     groups: like requests of the slowest replicas (one adapter, home and place, all waiting or none) share a
     row of x.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration triggers, paying moves, and their form.
+"""Migration triggers, paying moves, and the form of a move.
 
 Source: dLoRA, section 5.2; numbers, seats, and the choice of tokens or KV are ours.
 """
@@ -36,7 +36,7 @@ def make_planner(config: MigrationConfig) -> Planner:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """free_share: of device memory, for requests.  queued_s: longest wait for a first step."""
+    """free_share: free part of device memory.  queued_s: longest wait for a first step."""
 
     name: ReplicaName
     free_share: float
@@ -149,7 +149,7 @@ def cheaper_move(
     """The form of a running request's move: by token ids, or by KV.
 
     tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
-    same_layout: dtype, page size and ranks.
+    same_layout: equal dtype, page size and ranks.
     """
     kv = MoveCost("kv", LinkTime(bytes_per_s).seconds(num_bytes))
     if steps is None:

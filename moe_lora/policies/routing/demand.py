@@ -41,7 +41,7 @@ class DemandMeter(RequestListener):
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """Correct the count by the answer's tokens.
+        """Correct an ended request's count by its answer's tokens.
 
         Without a token the count stays: a client that left a queue wanted its answer.
         """
@@ -78,9 +78,8 @@ class DemandMeter(RequestListener):
 class DemandForecast:
     """Tokens/s of each adapter in the next time step.
 
-    Holt's linear method with a damped trend, from the oldest step to the latest:
-    level(t) = predicted + gain · (rate(t) - predicted), predicted = level(t-1) + DAMPING · trend(t-1),
-    trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
+    Holt's linear method with a damped trend: level(t) = predicted + gain · (rate(t) - predicted), predicted =
+    level(t-1) + DAMPING · trend(t-1), trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
     gain: smoothing, or 1 / t in step t if more.  The forecast is at most twice the largest rate.
     Source: LoRAServe, Algorithm 1, lines 3-6.
     """

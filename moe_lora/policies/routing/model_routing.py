@@ -37,7 +37,9 @@ class CostModel:
     max_num_batched_tokens: int | None = None
 
     def start_s(self, prompt: Row) -> float:
-        """Cost of a missing adapter: the load, or shorter extra time on the host (Toppings section 4.1)."""
+        """Cost of a missing adapter for a prompt: the load, or the host's extra time if less (Toppings
+        section 4.1).
+        """
         load_s = self.adapter_load_s_per_rank * prompt.lora_rank
         if self.host is None:
             return load_s
@@ -116,10 +118,9 @@ class RankAware(RequestListener):
     decode step would pass slo_tpot_s.
 
     Δ: the request's addition to a step, prefill over waiting prompts, decode over all requests.  With host
-    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  Candidates have room for
-    the adapter.  `requests` counts present requests, so an idle instance costs nothing.
-    cost "all" adds the request's own time per token.  At equal costs the least token work decides; the paper
-    takes the first.  Source: Toppings, section 5, Algorithm 1.
+    workers Δprefill has `CostModel.start_s` too if the instance lacks the adapter.  `requests` counts present
+    requests, so an idle instance costs nothing.  cost "all" adds the request's own time per token.  At equal
+    costs the least token work decides; the paper takes the first.  Source: Toppings, section 5, Algorithm 1.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
@@ -181,8 +182,8 @@ class ShortestPendingTime:
     """The instance of least queueing time plus, for a missing adapter, load time.
 
     Queueing: a prefill step over the waiting prompts, and the tokens left at the time of a decode step over
-    all requests (max_num_seqs at most).  Loading: `CostModel.start_s`.  Source: dLoRA, section 5.1, proactive
-    dispatching.
+    all requests (max_num_seqs at most).  Loading: as `CostModel.start_s`.  Source: dLoRA, section 5.1,
+    proactive dispatching.
     """
 
     def __init__(

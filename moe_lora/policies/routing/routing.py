@@ -16,7 +16,7 @@ class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
     waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
-    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last. num_elsewhere:
+    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last.  num_elsewhere:
     requests of other front ends.  held_back: a request waits for an adapter's slot.
     """
 
@@ -62,7 +62,7 @@ class InstanceLoad:
             self.note(adapter)
 
     def note(self, adapter: str) -> None:
-        """The adapter is on the device, or on its way."""
+        """Record that the adapter is on the device, or on its way."""
         self.recent.pop(adapter, None)
         self.recent[adapter] = None
         if len(self.recent) > self._max_recent:
@@ -100,12 +100,12 @@ class InstanceView(Protocol):
 
     @property
     def index(self) -> int:
-        """Constant during the front end's life."""
+        """Number, constant during the front end's life."""
         ...
 
     @property
     def outstanding_tokens(self) -> int:
-        """Upper bound of requests' remaining tokens, of all front ends."""
+        """Upper bound of the requests' remaining tokens, other front ends' included."""
         ...
 
     @property

@@ -100,8 +100,8 @@ def check_base(name: str | None, frontend: Frontend) -> None:
 def find_files(path: str, name: str, frontend: Frontend) -> str:
     """Returns the directory of the adapter at a path or address.
 
-    Raises ApiError 400 for an empty path, a refused address, and several adapters; 404 for a path without an
-    adapter or outside `adapter_root`; 503 for a source without an answer.  May block long.
+    Raises ApiError 400 for a refused path or several adapters, 404 without an adapter, 503 for a source
+    without an answer.  May block long.
     """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
@@ -149,10 +149,7 @@ class AdapterLoads:
         return await self._load(body, files, in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
-        """As `load` in place, unless the content is equal.  Raises ApiError.
-
-        Reads the content only of files with the sizes of a checked load.
-        """
+        """As `load` in place, unless the content is equal.  Raises ApiError."""
         folder = await self._checked(body)
         files = _Files(folder, await in_daemon_thread(_stamps, folder))
         version, loaded = self._loaded.get(body.lora_name, (None, None))
@@ -287,7 +284,7 @@ def _stamps(folder: str) -> Stamps:
 
 
 def _digest(folder: str, root: str | None) -> str | None:
-    """SHA-256 of the adapter's files, or None."""
+    """SHA-256 of the adapter's files; None if unreadable."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -148,10 +148,7 @@ def _decoded(coded: bytes, field: str) -> bytes:
 
 
 class Endpoints:
-    """Methods answer one path each.
-
-    Received files stay in one folder until the name's next version is served.
-    """
+    """Received files stay in one folder until the name's next version is served."""
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend = frontend

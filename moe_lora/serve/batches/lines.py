@@ -21,7 +21,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respon
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARS = 512
 MAX_PROBLEMS = 100
-"""Wrong lines with a message."""
+"""Wrong lines that get a message."""
 _ID = "batch_req_"
 _START = f'{{"id": "{_ID}'.encode()
 _JSON = json.JSONDecoder()
@@ -148,7 +148,7 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
 
 
 def _fields(text: bytes) -> tuple[dict[str, Any], int, int]:
-    """Fields, offset and size of the body.  Raises ValueError, or TypeError for no object."""
+    """Fields, offset and size of the body.  Raises ValueError and TypeError."""
     chars = text.decode("utf-8", "surrogatepass")
     try:
         line, start, end = _object(chars)
@@ -288,7 +288,7 @@ def _foreign(path: str, number: int) -> str:
 async def run_lines(
     lines: Iterable[BatchLine], num_at_once: int, work: Callable[[BatchLine], Awaitable[None]]
 ) -> None:
-    """Work on the lines in order, some at once, up to the first error."""
+    """Work on the lines in order, some at once.  The first error ends all and is raised."""
     todo = iter(lines)
 
     async def run() -> None:

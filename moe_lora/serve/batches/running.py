@@ -47,7 +47,7 @@ RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Waits before retries after a passing error."""
 TRANSIENT = frozenset({500, 502, 503, 504})
 LOOK_S = 1.0
-"""Time between looks for an engine or a rate."""
+"""Time between looks for an engine or room within a rate."""
 MAX_REQUESTS = 50_000
 """OpenAI's limit of requests per batch."""
 LINE_BYTES = 1 << 16
@@ -59,7 +59,7 @@ class KeyGoneError(Exception):
 
 
 class BackgroundCaller(Caller):
-    """A caller with separate steps, and a separate tenant."""
+    """A caller whose requests run in steps without others, with a separate tenant."""
 
     background = True
 
@@ -239,7 +239,7 @@ class Run:
         self._record.shown |= {"status": status, f"{status}_at": int(time.time()), "errors": errors}
 
     async def _retried(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Wait for a writable folder.  Raises OSError and StorageError at last."""
+        """Wait for a writable folder.  Raises OSError and StorageError after the last attempt."""
         for wait_s in RETRY_S:
             try:
                 return await write()
@@ -306,7 +306,7 @@ class Run:
         results.add(text, custom_id, is_whole=status == 200)
 
     async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> BatchAnswer:
-        """The answer after passing errors and the key's rate."""
+        """The answer, after waits for passing errors and the key's rate."""
         batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
         while True:
             while not await batches.frontend.client.is_alive():

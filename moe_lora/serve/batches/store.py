@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["file", "batch"]
 MAX_RECORDS = 1000
-"""Limit of files, and of batches, per owner."""
+"""Most files, and most batches, per owner."""
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """owner: a tenant, "" without keys.  key: the owner's key id.  shown: in answers."""
+    """owner: a tenant, "" without keys.  key: the owner's key id.  shown: the object in answers."""
 
     owner: str
     key: str | None
@@ -58,7 +58,7 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class FullError(ApiError):
-    """An owner has too many bytes."""
+    """An owner's files and results have too many bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         what = f"the files of this key have more than front_end.batch_bytes={most_bytes} bytes; delete some"

@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_beams(body: SamplingFields) -> None:
-    """Raises FieldError for a field against `use_beam_search`."""
+    """Raises FieldError for a field that contradicts `use_beam_search`."""
     if not body.use_beam_search:
         what = f"length_penalty={body.length_penalty} needs use_beam_search=true"
         raise FieldError("length_penalty", f"{what}; leave it out, or send null or 1")
@@ -168,7 +168,7 @@ class BeamGeneration(Generation):
     def _best_steps(
         self, beams: Sequence[Beam], outputs: Sequence[TokenOutput], ends: set[int], ended: list[Beam]
     ) -> list[Beam]:
-        """The likeliest longer beams; ended beams go to `ended`."""
+        """The likeliest beams with one more token; ended beams go to `ended`."""
         num_top, going = self.sampling.logprobs or 0, list[Beam]()
         for beam, output in zip(beams, outputs, strict=True):
             assert output.logprobs

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
 START_S = 120.0
-"""Limit for a start or an answer, slow by the low priority."""
+"""Limit for the process to start or answer, slow by its low priority."""
 FIRST_START_S = 300.0
-"""Limit for the start beside loading instances."""
+"""Limit for the first start, beside loading instances."""
 EXIT_S = 60.0
 """Limit of an exit's wait for a start."""
 CHECK_NICE = 5
@@ -40,7 +40,7 @@ class CheckingProcess:
         """Starts the process in the background; `ready` repeats a failed start.
 
         The exit waits up to EXIT_S until Python runs in the process: a closing event loop cancels all tasks,
-        and asyncio may never end a cancelled `create_subprocess_exec` (Python 3.11).
+        and asyncio may never end a cancelled `create_subprocess_exec`.
         """
         spawning = asyncio.create_task(_spawn(FIRST_START_S))
         self._begin(_read_there(spawning, self._tokenizer))

@@ -35,7 +35,7 @@ SHARED = (
     *("allowed_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("structured_outputs", "chat_template_kwargs"),
 )
-"""Fields as in a chat."""
+"""Fields with the same meaning in a chat."""
 _TYPES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "an integer"}
 
 
@@ -364,7 +364,7 @@ class BlockFormat(ChatFormat):
         return {} if self.adapter_version is None else {"adapter_version": self.adapter_version}
 
     def _finish(self) -> None:
-        """Mark cut blocks; without reasoning, count no tokens for it."""
+        """Mark cut blocks; without reasoning, drop the count of its tokens."""
         if not any(block.kind == "reasoning" for block in self.blocks):
             self.num_reasoning_tokens = 0
         if self.blocks and self.finish_reason in ("length", "abort"):

@@ -206,7 +206,7 @@ def as_bytes(values: np.ndarray[Any, Any], embed_type: str, endianness: str) -> 
 
 
 def _as_fp8(values: np.ndarray[Any, Any], mantissa_bits: int, last: int) -> np.ndarray[Any, Any]:
-    """Codes of one byte: sign, exponent, mantissa.  last: the largest finite."""
+    """Codes of one byte: sign, exponent, mantissa.  last: the largest finite code."""
     codes = np.arange(last + 1)
     exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
     bias = (1 << (6 - mantissa_bits)) - 1

@@ -44,7 +44,7 @@ LEAST_LOGPROB = -9999.0
 LOAD_FORMAT = "endpoint-load-metrics-format"
 """Header of requests for a load report."""
 ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
-"""Options with force_include_usage, as in vLLM."""
+"""Options of all streams with force_include_usage, as in vLLM."""
 
 
 class ChoiceFormat:
@@ -323,7 +323,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(answered: Awaitable[Response]) -> Response:
-    """The answer, or status CLIENT_GONE after a disconnect."""
+    """The answer, or one of status CLIENT_GONE after a disconnect."""
     try:
         return await answered
     except ClientGone:
@@ -464,7 +464,7 @@ async def answer_chat(frontend: Frontend, body: ChatRequest, request: Request) -
 
 
 def _rare_generation(prepared: Prepared, form: ChoiceFormat, frontend: Frontend) -> Callable[..., Generation]:
-    """The maker of a generation for rare fields."""
+    """Makes a generation for rarely used fields."""
     body, make = prepared.body, Generation
     if body.use_beam_search:
         from .beams import BeamGeneration

@@ -22,9 +22,9 @@ MAX_NAMED = 64
 MAX_NAME_CHARS = 64
 """Characters of a shown unknown name."""
 CHOOSES_ADAPTER = re.compile(r"(?i:adapter|(?<![a-z])lora)|Lo[Rr][Aa]")
-"""Other servers' adapter fields; here `model` names the adapter."""
+"""Names of other servers' fields for an adapter; here `model` names the adapter."""
 LORA_PATH = "lora_path"
-"""SGLang's adapter of the base in `model`."""
+"""SGLang's field for an adapter of the base in `model`."""
 IGNORED = frozenset(
     {
         "metadata",
@@ -137,7 +137,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None, -1),
     "verbosity": (None, "medium"),
 }
-"""Peers' fields with an effect, and their neutral values."""
+"""Other servers' fields with an effect, and their neutral values."""
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call"), (None,)),
     **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),
@@ -147,7 +147,7 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 
 class FieldError(ValueError):
-    """The field `param` is wrong, or contradicts another field."""
+    """The field `param` is wrong, or contradicts another."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message.encode("utf-8", "backslashreplace").decode())
@@ -236,7 +236,7 @@ def _plain(name: str) -> str:
 def _is_near(name: str, field: str) -> bool:
     """True for few edits from name to field: one for 4 to 7 characters, two for 8 or more.
 
-    Four characters must be the field's letters: step is not stop.
+    A name of four must have the field's letters: step is not stop.
     """
     size = len(field)
     most = 0 if size < 4 else 1 if size < 8 else 2

@@ -150,12 +150,12 @@ class Watchers:
 
 @dataclass(kw_only=True)
 class Generation:
-    """`num_choices` answers to each prompt, in order.  `deltas` or `whole` runs a generation once.
+    """`num_choices` answers to each prompt, in order.
 
-    client: for the limits.  answer_tokens: longest answer per prompt.  tokenizer: None: ids only.
-    continues_prompt: keeps a leading space.  timeout_s: from from_s on, monotonic.  reasoning_tokens: by
-    choice, kept by `watch`; None without a reasoning parser.  source: of outputs; None: the front end's
-    client.
+    `deltas` or `whole` runs a generation once.  answer_tokens: longest answer per prompt.  tokenizer: None:
+    ids only.  continues_prompt: keeps a leading space.  timeout_s: from from_s on, monotonic.
+    reasoning_tokens: by choice, kept by `watch`; None without a reasoning parser.  source: of outputs; None:
+    the front end's client.
     """
 
     frontend: Frontend
@@ -239,7 +239,7 @@ class Generation:
         return self.prompts[index // self.num_choices]
 
     def usage_of(self, index: int, *, begun: bool = True) -> dict[str, Any]:
-        """Tokens of a choice so far, and of its prompt, as in vLLM's streams."""
+        """Tokens of a choice so far, and of its prompt."""
         return _tokens(len(self.prompt_of(index)), self._completion_tokens[index] if begun else 0)
 
     def usage(self) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class NativeFormat(CompletionFormat):
 
 
 class ReasoningCount:
-    """Counts a choice's tokens to its reasoning's end.  closing: (): no reasoning."""
+    """Counts a choice's tokens to its reasoning's end.  closing: tokens of the end; (): no reasoning."""
 
     def __init__(self, closing: tuple[int, ...]) -> None:
         self._closing, self._ids, self._ended = closing, list[int](), not closing

@@ -158,7 +158,7 @@ class Preparer:
             raise (error if body is None else body.renamed(error)) from error.__cause__
 
     async def _within_grammar(self, request: Prepared, client: str) -> Prepared:
-        """The request with its grammar, if new checked by the other process."""
+        """The request with its grammar; the other process checks a new one."""
         from .structured import checked_grammar
 
         asked, key = request.asked, json.dumps(request.asked)
@@ -365,7 +365,7 @@ def _check_work(
     num_choices: int,
     bounds: Bounds,
 ) -> None:
-    """Raises ApiError above max_request_tokens; log probabilities of others count."""
+    """Raises ApiError above max_request_tokens; log probabilities of other tokens count."""
     info, most = bounds.info, bounds.limits.max_request_tokens
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     others = len(sampling.logprob_token_ids) or others

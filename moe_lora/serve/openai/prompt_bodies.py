@@ -183,7 +183,7 @@ class DetokenizeRequest(ApiRequest):
 
 @dataclass(frozen=True)
 class ReadBody:
-    """A checked body.  prompts: token ids, or empty."""
+    """A checked body.  prompts: token ids, empty without prompts."""
 
     body: Any
     prompts: Sequence[Sequence[int]] = ()

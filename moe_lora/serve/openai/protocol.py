@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_ID_CHARS = 256
 MAX_NAMED_KEYS = 5
 MAX_ID_DIGITS = 12
-"""Digits of a token id, for any vocabulary."""
+"""Most digits of a token id in any vocabulary."""
 
 
 def whole_characters(text: str) -> str:
@@ -206,7 +206,7 @@ class SamplingFields(StructuredFields):
     default_max_tokens: ClassVar[int | None] = None
     """For absent max_tokens; None: the rest of the context."""
     adapts_parsers: ClassVar[bool] = False
-    """True if the body places the reasoning: `adapted`."""
+    """True if the body states where the reasoning is: `adapted`."""
     renders: ClassVar[bool] = False
     """True for `return_token_offsets`."""
     shows_experts: ClassVar[bool] = True

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from .generation import Delta, Generation
 
 PART_BYTES = 3 << 14
-"""Experts encoded in a fraction of a millisecond."""
+"""Bytes of experts encoded at once, in a fraction of a millisecond."""
 MAX_BYTES = 4 * MAX_EXPERT_BYTES
-"""Experts held until the answer ends."""
+"""Limit of a request's experts, held until the answer ends."""
 
 
 class ExpertSource:

@@ -24,7 +24,7 @@ from .popularity import Popularity, from_weights
 
 
 def map_identities(counts: Mapping[str, int], adapters: Sequence[str], skewness: int = 1) -> dict[str, int]:
-    """(place // skewness) mod number of adapters, by falling count: the index of each identity's adapter.
+    """Index of each identity's adapter: (place by falling count // skewness) mod number of adapters.
 
     A larger skewness is more uneven.
     """

@@ -66,7 +66,7 @@ def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
     """P(i-th of N adapters): mass of a normal distribution (mean 1/2, deviation sigma) on (i, i + 1) / N.
 
     Cut to [0, 1]: middle adapters are the most popular.
-    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3); mean and unit are not in the paper.
+    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3).
     """
     need(0 < sigma < math.inf, "sigma", sigma, "a finite number > 0 (0.1 and 0.3 are usual)")
     num_adapters = len(adapters)
@@ -90,7 +90,7 @@ def distinct(adapters: Sequence[str]) -> Distinct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shifting(Popularity):
-    """P(t) = (1 - t) · probabilities + t · end, with t the passed time share."""
+    """P(t) = (1 - t) · probabilities + t · end, with t the passed share of the time."""
 
     end: tuple[float, ...]
 
@@ -149,7 +149,7 @@ def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity
 def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
     """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank; alpha 0: a fifth each.
 
-    The paper has alpha 1/3 … 3 over 100 adapters; at 1/3 the largest rank's share is 16 %, as in the paper.
+    The paper has alpha 1/3 … 3 over 100 adapters.
     """
     need(0 <= alpha < math.inf, "alpha", alpha, "a finite number >= 0 (1/3 to 3 are usual)")
     return _over_ranks(adapters, [place**-alpha for place in range(1, len(LORA_RANKS) + 1)])
@@ -201,8 +201,8 @@ def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
     """The named popularity (`POPULARITY_NAMES`), over `adapters`.
 
     FILE holds counts and names the adapters (`read_counts`).  trace:FILE names adapters too; with `adapters`,
-    names are mapped, as functions always are (`map_identities`).
-    Raises ValueError for an unknown name or bad arguments.
+    its names are mapped to them (`map_identities`), as functions always are.  Raises ValueError for an
+    unknown name or bad arguments.
     """
     name, arguments = _split(text)
     if name in _SHAPES:

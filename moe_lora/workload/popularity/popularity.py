@@ -21,9 +21,9 @@ from moe_lora.workload.traces.records import RowReader, need, open_text
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Probability of each adapter; `probabilities` sums to 1.  Subclasses change over time.
+    """Probability of each adapter; `probabilities` sums to 1.
 
-    lora_ranks: in the order of `adapters`; empty if unknown.
+    Only subclasses change over time.  lora_ranks: in the order of `adapters`; empty if unknown.
     """
 
     adapters: tuple[str, ...]
@@ -51,7 +51,7 @@ class Popularity:
         return [self.adapters[index] for index in drawn]
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """The adapter of each request, by time share."""
+        """The adapter of each request, by arrival as a share of the whole time."""
         return self.sample(len(time_shares), rng)
 
 
@@ -60,7 +60,7 @@ def from_weights(
 ) -> Popularity:
     """P(adapter) = weight / sum of weights.
 
-    Raises ValueError without adapters or a weight > 0, and for a negative or infinite weight.
+    Raises ValueError for no adapter, no weight > 0, or a negative or infinite weight.
     """
     if not adapters:
         raise ValueError("no adapter to choose from; name at least one")

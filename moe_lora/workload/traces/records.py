@@ -24,7 +24,7 @@ def need(allowed: bool, name: str, value: object, range_text: str) -> None:
 
 @contextmanager
 def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
-    """The open file.  Raises ValueError, naming `what`, if unreadable."""
+    """The open file.  Raises ValueError, naming `what`, if unreadable or not UTF-8."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as lines:
             yield lines
@@ -79,7 +79,7 @@ class RowReader:
         return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")
 
     def count(self, column: str, value: Any) -> int:
-        """An integer from 0 to MAX_COUNT, perhaps as text."""
+        """An integer from 0 to MAX_COUNT, as text or JSON number."""
         if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdecimal():
             return int(value)
         number = self.number(column, value, _COUNT_ALLOWED)

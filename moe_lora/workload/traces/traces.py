@@ -116,7 +116,7 @@ def iter_trace(
 
 
 def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
-    """The trace, or its first `limit` requests.  Raises ValueError."""
+    """The trace, or its first `limit` requests.  Raises ValueError as `iter_trace`."""
     name = format or detect_format(path)
     reader = RowReader(str(path))
     requests = tuple(islice(iter_requests(reader, name), limit))

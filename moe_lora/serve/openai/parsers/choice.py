@@ -51,7 +51,7 @@ _REASONING_SIGNS = {
 class AnswerParsers:
     """The parsers of each choice of a chat.
 
-    tool_format, reasoning: "" without.  is_open, is_closed: the prompt ends in the reasoning, or after.
+    tool_format, reasoning: "" for none.  is_open, is_closed: the prompt ends in the reasoning, or after it.
     tools: name -> JSON schema.  parallel: False: only the first call counts.  has_strict: a grammar holds
     chosen calls.
     """
@@ -132,7 +132,7 @@ def _template_of(body: ChatRequest, tokenizer: Tokenizer) -> str:
 
 
 def _tool_format(setting: str, template: str, of_family: str, *, is_forced: bool) -> str:
-    """is_forced: only harmony forces calls itself."""
+    """The format of calls, or "".  is_forced: only harmony forces calls itself."""
     found = setting if setting in TOOL_FORMATS else ""
     if setting == AUTO and "tools" in template:
         found = next((name for sign, name in _TOOL_SIGNS.items() if sign in template), of_family)

@@ -17,7 +17,7 @@ MAX_HEADER_CHARS = 1024
 MAX_GAP_CHARS = 256
 """Longest white space that a state looks over."""
 MAX_HELD_CHARS = 1 << 16
-"""Longest held text: a typed value, or an object with late name."""
+"""Longest held text: a typed value, or an object with the name late."""
 CHUNK_CHARS = 1024
 """Characters added to the buffer at once."""
 _OUTSIDE_STRINGS = frozenset(" \t\r\n:,0123456789+-.eEtrufalsn")

@@ -22,7 +22,8 @@ class TaggedCalls(Parser):
     KEY: opening mark of an argument.  ARGUMENT: from KEY to the value; its group is the argument's name.
     VALUE_END: mark after a value.  FINISH: marks after the last argument.  TRIM: a line end lies on both
     sides of a value.  NEXT: the text after VALUE_END; otherwise the mark is part of the value.  EARLY: marks
-    that end a value without VALUE_END.  ARGUMENT_SHAPE, VALUE_SHAPE: as SHAPES.
+    that end a value without VALUE_END.  ARGUMENT_SHAPE, VALUE_SHAPE: as SHAPES, around an argument's name and
+    after its value.
     """
 
     HEADER: ClassVar[re.Pattern[str]]
@@ -112,7 +113,7 @@ class TaggedCalls(Parser):
         return self._ended
 
     def _other(self) -> bool:
-        """A typed value, passed on whole, overlong as a string."""
+        """A typed value, passed on whole; a too long value is a string."""
         end, is_whole = self._value_end()
         if is_whole:
             text = "".join((*self._held, self._read_value(end)))

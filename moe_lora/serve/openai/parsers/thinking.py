@@ -9,9 +9,9 @@ from .machine import MAX_GAP_CHARS, Event, Parser, held_chars, without_gap
 
 
 class Marks(NamedTuple):
-    """opening, closing: around the reasoning.  is_open: an answer without the opening mark is reasoning.
+    """Marks around the reasoning.
 
-    label: dropped after the opening mark.
+    is_open: an answer without the opening mark is reasoning.  label: dropped after the opening mark.
     """
 
     opening: str
