@@ -220,7 +220,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def end_unread(self) -> None:
-        """End connections of clients that don't read: no message reaches them."""
+        """End connections of clients that don't read: messages don't arrive."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_unread:
                 connection.transport.abort()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LoRA Server: the real lease table, loads and deltas layer by layer.
-
-Adapters are equal in size.
-"""
+"""A simulated LoRA Server: the real lease table, loads and deltas layer by layer.  Adapters have one size."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class HostStart:
         return min(load_s, self.extra_s(num_tokens, adapter, load_s, group))
 
     def break_even_tokens(self, adapter: ColdAdapter) -> int | None:
-        """The shortest prompt for which a wait for the whole load is faster, or None."""
+        """The shortest prompt for which a wait for the load is faster, or None."""
         return _least(_LONGEST_PROMPT, lambda num_tokens: not self.pays_at_once(num_tokens, adapter))
 
     def break_even_load_s(self, num_tokens: int, adapter: ColdAdapter) -> float:

@@ -167,7 +167,7 @@ class Asker(NamedTuple):
 
 
 ANYBODY = Asker()
-"""Stands in where there are no tenants."""
+"""Stands in without tenants."""
 
 
 def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:

@@ -134,9 +134,10 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs, max_loras: of an instance; None: unlimited.
+    """max_num_seqs: of an instance.
 
-    ranks: of the adapters, updated at run time.  table: for `phi`.  seed: of `random`.
+    max_loras: on a device; None: unlimited.  ranks: of the adapters, updated at run time.  table: for `phi`.
+    seed: of `random`.
     """
 
     max_num_seqs: int = 64

@@ -78,7 +78,7 @@ def read_lines(
 ) -> BatchLines:
     """The requests of a file, without empty lines; holds one line at a time.
 
-    most: requests and wrong lines; as many empty lines.  Raises FileTooLongError.
+    most: requests and wrong lines, and as many empty lines.  Raises FileTooLongError.
     """
     found, numbers, first = BatchLines(), dict[str, int](), dict[str, int]()
     for number, (offset, text) in enumerate(_texts(file, most_line_bytes), 1):

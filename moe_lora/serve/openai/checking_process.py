@@ -40,7 +40,7 @@ class CheckingProcess:
         """Starts the process in the background; `ready` repeats a failed start.
 
         The exit waits up to EXIT_S until Python runs in the process: a closing event loop cancels all tasks,
-        and asyncio may never end a cancelled `create_subprocess_exec`.
+        and asyncio may never end a cancelled `create_subprocess_exec` (Python 3.11).
         """
         spawning = asyncio.create_task(_spawn(FIRST_START_S))
         self._begin(_read_there(spawning, self._tokenizer))

@@ -44,7 +44,7 @@ LEAST_LOGPROB = -9999.0
 LOAD_FORMAT = "endpoint-load-metrics-format"
 """Header of requests for a load report."""
 ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
-"""Options of all streams with force_include_usage, as in vLLM."""
+"""Options of all streams with force_include_usage."""
 
 
 class ChoiceFormat:

@@ -137,7 +137,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None, -1),
     "verbosity": (None, "medium"),
 }
-"""Other servers' fields with an effect, and their neutral values."""
+"""Other servers' fields with an effect, and neutral values."""
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call"), (None,)),
     **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),

@@ -15,7 +15,7 @@ _TEXT = "TEXT: /(.|\\n)*/"
 
 
 class Tag(NamedTuple):
-    """content: a rule; None: any text up to the end.  is_open: the answer may end before."""
+    """content: a rule; None: any text up to the end.  is_open: the answer may end before the end."""
 
     begin: str
     content: str | None
@@ -43,7 +43,7 @@ class TagRules:
         return "\n".join((f"start: {start}", *self._rules, _TEXT))
 
     def rule(self, expression: str, options: str = "", *, kind: str = "rule") -> str:
-        """A new rule's name.  kind: upper case for a terminal."""
+        """A new rule's name.  kind: the name's prefix; upper case makes a terminal."""
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}{options}: {expression}")
         return name
