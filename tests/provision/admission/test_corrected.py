@@ -51,15 +51,21 @@ def assert_near_simulation(probabilities: np.ndarray, global_batch: float, facto
     assert miss <= GOAL + 3 * simulated.standard_error, (capacity, corrected, simulated)
 
 
-@pytest.mark.parametrize("factor", FACTORS)
+LOADS = [
+    (zipf(64, 1.2), 16.0),
+    (zipf(512, 0.6), 128.0),
+    (two_level(64, 6, 0.9), 16.0),
+    (two_level(64, 1, 0.9), 64.0),
+    (dirichlet(512, 0.3), 512.0),
+]
+
+
 @pytest.mark.parametrize(
-    ("probabilities", "global_batch"),
+    ("probabilities", "global_batch", "factor"),
     [
-        (zipf(64, 1.2), 16.0),
-        (zipf(512, 0.6), 128.0),
-        (two_level(64, 6, 0.9), 16.0),
-        (two_level(64, 1, 0.9), 64.0),
-        (dirichlet(512, 0.3), 512.0),
+        pytest.param(*load, factor, marks=() if row == column else pytest.mark.slow)
+        for row, load in enumerate(LOADS)
+        for column, factor in enumerate(FACTORS)
     ],
 )
 def test_agrees_with_simulation(probabilities: np.ndarray, global_batch: float, factor: float) -> None:
