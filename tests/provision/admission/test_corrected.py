@@ -136,7 +136,7 @@ def test_unused_adapters_change_nothing() -> None:
     assert corrected_admissibility_rate(with_unused, 10.0, 5) == pytest.approx(rate, abs=1e-12)
 
 
-@pytest.mark.parametrize("capacity", range(2, 60, 6))
+@pytest.mark.parametrize("capacity", range(2, 60, 19))
 def test_merging_near_rates_and_a_coarse_grid_change_less_than_a_tenth_of_a_point(
     monkeypatch, capacity: int
 ) -> None:
