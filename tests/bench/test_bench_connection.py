@@ -5,7 +5,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_tiny_run_counts_every_output_on_both_paths(tmp_path):
     out = tmp_path / "out.jsonl"
     options = ["--streams", "4", "--steps", "20", "--rounds", "2", "--out", str(out)]

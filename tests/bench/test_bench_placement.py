@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.placement.bench_placement import methods
 
 
+@pytest.mark.slow
 def test_small_run_judges_every_method(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "bench.placement.bench_placement", "--quick", "--out", str(out)]

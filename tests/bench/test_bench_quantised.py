@@ -11,7 +11,8 @@ from moe_lora.kernels.cpu import cpu
 from moe_lora.report.results import read_results
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
 def test_each_format_has_a_record_with_fewer_bytes_than_bf16(model, tmp_path):
     out, threads = tmp_path / "out.jsonl", torch.get_num_threads()
     done = CliRunner().invoke(main, ["--model", model, "--quick", "--threads", "1", "--out", str(out)])
@@ -35,6 +36,7 @@ def test_llama_has_the_size_of_the_peers_comparison():
     assert 440e6 < LLAMA.num_parameters < 446e6
 
 
+@pytest.mark.slow
 def test_each_layer_has_a_record_beside_bf16(tmp_path):
     out, threads = tmp_path / "out.jsonl", torch.get_num_threads()
     done = CliRunner().invoke(bench_layers.main, ["--quick", "--threads", "1", "--out", str(out)])

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_small_run_writes_a_record_for_everything_timed(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [

@@ -32,6 +32,7 @@ def test_validation_needs_the_trace():
     assert "--trace" in done.output
 
 
+@pytest.mark.slow
 def test_simulates_the_recorded_points(tmp_path):
     trace = tmp_path / "trace.csv"
     lines = [f"2023-11-16 18:17:{i:02}.000,{512 * (1 + i % 3)},{4 + i % 5}" for i in range(20)]

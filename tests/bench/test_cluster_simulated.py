@@ -57,6 +57,7 @@ def systems():
     return loraserve_systems("padded", "production", 25, 20.0)
 
 
+@pytest.mark.slow
 def test_plans_keep_their_draws_at_any_rate(systems):
     slow, fast = systems.load.plan(5.0), systems.load.plan(10.0)
     assert len(fast) > 1.5 * len(slow)

@@ -68,6 +68,7 @@ def test_what_was_loaded_is_unloaded(tmp_path):
     assert asked == [*loaded[:2], (unload, "hostile-1"), loaded[2]]
 
 
+@pytest.mark.slow
 def test_each_operation_of_the_document_is_called():
     tokenizer = wrapped(characters())
     document = app_of(scripted(tokenizer), tokenizer).openapi()

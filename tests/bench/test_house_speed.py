@@ -13,6 +13,7 @@ def test_what_is_timed_is_where_the_table_says(name):
     assert callable(named(name))
 
 
+@pytest.mark.slow
 def test_checkout_is_compared_with_itself_in_processes_of_their_own():
     here = Checkout(ROOT, sys.executable)
     found = measure("decisions", Part(1, 2, {"": 3}, "decision"), here, here)

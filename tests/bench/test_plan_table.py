@@ -25,7 +25,12 @@ def test_every_model_of_table_3_has_a_plan_that_fits() -> None:
     assert fitting == {known.name for known in KNOWN_MODELS}
 
 
-@pytest.mark.parametrize("index", range(len(CASES)))
+QUICK = (0, 5, 11)
+
+
+@pytest.mark.parametrize(
+    "index", [pytest.param(at, marks=() if at in QUICK else pytest.mark.slow) for at in range(len(CASES))]
+)
 def test_committed_plans_are_what_the_planner_says(index: int) -> None:
     committed, found = COMMITTED[index]["result"]["paper"], planned(CASES[index], "paper")
     assert found.keys() >= committed.keys()

@@ -47,6 +47,7 @@ def test_requests_come_at_the_rate_and_differ_by_seed(arrivals):
     assert 0 < first.since_s < first.planned[-1].arrival_s
 
 
+@pytest.mark.slow
 def test_every_system_of_a_cell_has_a_rate_per_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_rates, "WARM_UP_S", 1.0)
     monkeypatch.setattr(bench_rates, "JUDGED_S", 4.0)

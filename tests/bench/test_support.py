@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import multiprocessing
+import os
 import re
-import subprocess
-import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -56,32 +58,30 @@ def test_named_tests_exist(test: str) -> None:
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def _write_cases(marker: str, names: list[str], path: Path) -> None:
+    """Write the names of the cases that pytest collects; a fork has the modules of the tests already."""
+    os.chdir(ROOT)
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        pytest.main(
+            ["--collect-only", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", marker, *names]
+        )
+
+
 @pytest.mark.parametrize(
     ("marker", "is_slow"),
     [("not slow and not gpu", False), pytest.param("slow", True, marks=pytest.mark.slow)],
 )
-def test_named_tests_have_a_case_of_the_run_for_each_family(marker: str, is_slow: bool) -> None:
+def test_named_tests_have_a_case_of_the_run_for_each_family(
+    marker: str, is_slow: bool, tmp_path: Path
+) -> None:
     """A marker, or a family that leaves the parameters, would empty a cell."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-    ]
     named = [one for one in TESTS if one.slow == is_slow]
-    names = sorted({one.test for one in named})
-    done = subprocess.run(
-        [*command, "-m", marker, *names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+    found = multiprocessing.get_context("fork").Process(
+        target=_write_cases, args=(marker, sorted({one.test for one in named}), tmp_path / "cases")
     )
-    cases = [line for line in done.stdout.splitlines() if "::" in line]
+    found.start()
+    found.join()
+    cases = [line for line in (tmp_path / "cases").read_text().splitlines() if "::" in line]
     missing = []
     for one in named:
         of_test = [case.removeprefix(one.test) for case in cases if case.split("[")[0] == one.test]
@@ -90,7 +90,7 @@ def test_named_tests_have_a_case_of_the_run_for_each_family(marker: str, is_slow
                 family in case.strip("[]").replace(" ", "-").split("-") for case in of_test if one.named
             ):
                 missing += [] if of_test and not one.named else [(one.test, family)]
-    assert missing == [], done.stdout[-2000:] + done.stderr[-2000:]
+    assert missing == [], cases
 
 
 def test_other_pages_link_to_the_matrix_instead_of_saying_it() -> None:

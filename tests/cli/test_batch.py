@@ -101,7 +101,7 @@ def start(file: Path, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, str(file.with_suffix(".out")), *options], stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_run_goes_on_after_its_end(tmp_path, tokenizer, how):
     engine = scripted(tokenizer, step_s=0.01)
     num = 60

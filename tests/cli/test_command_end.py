@@ -86,9 +86,12 @@ PRINTING = {
     "adapters list": ["adapters", "list", "demo/adapters", "--model", "demo/model"],
     "adapters check": ["adapters", "check", "demo/adapters", "--model", "demo/model"],
 }
+QUICK = ("version", "serve help", "adapters check")
 
 
-@pytest.mark.parametrize("name", PRINTING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRINTING]
+)
 def test_a_command_whose_reader_is_gone_ends_quietly(name):
     """Its reader closes before the command writes."""
     reader, writer = os.pipe()

@@ -60,6 +60,13 @@ def random_held(form, experts, width, num_out, generator, *, zero=False, wide=Fa
     )
 
 
+POPULARITIES = [
+    pytest.param(kind, each, marks=() if (kind in ("distinct", "zipf")) == each else pytest.mark.slow)
+    for kind in ("distinct", "uniform", "zipf", "identical")
+    for each in (False, True)
+]
+
+
 @pytest.mark.parametrize(("form", "width", "num_out", "with_zeros"), PACKED, ids=ident)
 def test_formats_of_checkpoints_have_the_bits_of_the_dequantised_weights(
     isa, dtype, generator, form, width, num_out, with_zeros
@@ -150,8 +157,7 @@ def test_linear_has_the_bits_of_the_dequantised_weights(isa, dtype, generator, f
         assert torch.equal(found, cpu.linear(x, plain, bias)), rows
 
 
-@pytest.mark.parametrize("row_per_output", [False, True])
-@pytest.mark.parametrize("kind", ["distinct", "uniform", "zipf", "identical"])
+@pytest.mark.parametrize(("kind", "row_per_output"), POPULARITIES)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[1]], ids=ident)
 def test_experts_have_the_bits_of_the_dequantised_weights(isa, dtype, generator, form, kind, row_per_output):
     experts, width, num_out = 6, 96, 37
@@ -276,8 +282,7 @@ def test_dynamic_agrees_with_exact_sums(isa, dtype, generator, form, width, num_
         assert (error <= ROUNDING[dtype] * rounded + 1e-5 * size).all(), rows
 
 
-@pytest.mark.parametrize("row_per_output", [False, True])
-@pytest.mark.parametrize("kind", ["distinct", "uniform", "zipf", "identical"])
+@pytest.mark.parametrize(("kind", "row_per_output"), POPULARITIES)
 @pytest.mark.parametrize("form", DYNAMIC[:2], ids=ident)
 def test_dynamic_experts_have_the_bits_of_dense_layers(isa, dtype, generator, form, kind, row_per_output):
     experts, width, num_out = 6, 96, 37

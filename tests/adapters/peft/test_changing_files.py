@@ -62,7 +62,7 @@ def test_file_rewritten_in_place_while_it_is_read_is_refused_and_the_process_liv
     reader = subprocess.Popen([sys.executable, "-c", READER, *words], stdout=subprocess.PIPE, text=True)
     assert reader.stdout is not None
     assert reader.stdout.readline() == "ready\n"
-    for _ in range(3000):
+    for _ in range(1000):
         if reader.poll() is not None:
             break
         with (adapter / WEIGHTS_FILE).open("wb", buffering=0) as file:  # as cp does
@@ -239,7 +239,7 @@ from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 
 layer = PackedLayer(data=torch.ones(9), table=torch.zeros(1, 3, dtype=torch.int64), scale=torch.ones(1))
 one = PackedAdapter(name="a", layers=(layer,), max_lora_rank=1, nbytes=36, targets=("q",), content_hash="0")
-for number in range(300):
+for number in range(100):
     store = HostStore(sys.argv[1])
     store.put(replace(one, content_hash=f"{sys.argv[2]}-{number}"))
 """
@@ -251,7 +251,7 @@ def test_processes_that_open_and_write_a_store_at_once_lose_nothing(tmp_path):
         for number in range(2)
     ]
     assert [writer.wait() for writer in writers] == [0, 0]
-    assert len(list(tmp_path.glob("*.packed.safetensors"))) == len(list(tmp_path.iterdir())) == 600
+    assert len(list(tmp_path.glob("*.packed.safetensors"))) == len(list(tmp_path.iterdir())) == 200
 
 
 def test_file_that_the_store_has_lost_is_written_again_while_it_is_in_use(adapter, shape_of, tmp_path):

@@ -45,7 +45,12 @@ def assert_converts(family, base, source, target, shape, *, loads=False):
     assert_same_deltas(peft_deltas(family, base, target), expected)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+QUICK = ("llama", "gpt_oss", "dbrx", "glm4_moe", "qwen3_5_moe", "deepseek_v3", "gemma4")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in ALL_FAMILIES]
+)
 def test_pefts_own_form_stays(family, checkpoint, shape_of, tmp_path):
     targets = ALL_TARGETS if family not in MOE_FAMILIES else ("router", *ALL_TARGETS)
     expert = {"dbrx": "mlp.w2", "llama": "down_proj", "qwen3": "down_proj"}.get(family, "experts.down_proj")

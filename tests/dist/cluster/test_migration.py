@@ -280,7 +280,7 @@ def test_kv_that_was_moved_is_used_as_it_is_in_bfloat16(block_size):
             client.shut_down()
 
 
-@pytest.mark.parametrize("kind", ["tokens", "kv"])
+@pytest.mark.parametrize("kind", [pytest.param("tokens", marks=pytest.mark.slow), "kv"])
 def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines, kind):
     """Moves begin while the streams are read: also of requests that wait, or compute their prompt."""
 

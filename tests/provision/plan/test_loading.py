@@ -101,8 +101,18 @@ def test_backlog_decays_by_lundbergs_exponent() -> None:
     assert queue.wait_s == pytest.approx(0.5 * 0.02 / (2 * 0.5))
 
 
-@pytest.mark.parametrize("num_instances", [1, 2, 6])
-@pytest.mark.parametrize(("busy", "load_s"), [(0.5, 0.01), (0.5, 0.02), (0.7, 0.02), (0.8, 0.01)])
+LOADS = [(0.5, 0.01), (0.5, 0.02), (0.7, 0.02), (0.8, 0.01)]
+COUNTS = (1, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("busy", "load_s", "num_instances"),
+    [
+        pytest.param(*load, number, marks=() if row % len(COUNTS) == column else pytest.mark.slow)
+        for row, load in enumerate(LOADS)
+        for column, number in enumerate(COUNTS)
+    ],
+)
 def test_steps_and_first_tokens_are_near_those_of_the_simulator(
     busy: float, load_s: float, num_instances: int
 ) -> None:

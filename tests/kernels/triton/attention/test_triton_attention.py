@@ -97,16 +97,16 @@ def test_the_launches_of_an_engine_agree_with_reference(device, generator, dtype
     ("heads", "num_kv_heads", "head_dim", "dtype", "clip", "norms", "rotated"),
     [
         (4, 1, 40, "fp32", None, True, 40),
-        (9, 9, 16, "fp32", 0.7, False, 16),
+        pytest.param(9, 9, 16, "fp32", 0.7, False, 16, marks=pytest.mark.slow),
         (20, 10, 64, "bf16", None, False, 64),
         (2, 2, 128, "bf16", 0.7, True, 128),
-        (4, 2, 40, "fp32", None, True, 20),
-        (3, 3, 24, "fp32", None, False, 2),
+        pytest.param(4, 2, 40, "fp32", None, True, 20, marks=pytest.mark.slow),
+        pytest.param(3, 3, 24, "fp32", None, False, 2, marks=pytest.mark.slow),
         (4, 1, 64, "bf16", 0.7, True, 48),
         (9, 3, 24, "fp32", None, False, -24),
-        (2, 1, 40, "fp32", None, True, -20),
+        pytest.param(2, 1, 40, "fp32", None, True, -20, marks=pytest.mark.slow),
         (4, 2, 24, "fp32", None, True, 0),
-        (4, 1, 64, "bf16", None, True, 0),
+        pytest.param(4, 1, 64, "bf16", None, True, 0, marks=pytest.mark.slow),
     ],
 )
 def test_q_and_k_are_rotated_as_they_are_written(

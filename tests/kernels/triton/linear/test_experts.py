@@ -132,8 +132,18 @@ def filled(self, *shape, **how):
     return self.new_full(shape, float("nan") if self.is_floating_point() else 0, **how)
 
 
-@pytest.mark.parametrize("gate", [SILU, CLAMPED])
-@pytest.mark.parametrize(("tokens", "first"), [(1, 0), (9, 0), (9, 1)])
+@pytest.mark.parametrize(
+    ("gate", "tokens", "first"),
+    [
+        (SILU, 9, 1),
+        (CLAMPED, 1, 0),
+        (CLAMPED, 9, 0),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((SILU, 1, 0), (SILU, 9, 0), (CLAMPED, 9, 1))
+        ),
+    ],
+)
 def test_deltas_added_before_the_gate_have_the_bits_of_those_added_to_the_output(device, gate, tokens, first):
     """Of rows with and without an adapter, some of which lack a module; of the experts from `first` on."""
     batch = make_batch(GATE_UP, BF16, "uniform", device, tokens=tokens, seed=2)
@@ -406,18 +416,25 @@ def test_layer_on_cuda_orders_its_rows_for_these_kernels():
             assert wanted == (order if order is None else order.shape)
 
 
+TILES = (None, 0, 4)
+CHOICES = [
+    (1, 5, 1, range(0)),
+    (23, 5, 1, range(5)),
+    (9, 13, 2, range(4, 13)),
+    (37, 4, 4, range(4)),
+    (3, 64, 8, range(64)),
+    (40, 9, 8, range(9)),
+]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k", "held"),
+    ("tokens", "num_experts", "top_k", "held", "tile_rows"),
     [
-        (1, 5, 1, range(0)),
-        (23, 5, 1, range(5)),
-        (9, 13, 2, range(4, 13)),
-        (37, 4, 4, range(4)),
-        (3, 64, 8, range(64)),
-        (40, 9, 8, range(9)),
+        pytest.param(*choice, tiles, marks=() if number % len(TILES) == column else pytest.mark.slow)
+        for number, choice in enumerate(CHOICES)
+        for column, tiles in enumerate(TILES)
     ],
 )
-@pytest.mark.parametrize("tile_rows", [None, 0, 4])
 def test_one_launch_chooses_and_orders_as_the_launches_of_each_do(
     device, tokens, num_experts, top_k, held, tile_rows, monkeypatch
 ):
