@@ -124,6 +124,7 @@ def test_json_that_says_nan_is_400(any_server, literal):
         ("logit_bias", [5]),
         ("allowed_token_ids", [10**6]),
         ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", []),
         ("allowed_token_ids", 5),
         ("bad_words", [""]),
         ("bad_words", ["x"] * 2000),

@@ -147,7 +147,7 @@ def test_edits_of_logits_reach_the_engine(server, engine, tokenizer):
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ({5: 1.0, 7: -2.5}, (7, 5))
     assert sampling.bad_word_ids[0] == tuple(tokenizer.encode("fox", add_special_tokens=False))
     assert sampling.logprobs == -1
-    choice(server, repetition_penalty=1, logit_bias={}, allowed_token_ids=[], bad_words=[])
+    choice(server, repetition_penalty=1, logit_bias={}, allowed_token_ids=None, bad_words=[])
     assert not engine.requests[2].sampling.edits_logits
 
 

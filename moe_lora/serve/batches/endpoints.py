@@ -130,7 +130,7 @@ class Endpoints:
             what = f"endpoint={body.endpoint[:64]!r} is not allowed; allowed are {', '.join(URLS)}"
             raise bad_request(what, "endpoint")
         batches, (owner, key) = self._opened(request), _owner(request)
-        file = batches.store.get(owner, "file", body.input_file_id)
+        file = batches.store.get(owner, "file", body.input_file_id, "input_file_id")
         if file.shown["purpose"] != "batch":
             raise bad_request("input_file_id names results; upload a file of requests", "input_file_id")
         batches.store.check_room(owner, "file")

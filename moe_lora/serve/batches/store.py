@@ -146,11 +146,11 @@ class Store:
                 new.unlink(missing_ok=True)
             raise unwritable(error) from error
 
-    def get(self, owner: str, kind: Kind, name: str) -> Record:
-        """The owner's record.  Raises ApiError."""
+    def get(self, owner: str, kind: Kind, name: str, param: str | None = None) -> Record:
+        """The owner's record.  param: the client's field with the name.  Raises ApiError."""
         found = self._records.get(name)
         if found is None or found.owner != owner or found.kind != kind:
-            raise ApiError(404, f"there is no {kind} {name[:128]!r} of this key", f"{kind}_id")
+            raise ApiError(404, f"there is no {kind} {name[:128]!r} of this key", param or f"{kind}_id")
         return found
 
     def remove(self, record: Record) -> None:

@@ -295,7 +295,7 @@ class SamplingFields(StructuredFields):
             given["top_k"] = 0
         if given.get("seed") == NO_SEED:
             del given["seed"]
-        if self.logit_bias or self.bad_words or self.allowed_token_ids:
+        if self.logit_bias or self.bad_words or self.allowed_token_ids is not None:
             given |= self._edits()
         if self.return_routed_experts is not None or self.use_beam_search:
             given["routed_experts"] = bool(self.return_routed_experts)
@@ -321,10 +321,11 @@ class SamplingFields(StructuredFields):
             named = ", ".join(repr(key[:MAX_ID_CHARS]) for key in wrong[:MAX_NAMED_KEYS])
             what = f'logit_bias has the keys {named}; keys are token ids, as in {{"5": 1.5}}'
             raise bad_request(what, "logit_bias")
+        allowed = self.allowed_token_ids
         return {
             "logit_bias": {int(key[:MAX_ID_DIGITS]): bias for key, bias in (self.logit_bias or {}).items()},
             "bad_words": tuple(self.bad_words or ()),
-            "allowed_token_ids": tuple(dict.fromkeys(self.allowed_token_ids or ())) or None,
+            "allowed_token_ids": None if allowed is None else tuple(dict.fromkeys(allowed)),
         }
 
 

@@ -599,8 +599,10 @@ def test_wrong_batches_are_refused(tokenizer, fields, param):
         served(scripted(tokenizer), tokenizer) as url,
         httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http,
     ):
-        body = {"input_file_id": "file-x", "endpoint": ENDPOINT, "completion_window": "24h", **fields}
+        body = {"input_file_id": "file-x", "endpoint": ENDPOINT, "completion_window": "24h"}
         answer = http.post("/v1/batches", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input_file_id")
+        answer = http.post("/v1/batches", json={**body, **fields})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
         long = "000000001" + "9" * 4400
