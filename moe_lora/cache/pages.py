@@ -209,7 +209,7 @@ class Node:
     num_children: int = 0
     num_device_children: int = 0
     heir: Node | None = None
-    """The last found or added child."""
+    """Last found or added child."""
     gone: bool = False
     """Not findable; freed with the last user."""
     lost: bool = False

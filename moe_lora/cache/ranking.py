@@ -34,7 +34,7 @@ CHUNK = 8192
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age of a ranking of victims before the next."""
 SOON_S_PER_NODE = 1e-5
-"""Age per node of a reused `Ranking.leaving_soon`: a new result costs 2 % of the time."""
+"""Age per node before `Ranking.leaving_soon` looks at all nodes again: 2 % of the time."""
 LEAVING_SHARE = 0.2
 """Part of the device backed up, for immediate eviction."""
 BATCH_WINDOW_S = 5.0

@@ -141,6 +141,7 @@ class ServedAdapter:
     adapter_id: str
     shard_pages: ShardPages
     room: tuple[int, ...]
+    """Places, and pages of each rank."""
     owner: int = NOBODY
     """Of the last lease."""
     slot: int | None = None
