@@ -95,7 +95,6 @@ class SlotTable:
         self.lora_rank = torch.zeros(shape, dtype=torch.int32, device=device)
         """[N, L, X]; 0: no delta."""
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
-        """[N, L, X]."""
         self.ranks = np.zeros((num_slots, num_entries), dtype=np.int32)
         """[N, X]: largest over the layers, loads in progress included."""
         self.end_bytes = 0

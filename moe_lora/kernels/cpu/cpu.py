@@ -159,8 +159,7 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (64, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Most rows for `linear`, by dtype.  AVX-512 and AMX: faster than torch up to there.  AVX2: for stable bits.
-"""
+"""Most rows for `linear`, by dtype.  AVX-512, AMX: faster than torch up to there.  AVX2: for stable bits."""
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
 """For weights-only formats; above, a step dequantises the whole matrix."""
 

@@ -95,7 +95,7 @@ class GateChoice(NamedTuple):
     num_groups: int = 1
     """Equal groups of experts."""
     top_groups: int = 1
-    """Chosen groups: largest sums of two scores."""
+    """Number of groups with chosen experts, by largest sums of two scores."""
     scale: float = 1.0
     """Of the weights."""
 

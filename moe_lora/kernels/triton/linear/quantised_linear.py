@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights on a GPU.
 
-Legend: see `experts`; R also T.  A tile becomes round(scale * q) in x's dtype, with the bits of
+Legend: see `experts`; R rows: T, or T*K.  A tile becomes round(scale * q) in x's dtype, with the bits of
 `quantised.dequantise`.  H, format and dtype fix the order of fp32 sums.
 """
 

@@ -130,7 +130,7 @@ def lora_delta(
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
 ) -> None:
-    """out = delta of each row, zero without an adapter, with the bits of shrink and expand."""
+    """out = delta of each row, zero without an adapter."""
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
     out.zero_()
