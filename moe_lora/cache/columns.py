@@ -41,7 +41,7 @@ class ReuseAges:
     """Times between visits of nodes.  An interval without a final visit counts by length."""
 
     def __init__(self) -> None:
-        # Adding a number is quicker to lists than to arrays.
+        # Lists add single numbers quicker.
         self._hits, self._ends, self._within_s = ([0.0] * _SIZE for _ in range(3))
         self._computed_s = -math.inf
         self.rates = NOTHING_KNOWN
@@ -244,7 +244,7 @@ class Columns:
         """Count a use of each node."""
         visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
-        for node in nodes:  # quicker than arrays for a handful
+        for node in nodes:  # a handful: no arrays
             row = node.row
             count, age_s = visits.item(row), now_s - last_used_s.item(row)
             is_adapter = node.layer_pages is not None

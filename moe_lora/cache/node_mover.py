@@ -15,10 +15,7 @@ SLICE = 64
 
 
 class NodeMover:
-    """Changes nodes' states, pages and places in the tree.
-
-    any_dying: `sweep` may free nodes.  num_device_adapters: with pages, arriving included.
-    """
+    """Changes nodes' states, pages and places in the tree."""
 
     on_departure: Callable[[Namespace], None] | None = None
     on_load_end: Callable[[Namespace], None] | None = None
@@ -31,9 +28,11 @@ class NodeMover:
         self.held: set[Node] = set()
         self.moving: dict[int, Node] = {}
         self.num_device_adapters = 0
+        """With device pages, arriving included."""
         self.orders: list[Order] = []
         self._copy_ids = itertools.count()
         self.any_dying = False
+        """`sweep` may free nodes."""
         self._to_sweep: list[int] = []
 
     def can_leave(self, node: Node) -> bool:
@@ -115,8 +114,8 @@ class NodeMover:
     def let_die(self, node: Node) -> None:
         """Make the subtree unfindable.
 
-        An idle adapter's pages are free at once, the rest by `sweep`.  One operation
-        marks up to 100 000 nodes of KV.
+        An idle adapter's pages are free at once, the rest by `sweep`.  One array operation marks all KV: up
+        to 100 000 nodes.
         """
         self.any_dying = True
         if node.is_adapter:

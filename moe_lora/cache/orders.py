@@ -27,7 +27,7 @@ class Readiness(Enum):
 class Copy(NamedTuple):
     """Copy host_pages[i] to device_pages[i], or back, for each i.
 
-    An adapter's pages come in layer order.  The cache reuses neither side before `UnifiedCache.copied`.
+    Pages are in layer order.  The cache reuses neither side before `UnifiedCache.copied`.
     """
 
     copy_id: int
@@ -54,10 +54,7 @@ Order = Copy | LoadAdapter
 
 @dataclass
 class CacheCounters:
-    """Totals; a hit counts once per `hold` or `match`.
-
-    Query tokens are hit and computed tokens.  pages_dropped: without a host copy.
-    """
+    """Totals; a hit counts once per `hold` or `match`.  Query tokens are hit and computed tokens."""
 
     adapter_hits: int = 0
     adapter_misses: int = 0
@@ -70,3 +67,4 @@ class CacheCounters:
     pages_out: int = 0
     pages_loaded: int = 0
     pages_dropped: int = 0
+    """Without a host copy."""

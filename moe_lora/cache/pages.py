@@ -135,22 +135,23 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence, the tree's first.
-
-    salt: limits sharing.  tail: deepest used tree node, pinned with ancestors.  num_shared: pages of the
-    tree.  num_matched: tokens found by `UnifiedCache.match`.  arriving: nodes under way at the last check.
-    owns_tail: this sequence may lengthen the tail.
-    """
+    """Device pages of a sequence; pages of the tree come first."""
 
     namespace: Namespace
     salt: str = ""
+    """Only sequences of the same salt share pages."""
     tenant: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
+    """Pages of the tree."""
     num_matched: int = 0
+    """Tokens found by `UnifiedCache.match`."""
     tail: Node | None = None
+    """Deepest used tree node, pinned with all ancestors."""
     owns_tail: bool = False
+    """This sequence may lengthen the tail."""
     arriving: list[Node] = field(default_factory=list)
+    """Nodes under way to the device at the last check."""
 
     @property
     def ready(self) -> bool:
@@ -181,38 +182,44 @@ def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An adapter (layer_pages given) or a run of full KV blocks after the parent's (tokens given).
-
-    recalled: bytes of tokens with found ghosts.  moving_in, moving_out: a copy is under way, with empty
-    target pages.  leaves: device pages go after moving_out.  pins: users; pinned nodes and ancestors stay on
-    the device.  heir: last found or added child.  gone: not findable, freed with the last user.  lost: gone
-    for lack of bytes.  failed: the last load failed; only a request loads again.  reachable: False for an
-    adapter neither here nor on the LoRA Server.
-    """
+    """An adapter (layer_pages given), or a run of full KV blocks after the parent's (tokens given)."""
 
     namespace: Namespace
     row: int
+    """In `Columns`."""
     num_pages: int
     parent: Node | None = None
     adapter: Node | None = None
     layer_pages: tuple[int, ...] | None = None
     tokens: bytes = b""
     first_token: int = 0
+    """Number of earlier prompt tokens."""
     recalled: int = 0
+    """Bytes of tokens with found ghosts."""
     device_pages: list[int] | None = None
     host_pages: list[int] | None = None
     moving_in: bool = False
+    """A copy to the device is under way."""
     moving_out: bool = False
+    """A copy to the host is under way."""
     leaves: bool = False
+    """Device pages go after the copy."""
     pins: int = 0
+    """Users; a pinned node and all ancestors stay on the device."""
     num_children: int = 0
     num_device_children: int = 0
     heir: Node | None = None
+    """Last found or added child."""
     gone: bool = False
+    """Not findable; freed with the last user."""
     lost: bool = False
+    """Gone for lack of bytes."""
     failed: bool = False
+    """The last load failed; only a request loads again."""
     reachable: bool = True
+    """False for an adapter neither here nor on the LoRA Server."""
     is_whole: bool = False
+    """KV, never cut."""
 
     @property
     def num_tokens(self) -> int:

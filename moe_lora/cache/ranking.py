@@ -34,7 +34,7 @@ CHUNK = 8192
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age of a ranking of victims before the next."""
 SOON_S_PER_NODE = 1e-5
-"""Age per node of a `Ranking.leaving_soon`: 2 % of the time."""
+"""Age per node before `Ranking.leaving_soon` looks at all nodes again: 2 % of the time."""
 LEAVING_SHARE = 0.2
 """Part of the device backed up, for immediate eviction."""
 BATCH_WINDOW_S = 5.0
@@ -105,7 +105,7 @@ class Ranking:
     def eviction_order(
         self, rows: NDArray[np.int64], values: Floats, now_s: float, *, host: bool = False
     ) -> NDArray[np.int64]:
-        """[N]: the earlier order, by pages or by adapter places; BEYOND if dying or without shares."""
+        """[N]: the earlier order of pages and of adapter places; BEYOND if dying or without shares."""
         columns, shares = self.columns, self.shares
         if shares is None or not (rows.size and shares.is_divided(now_s)):
             return np.full(len(rows), BEYOND)
@@ -171,7 +171,7 @@ class Ranking:
                 return None
 
     def has_victims(self, kind: Kind, num_pages: int) -> bool:
-        """True if the last ranked victims have num_pages pages."""
+        """True if the last ranked victims have num_pages pages; more may exist."""
         for node, used_s in reversed(self._queues.get((kind, self.asking), ())):
             if self._still(node, used_s, kind):
                 num_pages -= node.num_pages

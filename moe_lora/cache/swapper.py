@@ -76,7 +76,7 @@ class Swapper:
         self._is_short = False
 
     def note_shortage(self) -> None:
-        """Let the next tick only move out."""
+        """A running request found no page: the next tick only moves out."""
         self._is_short = True
 
     def tick(self, now_s: float, batch_size: int) -> bool:

@@ -78,7 +78,7 @@ class DependencyTree:
         return node
 
     def walk(self, adapter: Node, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
-        """Nodes that match the tokens except the last, then a partly matching node, with matching blocks."""
+        """Nodes that match the tokens except the last; a partly matching next node; the matching blocks."""
         most = max(0, len(tokens) - 1) // self.block_size * self.block_size
         path: list[Node] = []
         node, at, size, find = adapter, 0, self._block_bytes, self._child.get

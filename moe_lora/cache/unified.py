@@ -92,7 +92,7 @@ class UnifiedCache:
         self._tree.refresh(self._base)
 
     def count_for(self, tenant: str, share: float, now_s: float) -> None:
-        """Set the tenant of later holds and matches, with the weight."""
+        """Set the tenant of later holds and matches.  share: weight in the arenas."""
         if self._tenant != NOBODY and self._ranking.shares is None and tenant != self.asker.tenant:
             self._divide()
         self.asker, self._asked_s, shares = Asker(tenant, share), now_s, self._ranking.shares
@@ -115,8 +115,9 @@ class UnifiedCache:
     ) -> None:
         """Add an adapter's node.
 
-        layer_pages: all zero: remote.  inherits: replaced version, a source of visits.  Raises CapacityError
-        if never possible, ValueError for a known namespace, KeyError for an unknown replaced version.
+        layer_pages: all zero or none: remote, always ready.  inherits: replaced version, a source of visits.
+        Raises CapacityError if the adapter can never fit, ValueError for a known namespace, KeyError for an
+        unknown replaced version.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -161,7 +162,7 @@ class UnifiedCache:
                 self._mover.drop_host(node)
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for a request; load if needed, by evictions.
+        """Pin the adapter for a request; load it if needed, evicting the least valued nodes.
 
         NO_ROOM: not pinned; no page is evictable, or history is still being saved.  Counts as a visit except
         with `again`.  The base is always READY.
@@ -268,7 +269,7 @@ class UnifiedCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
-        """Make room for `num_tokens` in total; False, without allocation, if short."""
+        """Make room for `num_tokens` in total; False, without allocation, if pages are short."""
         missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
             if self._ranking.shares is not None:
@@ -339,7 +340,7 @@ class UnifiedCache:
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
-        """The prompt, with the first token by salt outside any vocabulary."""
+        """The prompt with the salt in the first token, outside any vocabulary."""
         number = self._salts.setdefault(salt, len(self._salts) + 1)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LoRA kernels of a device: CPU library, Triton on CUDA, else the reference.
 
-kernel: "sgmv" (ours), "bgmv" (Punica) or "mbgmv" (S-LoRA); legend: see `cpu.cpu`.
+Legend and kernels: see `cpu.cpu`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.lora.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
-"""For `lora_expand`; a tensor is the whole delta."""
+"""Result of `lora_shrink`; a tensor is the whole delta."""
 _DENSE = -1
 
 
@@ -42,7 +42,7 @@ class SharedSegments:
         return Zeros()
 
     def of(self, operands: LoraOperands, kernel: str, decode: bool = False) -> Segments:
-        """`segments.rows_for`; keeps the tensors: identities stay unique."""
+        """`segments.rows_for` of these rows; keeps the tensors: identities stay unique."""
         from moe_lora.kernels.triton.lora.segments import rows_for
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -55,7 +55,7 @@ class SharedSegments:
         return known[2]
 
     def to_sort(self, operands: LoraOperands, decode: bool) -> RowsToSort:
-        """`of` for "sgmv" at an expert site, filled by the caller."""
+        """The result of `of` for "sgmv" at an expert site, to be filled by the caller."""
         from moe_lora.kernels.triton.lora.segments import rows_to_sort
         from moe_lora.kernels.triton.lora.steps import tile_rows
 
@@ -123,7 +123,7 @@ def lora_delta(
 ) -> None:
     """out = delta of each row, zero without an adapter.
 
-    max_lora_rank: over replays of a CUDA graph; None: of current slots.  out: [T, N] or [T*K, N] in x's
+    max_lora_rank: largest in replays of a CUDA graph; None: of current slots.  out: [T, N] or [T*K, N] in x's
     dtype; y + out has the bits of shrink and expand.
     """
     x = operands.x

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and step tables.
+"""Layouts of pages, and tables of a step; never in a compiled graph (see `ops`).
 
 Legend: T token rows, S sequences, B blocks per sequence, L layers, N slots, X offset-table entries per layer.
 """
@@ -25,7 +25,7 @@ class KvLayout:
     """Layout of K and V: a page holds `block_size` tokens of every layer.
 
     Byte address of K: page * page_bytes + layer * layer_bytes + (head * block_size + token) * head_dim *
-    itemsize; V follows after value_bytes.  has_values: False: K is V too.  least_bytes: of a page.
+    itemsize; V follows after value_bytes.
     """
 
     num_layers: int
@@ -34,7 +34,9 @@ class KvLayout:
     block_size: int
     dtype: torch.dtype
     has_values: bool = True
+    """False: K is V too."""
     least_bytes: int = 0
+    """Of a page, for layers of another layout behind these."""
 
     @property
     def layer_bytes(self) -> int:
@@ -54,7 +56,7 @@ class KvLayout:
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayout:
-    """Layout of a model's KV; with heads of two sizes, of layers with a window."""
+    """Layout of a model's KV; with heads of two sizes, of the layers with a window."""
     layout = KvLayout(
         num_layers=max(1, shape.num_kv_layers),
         num_kv_heads=shape.num_kv_heads,
@@ -69,7 +71,8 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvLayou
 def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, KvLayout]:
     """Layouts of the layers with a window, and of the full layers in the same pages.
 
-    Full layers are numbered from the first multiple of their size behind the rest.
+    layout: of all layers, with heads of the first kind.  Full layers are numbered from the first multiple of
+    their size behind the rest.
     """
     first = replace(layout, num_layers=layout.num_layers - len(sizes.layers))
     full = replace(layout, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
@@ -80,21 +83,23 @@ def with_full_layers(layout: KvLayout, sizes: GlobalHeads) -> tuple[KvLayout, Kv
 class SlotTable:
     """Offsets and ranks of resident adapters' matrices in the arena.
 
-    a_offset, b_offset: [N, L, X] int64 bytes (A: `lora_rank` rows of d_in; B transposed: `lora_rank` rows of
-    d_out).  lora_rank: [N, L, X] int32, 0 = no delta.  scale: [N, L, X] fp32.  Tables on the device are never
-    read back.  ranks: [N, X] int32, on the host: largest over the layers, loads in progress included.
-    present: [N, L] bool, on the host: loaded layers, set by the copier.
+    Tensors are on the arena's device, and never read back.  A: `lora_rank` rows of d_in; B, transposed:
+    `lora_rank` rows of d_out.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
         shape = (num_slots, num_layers, num_entries)
         self.a_offset = torch.zeros(shape, dtype=torch.int64, device=device)
+        """[N, L, X] bytes from the arena's start, like b_offset."""
         self.b_offset = torch.zeros(shape, dtype=torch.int64, device=device)
         self.lora_rank = torch.zeros(shape, dtype=torch.int32, device=device)
+        """[N, L, X]; 0: no delta."""
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.ranks = np.zeros((num_slots, num_entries), dtype=np.int32)
+        """[N, X]: largest over the layers, loads in progress included."""
         self.end_bytes = 0
         self.present = np.zeros((num_slots, num_layers), dtype=bool)
+        """[N, L]: loaded layers, set by the copier."""
 
     @property
     def num_slots(self) -> int:
@@ -116,9 +121,9 @@ class SlotTable:
     ) -> None:
         """Point the slot's entries of a layer at matrices in these bytes of the arena.
 
-        table: [X, 3] int64 on the host: offsets of A and B in elements, and rank.  scale: [X] fp32.  Entries
-        beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0 hides the rest.
-        Raises ValueError for impossible offsets and ranks.
+        table: [X, 3] int64 on the host: offsets of A and B in elements from the first byte, and rank.  scale:
+        [X] fp32.  Entries beyond X stay.  The matrices must be loaded: ranks are written last, and rank 0
+        hides the rest.  Raises ValueError for impossible offsets and ranks.
         """
         starts = table[:, :2] * itemsize + where.start
         ranks = table[:, 2].numpy()
@@ -145,7 +150,7 @@ class SlotTable:
         self.lora_rank[slot, layer, :num].copy_(table[:, 2])
 
     def largest_rank(self, site: Site) -> int:
-        """Largest rank at the site.  Raises ValueError for a foreign site."""
+        """Largest rank at the site.  Raises ValueError for a site outside the table."""
         first, end = site.entry_base, site.entry(0, max(1, site.num_experts))
         if not 0 <= first <= end <= self.ranks.shape[1]:
             raise ValueError(
@@ -155,7 +160,7 @@ class SlotTable:
         return int(self.ranks[:, first:end].max(initial=0))
 
     def site_ranks(self, slots: np.ndarray, sites: Sequence[Site]) -> list[int]:
-        """Largest rank over these slots at each site."""
+        """Largest rank over these slots (-1: none) at each site."""
         ranks = self.ranks[sorted(set(slots.tolist()) - {-1})].max(0, initial=0)
         return [int(ranks[s.entry_base : s.entry_base + s.num_entries].max(initial=0)) for s in sites]
 
@@ -167,33 +172,33 @@ class SlotTable:
 
 
 class LoraOperands(NamedTuple):
-    """Operands of LoRA operations at a site.
-
-    x: [T, H], or [T*K, H] with a row per expert.  ids: [T, K] int32, -1 = no expert; None at a dense site.
-    Output row t*K + k belongs to ids[t, k].  layer: of the slot table.  token_slots: [T] int32, -1 = no
-    adapter.  arena: flat uint8, matrices of x's dtype.
-    """
+    """Operands of LoRA operations at a site."""
 
     x: torch.Tensor
+    """[T, H], or [T*K, H] with a row per expert."""
     ids: torch.Tensor | None
+    """[T, K] int32, -1: no expert; None at a dense site.  Output row t*K + k belongs to ids[t, k]."""
     site: Site
     layer: int
+    """Row of the slot table."""
     token_slots: torch.Tensor
+    """[T] int32, -1: no adapter."""
     slots: SlotTable
     arena: torch.Tensor
+    """Flat uint8, with matrices of x's dtype."""
 
 
 class StepBounds(NamedTuple):
-    """Bounds of a step's lengths, on the host.
-
-    has_single, has_several: some sequence has one row, more than one.  longest_single: most tokens of a
-    sequence with one row.  single_tokens: most in sum; None: longest_single each.
-    """
+    """Bounds of a step's lengths, on the host."""
 
     has_single: bool
+    """Some sequence has one row."""
     has_several: bool
+    """Some sequence has more rows."""
     longest_single: int
+    """Most tokens of a sequence with one row."""
     single_tokens: int | None = None
+    """Most tokens of these together; None: longest_single each."""
 
     @classmethod
     def of(cls, query_start: torch.Tensor, seq_lens: torch.Tensor) -> StepBounds:
@@ -206,18 +211,18 @@ class StepBounds(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepTables:
-    """A step's batch, int32, on the arena's device for operations.
-
-    query_start: [S + 1] first row of each sequence.  seq_lens: [S] tokens with this step's rows; 0: padding.
-    block_tables: [S, B] pages.  decode: one token per sequence; launches may differ, the order of sums may
-    not.  bounds: of lengths on a device.
-    """
+    """A step's batch, int32, on the arena's device for operations."""
 
     query_start: torch.Tensor
+    """[S + 1]: first row of each sequence."""
     seq_lens: torch.Tensor
+    """[S]: tokens with this step's rows; 0: a padding sequence."""
     block_tables: torch.Tensor
+    """[S, B]: pages."""
     decode: bool = False
+    """One token per sequence.  Launches may differ, the order of sums may not."""
     bounds: StepBounds | None = None
+    """Of lengths on a device."""
 
     def to(self, device: torch.device) -> StepTables:
         """These host tables on `device`."""
@@ -230,37 +235,36 @@ class StepTables:
 
 
 class Rotation(NamedTuple):
-    """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only).
-
-    cos, sin: [T, R / 2] fp32; the first R of head_dim are rotated.  q_weight, k_weight: [head_dim] of RMS
-    norms, or None.  head_dim: 0 = R.  neighbours: pairs are (2 i, 2 i + 1), else
-    (i, i + R / 2).
-    """
+    """Changes of q and k before attention: clamp, RMS norm over head_dim, rotation (v: clamp only)."""
 
     cos: torch.Tensor
+    """[T, R / 2] fp32, like sin; the first R of head_dim are rotated."""
     sin: torch.Tensor
     q_weight: torch.Tensor | None
+    """[head_dim] of the RMS norm; None: no norm."""
     k_weight: torch.Tensor | None
     eps: float
     clip: float | None
+    """Largest absolute value; None: no clamp."""
     head_dim: int = 0
+    """0: R."""
     neighbours: bool = False
+    """Pairs are (2 i, 2 i + 1), else (i, i + R / 2)."""
 
 
 class AttentionOperands(NamedTuple):
-    """Operands of paged attention of a layer.
-
-    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype; head h reads kv head h //
-    (heads / kv heads).  sinks: [heads] logits without a value (GPT-OSS).  window: each row sees the last
-    `window` tokens; 0 = all.
-    """
+    """Operands of paged attention of a layer."""
 
     q: torch.Tensor
+    """[T, heads, head_dim] in the layout's dtype; head h reads kv head h // (heads / kv heads)."""
     k: torch.Tensor
+    """[T, kv heads, head_dim], like v."""
     v: torch.Tensor
     sinks: torch.Tensor | None
+    """[heads] logits without a value in the softmax (GPT-OSS)."""
     scale: float
     window: int
+    """Each row sees the last `window` tokens; 0: all."""
     layer: int
     step: StepTables
     layout: KvLayout
@@ -280,7 +284,7 @@ class Zeros:
         self._left: torch.Tensor | None = None
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """[count] unshared int32 zeros, at a cache line."""
+        """[count] unshared int32 zeros, aligned to a cache line."""
         if self._left is None or self._left.numel() < count:
             self._left = torch.zeros(max(count, _ZEROS), dtype=torch.int32, device=device)
         taken = self._left[:count]

@@ -28,7 +28,7 @@ _next_handle = itertools.count(1)
 
 
 def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None) -> list[torch.Tensor]:
-    """A channel per layer, during the handler's life.
+    """A channel per layer, valid during the handler's life.
 
     calls: tables for C++.
     """
@@ -44,7 +44,7 @@ def open_channels(handler: Any, num_layers: int, calls: StepCalls | None = None)
 def _close_channels(channels: list[np.ndarray], calls: StepCalls | None) -> None:
     """Clear the address before `calls` goes.
 
-    May run during a trace: calls no torch operation.
+    May run during a trace by torch: calls no torch operation.
     """
     for channel in channels:
         channel[2] = 0
@@ -120,7 +120,7 @@ def _gather_logits(channel: torch.Tensor, logits: torch.Tensor, vocab_size: int)
 
 
 def fuses_sites(x: torch.Tensor) -> bool:
-    """True if a LoRA site is one operation, `lora_linear`: for low overhead."""
+    """True if a LoRA site is one operation, `lora_linear`, for low overhead."""
     return x.is_cpu
 
 
@@ -197,7 +197,7 @@ def _choose_experts(
     num_held: int,
     site: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """choice: of `experts.GateChoice`.  site: of LoRA rows to sort; -1: none."""
+    """`experts.choose_and_order`.  choice: fields of `GateChoice`.  site: of LoRA rows to sort; -1: none."""
     handle, layer, _ = channel.tolist()
     handler, held = _handlers[handle], range(first_expert, first_expert + num_held)
     to_sort = None if site < 0 else partial(handler.rows_to_sort, layer, site, logits)

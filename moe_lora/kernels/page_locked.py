@@ -46,7 +46,7 @@ def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
 class Staging:
     """Copies from memory without page lock, e.g. mapped files.
 
-    One buffer fills while the device reads another.  For one thread.
+    One buffer fills while the device reads another, on the current stream.  For one thread.
     """
 
     def __init__(self, num_bytes: int = STAGE_BYTES) -> None:

@@ -24,15 +24,14 @@ _MAX_DYNAMIC_WIDTH = 1 << 16  # 255 * 128 times this is just below 2**31
 
 @dataclass(frozen=True)
 class Format:
-    """Format of weights.
-
-    name: int8, int4, fp8 (E4M3) or mxfp4; "-dynamic" also quantises inputs to 8 bits, row by row.
-    group_size: inputs per scale, 0: all.  row_group: outputs per scale (fp8).
-    """
+    """Format of weights."""
 
     name: str
+    """int8, int4, fp8 (E4M3) or mxfp4; "-dynamic" also quantises inputs to 8 bits, row by row."""
     group_size: int = 0
+    """Inputs per scale; 0: all."""
     row_group: int = 1
+    """Outputs per scale (fp8)."""
 
     @property
     def text(self) -> str:
@@ -101,16 +100,14 @@ Unpacked = tuple[torch.Tensor, torch.Tensor]
 
 
 class QuantisedOperand(NamedTuple):
-    """Quantised weights of a matrix, or of E, in the layout of `put`.
-
-    scale: of `Format.dtypes`, or fp32 if a checkpoint's would lose bits.  zero: int8 [..., N, G], zero
-    points.
-    """
+    """Quantised weights of a matrix, or of E, in the layout of `put`."""
 
     form: Format
     data: torch.Tensor
     scale: torch.Tensor
+    """Of `Format.dtypes`, or fp32 if a checkpoint's would lose bits."""
     zero: torch.Tensor | None = None
+    """int8 [..., N, G] zero points; None: 0."""
 
 
 def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:

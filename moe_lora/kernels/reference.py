@@ -138,7 +138,7 @@ def norm(
 def rotate(
     x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, neighbours: bool = False
 ) -> torch.Tensor:
-    """Rotary embedding of the first R of head_dim.  cos, sin: [T, R / 2] fp32."""
+    """Rotary embedding of the first R of head_dim, in halves or in neighbours.  cos, sin: [T, R / 2] fp32."""
     num_dims = 2 * cos_TD.shape[1]
     if neighbours:
         pairs = x_TND[..., :num_dims].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

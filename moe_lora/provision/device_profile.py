@@ -66,16 +66,15 @@ MEANINGS = {"load_bytes_per_s": "copies from host to device", "net_bytes_per_s":
 
 
 class Gpu(FileContent):
-    """A GPU, or a rank on CPUs.  Peak rates; None: unknown.
-
-    instance_memory_share: for weights, KV and adapters.  server_memory_share: of a LoRA Server.
-    load_bytes_per_s: host to device.
-    """
+    """A GPU, or a rank on CPUs.  Peak rates; None: unknown."""
 
     memory_gib: Positive
     instance_memory_share: Share
+    """For weights, KV and adapters."""
     server_memory_share: Share
+    """For adapters of a LoRA Server."""
     load_bytes_per_s: Positive | None = None
+    """Host to device."""
     bytes_per_s: Positive | None = None
     flop_per_s: Positive | None = None
     net_bytes_per_s: Positive | None = None
@@ -173,27 +172,29 @@ _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 
 class FixedTimes(FileContent):
-    """Microseconds of a stage; sync_per_rank: for each further rank."""
+    """Microseconds of a stage."""
 
     receive: _Latency = 0.0
     compute: _Latency = 0.0
     send: _Latency = 0.0
     attention: _Latency = 0.0
     sync_per_rank: _Latency = 0.0
+    """For each further rank."""
 
 
 Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server"]
 
 
 class _Device(FileContent):
-    """about: origin of the numbers.  ran: plan parts with a run here, and the run.  models_run: with a run of
-    all layers.
-    """
+    """Fields of every profile."""
 
     name: Annotated[str, Field(min_length=1)]
     about: str = ""
+    """Origin of the numbers."""
     ran: Annotated[dict[Part, str], Field(default_factory=dict)]
+    """Plan parts with a run here, and the run."""
     models_run: tuple[str, ...] = ()
+    """With a run of all layers."""
     fixed_us: FixedTimes = FixedTimes()
     sources: Annotated[dict[str, Any], Field(default_factory=dict)]
 

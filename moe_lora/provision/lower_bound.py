@@ -8,8 +8,8 @@ expert hidden, K experts per row, H query heads, G KV heads, d head size, l laye
     FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
 
-Left out: windowed attention, output head, embedding, gate, norms, repeated weight reads, network, loads,
-goals.
+The delta counts one A for gate and up.  Left out: windowed attention, output head, embedding, gate, norms,
+repeated weight reads, network, loads, goals.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from moe_lora.core.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of a mean request.  Pairs are of a token and an attended token.
-
-    computed_tokens: prompt without prefix hits, and output except the last.
-    """
+    """Work of a mean request.  Pairs are of a token and an attended token."""
 
     computed_tokens: float
+    """Prompt without prefix hits, and output except the last."""
     prompt_pairs: float
     decode_pairs: float
 

@@ -24,16 +24,16 @@ AT_ONCE_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Requests in a window.
-
-    counts: [seen adapters].  global_batch: mean requests in service; time to the first token counts at the
-    end.  num_timed: ended, with a known admission time.  num_at_once: with immediate admission.
-    """
+    """Requests in a window."""
 
     counts: np.ndarray
+    """[seen adapters]."""
     global_batch: float
+    """Mean requests in service; time to the first token counts at the end."""
     num_timed: int
+    """Ended, with a known admission time."""
     num_at_once: int
+    """Ended, with immediate admission."""
 
     @property
     def num_requests(self) -> int:
@@ -83,7 +83,7 @@ class Visit:
         self._window.refuse(self)
 
     def end(self, timing: RequestTiming | None) -> None:
-        """timing: from the engine, or None."""
+        """The request ends.  timing: from the engine, or None."""
         self._window.end(self, timing)
 
 

@@ -38,7 +38,7 @@ class ServedRequest(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SloGoal(Settings):
-    """P95 of TTFT (arrival to first token), and mean TPOT."""
+    """Upper limits: P95 of TTFT (arrival to first token), and mean TPOT."""
 
     SECTION = "slo"
 
@@ -78,13 +78,14 @@ class PointLoad(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RateRun:
-    """Result of a run.  overloaded: stopped after waits far beyond the SLO."""
+    """Result of a run."""
 
     rate_per_s: float
     p95_ttft_s: float
     mean_tpot_s: float
     holds: bool
     overloaded: bool = False
+    """Stopped after waits far beyond the SLO."""
 
 
 @dataclass(frozen=True, kw_only=True)

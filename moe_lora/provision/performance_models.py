@@ -20,27 +20,26 @@ from moe_lora.timing.step_model import PHASES, Row, StepModel, feature_names, fe
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """Time of a batch's steps.  held_out: not for fitting."""
+    """Time of a batch's steps."""
 
     phase: str
     rows: tuple[Row, ...]
     seconds: float
     held_out: bool
+    """Not for fitting."""
     samples_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps; None for equal times.
-
-    mean_error: mean |t - t'| / t of held-out steps.
-    """
+    """R^2 = 1 - sum (t - t')^2 / sum (t - mean t)^2 of fitted and of held-out steps; None for equal times."""
 
     num_fitted: int
     num_held_out: int
     r2_fitted: float | None
     r2_held_out: float | None
     mean_error: float
+    """Mean |t - t'| / t of held-out steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

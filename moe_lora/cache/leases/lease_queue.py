@@ -50,9 +50,9 @@ class Standing(Generic[Served]):
         owners = np.array([one.owner for one in residents], np.int64)
         rooms = np.array([one.room for one in residents], np.int64).reshape(len(residents), len(totals))
         in_use = np.array([one.num_running > 0 for one in residents], bool)
-        self._held = [shares.held(owners, room) for room in rooms.T]  # of each kind [T]
+        self._held = [shares.held(owners, room) for room in rooms.T]
         used = [shares.held(owners[in_use], room) for room in rooms[in_use].T]
-        # Lists are quicker than arrays for single tenants.
+        # Lists: quicker for single tenants.
         self._used_by: list[list[float]] = [each.tolist() for each in used]
         self._held_by: list[list[float]] = [each.tolist() for each in self._held]
         self._parts: list[list[float]] = np.outer(totals, shares.portions(now_s)).tolist()
@@ -66,7 +66,7 @@ class Standing(Generic[Served]):
         self._leaving: dict[tuple[int, bool], list[Served]] = {}
 
     def turn(self, tenant: int, room: tuple[int, ...]) -> float:
-        """Rank in the queue, lowest first: 1 within the share, else the factor beyond, after the grant."""
+        """Rank in the queue after the grant, lowest first: 1 within the share, else the factor beyond."""
         key = tenant, room
         if key not in self._turns:
             kinds = zip(self._used_by, self._parts, room, strict=True)

@@ -59,7 +59,7 @@ class LeaseTable:
         self.is_due = False
         """True after a change that may allow a waiting lease."""
         self._is_promised = False
-        """True if freed room belongs to waiters."""
+        """True if freed room belongs to waiters: newcomers wait too."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -135,7 +135,7 @@ class LeaseTable:
         return True
 
     def cancel(self, instance: str, adapter_id: str) -> bool:
-        """Stop waiting; False without a wait.  A granted lease stands."""
+        """Stop waiting; False without a wait.  The instance must release a lease granted meanwhile."""
         waiter = self._queue.get(instance, adapter_id)
         if waiter is None:
             return False
@@ -144,7 +144,7 @@ class LeaseTable:
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
-        """Make resident without a lease; False without room.  Raises AdapterNotFoundError."""
+        """Make the adapter resident without a lease; False without room.  Raises AdapterNotFoundError."""
         adapter = self._registered(adapter_id)
         if not self._residency.bring_in(adapter, adapter.owner, self._stand(now_s)):
             return False
@@ -152,7 +152,7 @@ class LeaseTable:
         return True
 
     def prefill(self, adapter_ids: Sequence[str]) -> None:
-        """Register residents, without events; the last is evicted first."""
+        """Make the adapters resident without events; the last is evicted first."""
         for before, adapter_id in enumerate(reversed(adapter_ids), start=-len(adapter_ids)):
             self.register(adapter_id, {})
             self.prefetch(adapter_id, float(before))
@@ -208,7 +208,7 @@ class LeaseTable:
         self.is_due = self._is_promised = False
 
     def resize(self, capacity: int) -> None:
-        """Change the number of residents.  Raises ConfigError below 1."""
+        """Change the number of residents; `grant_due` evicts.  Raises ConfigError below 1."""
         if capacity < 1:
             raise ConfigError(
                 f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"

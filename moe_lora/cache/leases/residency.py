@@ -82,7 +82,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """Adapters of mean size on every rank, ignoring fragmentation."""
+        """Number of adapters of mean size that fit on every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -110,7 +110,7 @@ def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
 
 
 def enough_gb(num_bytes: int) -> float:
-    """Sufficient budget; larger pages cost less than 0.1 %."""
+    """Sufficient budget for the bytes; larger pages cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6
 
 
@@ -135,24 +135,25 @@ class Evict:
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """A registered adapter; slot None: not resident.
-
-    num_running: instances with a lease.  retired: unregistered, but in use.  room: places, and pages of each
-    rank.  owner: of the last lease.
-    """
+    """A registered adapter."""
 
     uid: int
     adapter_id: str
     shard_pages: ShardPages
     room: tuple[int, ...]
+    """Places, and pages of each rank."""
     owner: int = NOBODY
+    """Of the last lease."""
     slot: int | None = None
+    """None: not resident."""
     generation: int = 0
     runs: Runs = field(default_factory=dict)
     num_running: int = 0
+    """Instances with a lease."""
     num_waiting: int = 0
     last_used_s: float = -math.inf
     retired: bool = False
+    """Unregistered, but in use."""
 
     @property
     def num_pages(self) -> int:
@@ -221,7 +222,7 @@ class Residency:
     def bring_in(self, adapter: ServedAdapter, tenant: int, standing: Standing[ServedAdapter] | None) -> bool:
         """Make the adapter resident, evicting idle adapters.
 
-        On failure, and while `is_over`, False without evictions.  standing: None for a single tenant.
+        Returns False, without evictions, on failure and while `is_over`.  standing: None for a single tenant.
         """
         if self.is_over:
             return False

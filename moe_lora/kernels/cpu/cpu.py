@@ -65,8 +65,8 @@ class CpuShrunk:
 def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
     """h = x_row @ A.T in fp32, for each row with an adapter and each module.
 
-    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  Modules with a common
-    A are computed once.  Raises ValueError for bad operands, or a matrix outside the arena.
+    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  Raises ValueError for
+    bad operands, or a matrix outside the arena.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     code = dtype_code(x)
@@ -159,7 +159,7 @@ isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (64, 4096), "avx2": (4096, 4096)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
-"""Most rows for `linear`.  AVX-512 and AMX: faster than torch up to there.  AVX2: for stable bits."""
+"""Most rows for `linear`, by dtype.  AVX-512, AMX: faster than torch up to there.  AVX2: for stable bits."""
 QUANTISED_MAX_ROWS = LINEAR_MAX_ROWS | ({torch.bfloat16: 512} if isa() == "amx_bf16" else {})
 """For weights-only formats; above, a step dequantises the whole matrix."""
 
@@ -194,10 +194,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """`reference.expert_linear` in fp32 or bf16.
+    """`reference.expert_linear` in fp32 or bf16; rows of x may be strided.
 
-    x: [T, H] or [T*K, H], rows may be strided.  weight: [E, N, H].  bias: [E, N].  ids: [T, K] int32.
-    Returns [T*K, N].  Raises ValueError for an id outside -1 .. E-1, or bad operands.
+    Raises ValueError for an id outside -1 .. E-1, or bad operands.
     """
     code = dtype_code(x)
     tokens, top_k = ids.shape
@@ -319,9 +318,9 @@ class StepAttention:
         scale: float,
         window: int,
     ) -> torch.Tensor:
-        """`reference.paged_attention`.
+        """As `reference.paged_attention`: [T, heads, head_dim].
 
-        Rows may be strided.  Returns [T, heads, head_dim].  Raises ValueError for bad operands.
+        Rows may be strided.  Raises ValueError for bad operands.
         """
         layout = self._layout
         code = dtype_code(q)

@@ -142,7 +142,7 @@ def set_isa(name: str) -> None:
 
 
 def dtype_code(x: torch.Tensor) -> int:
-    """Code of a dtype.  Raises ValueError for others."""
+    """The library's code of x's dtype.  Raises ValueError for other dtypes and devices."""
     code = DTYPE_CODES.get(x.dtype)
     if code is None or not x.is_cpu:
         raise ValueError(

@@ -181,7 +181,7 @@ class _StepCalls(ctypes.Structure):
 
 
 class StepCalls:
-    """An engine's tables.  address: for channels, during this object's life."""
+    """An engine's tables for C++.  address: for channels, during this object's life."""
 
     def __init__(self, num_layers: int) -> None:
         self._sites = (_SeenSite * (num_layers * _MAX_SITES))()
@@ -192,7 +192,7 @@ class StepCalls:
         self.address = ctypes.addressof(self._calls)
 
     def begin_step(self, rows: Sequence[LoraRows | None], attention: StepAttention) -> None:
-        """rows: by site, for all layers; None: in Python."""
+        """Set the rows of each site, for all layers; None: computed in Python."""
         self._calls.attention = _StepAttention(*attention.tables, attention.dtype_code)
         ctypes.memset(self._rows, 0, ctypes.sizeof(self._rows))
         for site, here in enumerate(rows[:_MAX_SITES]):

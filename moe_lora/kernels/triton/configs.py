@@ -108,8 +108,7 @@ class Choice:
 class ConfigTable:
     """Launch configurations and algorithm choices of a GPU; the first match counts.
 
-    dependent_launch: kernels of `DEPENDENT` start while the previous kernel ends (from sm_90 on).  Raises
-    ValueError if phases add a row in different orders.
+    Raises ValueError if phases add a row in different orders.
     """
 
     gpu: str
@@ -117,6 +116,7 @@ class ConfigTable:
     entries: tuple[ConfigEntry, ...]
     choices: tuple[Choice, ...] = field(default=())
     dependent_launch: bool = False
+    """Kernels of `DEPENDENT` start while the previous kernel ends (from sm_90 on)."""
 
     def __post_init__(self) -> None:
         for kernel in KERNEL_NAMES:

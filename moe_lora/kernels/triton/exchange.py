@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels around one-sided puts: waiting for signals, admitting rows, adding answers.
+"""Triton kernels around one-sided puts.
 
 A wait ends at its bound, or when `state` is set, and records the end there: later work on the stream is void.
 Legend: T token rows, R rows of an answer, N output width.

@@ -25,9 +25,7 @@ def norm_rows(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y[row] = `reference.norm` of x[row].  x, y: [R, WIDTH], x's rows x_row apart.  weight, bias:
-    [WIDTH].
-    """
+    """y[row] = `reference.norm` of x[row].  x, y: [R, WIDTH], x's rows x_row apart."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < WIDTH

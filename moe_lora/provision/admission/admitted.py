@@ -74,7 +74,7 @@ class NeededCapacity:
         self._found: list[tuple[float, float, int]] = []  # load, smaller or equal load of largest need, M*
 
     def __call__(self, global_batch: float) -> int:
-        """Skips loads with at most half the slots in use."""
+        """M* in adapters.  Skips loads with at most half the slots in use."""
         for load, peak, needed in self._found:
             if peak <= global_batch <= load:
                 return needed

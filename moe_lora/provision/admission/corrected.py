@@ -105,7 +105,7 @@ class SlotDemand:
     def _with_queue(self, num_wanting: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """P(idle), P(active) and mean busy period per adapter at the fixed point of mu and r.
 
-        Near mu = 0 convergence is slow, but shares no longer depend on mu.
+        Rounds are limited: near mu = 0 convergence is slow, but shares no longer depend on mu.
         """
         length = num_wanting - self.capacity
         for _ in range(MAX_ROUNDS):
@@ -163,15 +163,15 @@ GRID_RATIO = 1.3
 def corrected_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:
     """Share of requests with an immediate start, in [0, 1]; first come, first served.
 
-    popularity: [N], sum 1 within a millionth.  global_batch: mean requests in service.  The result is 1.0 if
-    and only if every used adapter fits.  Raises ValueError for bad arguments.
+    Arguments and errors as in `immediate_admissibility_rate`.  The result is 1.0 if and only if every used
+    adapter fits.
     """
     demand = _demand(popularity, global_batch, capacity)
     return 1.0 if demand is None else min(1.0 - _refused(demand)[0], BELOW_ONE)
 
 
 def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int) -> float:
-    """Mean wait without an immediate start, in mean service times (Little's law).
+    """Mean wait without an immediate start, in mean service times (Little's law); 0.0 without waits.
 
     Arguments and errors as in `corrected_admissibility_rate`.
     """

@@ -88,8 +88,8 @@ def largest_step(variance: float) -> float:
     return 4 / math.pi * (float(dawsn(root)) / root if root > 1e-6 else 1.0)
 
 
-EXACT_UP_TO = 2048  # keeps this number of distinct rates as given
-NUM_NODES = 16  # Chebyshev points per panel
+EXACT_UP_TO = 2048
+NUM_NODES = 16
 NODES = np.cos(np.pi * (np.arange(NUM_NODES) + 0.5) / NUM_NODES)
 COLD = 1e-13  # rates with a smaller sum count as 0
 
@@ -288,7 +288,7 @@ def immediate_admissibility_rate(popularity: Probabilities, global_batch: float,
 
 
 def min_capacity(popularity: Probabilities, global_batch: float, target: float) -> int:
-    """M*: smallest capacity M with IAR(M) >= target, in (0, 1].
+    """M*: smallest capacity M with IAR(M) >= target; target in (0, 1].
 
     Raises ValueError for bad arguments.  Source: InfiniLoRA equation 1 and algorithm 1.
     """

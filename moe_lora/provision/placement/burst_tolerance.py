@@ -14,14 +14,14 @@ from .placement_problem import Placed, Server, Table
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """free_bytes: per server.  request_bytes: does not change the placement.  max_adapters: per device; None:
-    limited by memory.
-    """
+    """Memory of servers for adapters and requests."""
 
     free_bytes: Mapping[Server, float]
     adapter_bytes: Mapping[str, float]
     request_bytes: float = 1.0
+    """KV of a request; does not change the placement."""
     max_adapters: int | None = None
+    """Per device; None: limited by memory."""
 
 
 def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:

@@ -100,7 +100,10 @@ def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence
 
 
 class Filling:
-    """Fills servers of given caps and room (tokens/s); adapters stay if possible."""
+    """Fills servers of given caps and room (tokens/s); adapters stay if possible.
+
+    An adapter takes room only from servers of its rank or more.
+    """
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
         self._slots = slots
@@ -237,7 +240,7 @@ class Slots:
         return [slots[int(one)] for one in slot]
 
     def as_they_are(self) -> list[Cap]:
-        """Caps from present highest ranks, at the least feasible load; the highest covers all demand."""
+        """Caps from present highest ranks, at the least feasible load; the highest cap covers all ranks."""
         problem = self.problem
         ranks = [rank for rank in problem.tokens_per_s if problem.demand[problem.ranks == rank].sum() > 0]
         served = tokens_by_rank(problem, self.before) > 0
@@ -347,14 +350,15 @@ _SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalPlacement:
-    """worst_load: padded to the highest rank by default.  optimum: of any table.  target_utilisation: mean
-    load without padding.
-    """
+    """A placement and its quality."""
 
     table: Table
     worst_load: float
+    """Padded to the highest rank by default."""
     optimum: float
+    """Least worst load of any table."""
     target_utilisation: float
+    """Mean load without padding."""
     copied_bytes: float
 
 

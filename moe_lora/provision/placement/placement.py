@@ -29,15 +29,14 @@ from .placement_problem import (
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """Algorithm 1's table.
-
-    rank_budgets: servers per rank, after the repair.  overshoot: surplus by rounding, before.
-    """
+    """Algorithm 1's table."""
 
     table: Table
     target_utilisation: float
     rank_budgets: dict[int, int]
+    """Servers per rank, after the repair."""
     overshoot: int
+    """Surplus of servers by rounding, before the repair."""
 
 
 def place_adapters(
@@ -47,9 +46,9 @@ def place_adapters(
     demand: Mapping[str, float],
     previous: Placed | None = None,
 ) -> Table:
-    """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1; phi of an adapter sum to 1.
+    """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1.
 
-    adapters: name -> rank.  operating_points: rank -> tokens/s of a server with
+    adapters: name -> rank.  servers: in a fixed order.  operating_points: rank -> tokens/s of a server with
     this rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the last table; few
     adapters move.
 

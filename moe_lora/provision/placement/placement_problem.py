@@ -27,19 +27,21 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementProblem:
-    """Checked input, numbered; A adapters, S servers.
-
-    names: [A] sorted.  ranks: [A].  demand: [A] tokens/s.  tokens_per_s: operating point by occurring rank,
-    not increasing.  load: [A] demand / operating point.  nbytes: [A].
-    """
+    """Checked input, numbered; A adapters, S servers."""
 
     names: tuple[str, ...]
+    """[A], sorted."""
     servers: tuple[Server, ...]
     ranks: NDArray[np.int64]
+    """[A]."""
     demand: NDArray[np.float64]
+    """[A], tokens/s."""
     tokens_per_s: dict[int, float]
+    """Operating point by occurring rank, not increasing."""
     load: NDArray[np.float64]
+    """[A], demand / operating point."""
     nbytes: NDArray[np.float64]
+    """[A]."""
 
     @property
     def target_utilisation(self) -> float:
@@ -83,10 +85,9 @@ class PlacementProblem:
 
 
 def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
-    """Tokens/s of a server with this rank alone; 1 / (tokens/s) is linear between ranks (Toppings equation
-    2).
+    """Tokens/s of a server with this rank alone.
 
-    Raises ValueError outside.
+    1 / (tokens/s) is linear between ranks (Toppings equation 2).  Raises ValueError outside.
     """
     ranks = sorted(points)
     if not ranks[0] <= lora_rank <= ranks[-1]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans checked in the simulator."""
+"""Plans checked in the simulator, from the models' plan on."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class PlaceSearch:
         return next((place for place in self.of(num_gpus)[:at_most] if self.holds(place)), None)
 
     def fewest_gpus(self, refusal: str) -> int:
-        """Fewest GPUs of a promising cluster.  Raises SloError."""
+        """Fewest GPUs of a promising cluster.  Raises SloError with the refusal."""
         for number in range(1, 64 * self._inputs.instance_gpus):
             if self.of(number):
                 return number

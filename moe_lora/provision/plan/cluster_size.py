@@ -36,11 +36,11 @@ MOST_STEP_TOKENS, LEAST_STEP_TOKENS = 8192, 64
 """Bounds of a step's token budget, a multiple of the second."""
 GRID = 1.05
 PARTS_OF_A_ROW = 16
-"""A mean step of prompts may have less than one decode row."""
+"""Unit of batches: a mean step of prompts may have less than one decode row."""
 
 
 class Cluster:
-    """The inputs to size.  capacity_of: M* of a global batch."""
+    """A model on a device, with load and SLOs, to size.  capacity_of: M* of a global batch."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
@@ -236,7 +236,7 @@ class Cluster:
         )
 
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
-        """A step with waits for loads, and the loads.
+        """Seconds of a step with waits for loads, and the queue of loads.
 
         A closed system: longer steps ask for fewer adapters.
         """

@@ -30,7 +30,7 @@ IDLE = 0.02
 
 
 class CoupledSearch:
-    """Numbers of instances, with splits and replays.  loads_of: of a rate."""
+    """Numbers of instances, with splits and replays.  loads_of: the loads of a rate."""
 
     def __init__(self, cluster: Cluster, loads_of: Callable[[float], Sequence[PlannedLoad]]) -> None:
         self._cluster, self._coupled = cluster, Coupled(cluster)
@@ -40,7 +40,7 @@ class CoupledSearch:
         self._held: dict[int, SizedCluster | None] = {}
 
     def smallest(self) -> SizedCluster:
-        """The smallest place that meets all goals.  Raises SloError."""
+        """The smallest place that meets all goals.  Raises SloError with the missed goals."""
         inputs = self._cluster.inputs
         number = inputs.instances
         if inputs.gpus is not None:

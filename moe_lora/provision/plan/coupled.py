@@ -59,7 +59,7 @@ class Coupled:
         return (self._room - slots * self._inputs.adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
-        """Load time over all GPUs; 0 if every adapter has a slot.
+        """Load time of an adapter over all GPUs; 0 if every adapter has a slot.
 
         Raises MissingRateError without a rate.
         """
@@ -89,7 +89,7 @@ class Coupled:
         return [SizedCluster(None, num_instances, one) for one in slots]
 
     def nearness(self, place: SizedCluster) -> float:
-        """The largest prediction over its goal; infinite: impossible."""
+        """Largest ratio of a prediction to its goal; infinite for an impossible place."""
         inputs, cluster = self._inputs, self._cluster
         batch = self.batch(place.num_instances)
         if math.isinf(batch):

@@ -85,7 +85,7 @@ def ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
 
 
 def never_ran(inputs: PlanInputs, place: SizedCluster) -> tuple[str, ...]:
-    """Parts without a run there."""
+    """Parts without a run on the device."""
     profile = inputs.profile
     missing = [TEXTS[part] for part in _parts(inputs, place) if part not in profile.ran]
     if inputs.model not in profile.models_run:

@@ -39,19 +39,21 @@ CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLoad:
-    """Prompts of a load, computed by the instances.
-
-    prompt_tokens, output_tokens: means.  hit_share: in an endless cache.  p95_computed: of the 95th
-    percentile.  stated: hit_share is an option.  longest: most tokens of prompt and answer.
-    """
+    """Prompts of a load, computed by the instances."""
 
     prompt_tokens: float
+    """Mean."""
     hit_share: float
+    """Share of prompt tokens in an endless cache."""
     p95_computed: float
+    """Computed tokens of the 95th-percentile prompt."""
     output_tokens: float
+    """Mean."""
     work: Work
     stated: bool
+    """hit_share comes from an option."""
     longest: int
+    """Most tokens of prompt and answer."""
 
     @property
     def computed_tokens(self) -> float:
@@ -67,7 +69,7 @@ class PromptLoad:
 
     @property
     def prefix_hits(self) -> Callable[[], PrefixHits] | None:
-        """Of a simulated instance; None without hits."""
+        """Makes a simulated instance's prefix hits; None without hits."""
         if self.stated:
             return partial(StatedHits, share=self.hit_share)
         return partial(BlockHits, HASH_BLOCK_TOKENS) if self.hit_share else None
@@ -127,9 +129,7 @@ class SizedCluster:
 class PlanInputs(PlanGoals):
     """A model, adapters, a load, a device and two SLOs.
 
-    probabilities: [N].  rate_per_s, output_tokens, context_tokens: means.  prompts: None: computed elsewhere
-    (InfiniLoRA section 2.1).  trace_rate_per_s: the trace's mean if rate_per_s is its mean or peak.
-    adapters_are_traces: probabilities are the trace's.  Raises ConfigError for impossible numbers.
+    Raises ConfigError for impossible numbers.
     """
 
     model: str
@@ -138,15 +138,23 @@ class PlanInputs(PlanGoals):
     profile: Profile
     instance_gpus: int
     probabilities: NDArray[np.float64] = field(repr=False)
+    """[N], by adapter."""
     output_tokens: float
+    """Mean."""
     context_tokens: float
+    """Mean."""
     weights: WeightFormat = UNQUANTISED
     rate_per_s: float | None = None
+    """Mean."""
     prompts: PromptLoad | None = None
+    """None: computed by another device (InfiniLoRA section 2.1)."""
     assumed: Mapping[str, float] = field(default_factory=dict)
+    """The user's rates for the profile."""
     popularity_source: str = ""
     trace_rate_per_s: float | None = None
+    """The trace's mean if rate_per_s is its mean or peak."""
     adapters_are_traces: bool = False
+    """Probabilities are the trace's."""
     adapter_share: float = 1.0
 
     def __post_init__(self) -> None:

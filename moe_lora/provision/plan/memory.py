@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity of adapters and of KV; queues of loads."""
+"""Capacity of adapters and of KV; queues of adapter loads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ _KNOWN = Path(__file__).parents[1] / "known_models.json"
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """A shape with its settings in table 3.
-
-    Layers, experts, top-k, LoRA rank and GPUs per instance are table 3's; other sizes are published.
-    """
+    """Layers, experts, top-k, LoRA rank and GPUs per instance of table 3; other sizes are published."""
 
     name: str
     shape: ModelShape
@@ -89,16 +86,14 @@ _EXPERT_TARGETS = ("gate_up", "down")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMix:
-    """(LoRA rank, share of requests) pairs of adapters, and form.
-
-    adapter_ranks: (LoRA rank, share of adapters); memory counts the larger mean.  form: "separate": gate and
-    up have an A each; "shared": one A (PEFT's fused form).  Raises ConfigError for shares that do not sum to
-    1.
-    """
+    """Adapters of a workload.  Raises ConfigError for shares that do not sum to 1."""
 
     ranks: tuple[tuple[int, float], ...]
+    """(LoRA rank, share of requests)."""
     form: str = "separate"
+    """Separate: gate and up have an A each; shared: one A (PEFT's fused form)."""
     adapter_ranks: tuple[tuple[int, float], ...] | None = None
+    """(LoRA rank, share of adapters); memory counts the larger mean."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -172,7 +167,7 @@ _MAX_ROUNDS = 1000
 def miss_share(probabilities: NDArray[np.float64], slots: int) -> float:
     """Share of requests whose adapter is in none of `slots` LRU slots: sum_i p_i exp(-p_i W).
 
-    W solves sum_i (1 - exp(-p_i W)) = slots.  probabilities: [N], sum 1.
+    W solves sum_i (1 - exp(-p_i W)) = slots; 0 if every adapter has a slot.  probabilities: [N], sum 1.
     Source: Che et al., "Hierarchical Web caching systems" (IEEE JSAC 2002).
     """
     rates = probabilities[probabilities > 0]
@@ -196,13 +191,14 @@ class LoadQueue:
     """An M/D/1 queue of loads on a LoRA Server's links.
 
     Legend: lambda = loads_per_s, D = load_s, rho = lambda D, L instances, t seconds of a step, t0 without
-    waits, l layers.  misses: share of requests with a load.  Backlog for rho < 1: P(> x) = exp(-theta
-    x), lambda (exp(theta D) - 1) = theta (Lundberg, Kingman).
+    waits, l layers.  Backlog for rho < 1: P(> x) = exp(-theta x), lambda (exp(theta D) - 1) = theta
+    (Lundberg, Kingman).
     """
 
     loads_per_s: float
     load_s: float
     misses: float
+    """Share of requests with a load."""
 
     @property
     def utilisation(self) -> float:

@@ -163,27 +163,21 @@ BUDGET, CHECK = "budget: highest rate", "simulated check"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A cluster, and its derivation.
-
-    kind: "lora_server" or "coupled".  capacity: M* for the global batch and all smaller.  iar: share of
-    immediate starts with M*; slots_iar: with `slots`.  mean_wait_s: without an immediate start.
-    loading_share: of the server's links.  max_num_seqs: most requests of an instance within the TPOT SLO.
-    binding_constraint: reason for the server's GPUs; rate_limited_by: of a budget's rate.  p95_ttft_s: None
-    if requests would queue for adapters.  prompt_share: of an instance's time.  max_num_batched_tokens: None
-    if prompts are computed elsewhere.  running_per_instance, tpot_s: at rate_per_s.  global_batch,
-    batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1): with the margin.  ran, never_ran: parts
-    with and without a run on this hardware.
-    """
+    """A cluster, and its derivation."""
 
     capacity: int
+    """M* for the global batch and all smaller."""
     capacity_paper: int
     capacity_corrected: int
     iar: float
+    """Share of immediate starts with M*."""
     iar_corrected: float
     expected_active: float
     mean_wait_s: float
+    """Of requests without an immediate start."""
     loads_per_s: float
     loading_share: float
+    """Busy share of the server's links."""
     load_wait_s: float
     lora_server_gpus: int
     layout: str
@@ -191,37 +185,58 @@ class Plan:
     bytes_per_adapter: float
     memory_gb_per_rank: float
     binding_constraint: str
+    """Reason for the number of the server's GPUs."""
     rate_limited_by: str | None
+    """Limit of a budget's rate."""
     gpus_by_constraint: Mapping[str, int]
     slots: int
+    """Adapters on the server, or on each coupled instance."""
     slots_iar: float
+    """IAR with `slots`."""
     slots_iar_corrected: float
     total_gpus: int
     instance_gpus: int
     rate_per_s: float
     global_batch: float
+    """With the margin."""
     requests_in_service: float
     batch_per_instance: float
+    """With the margin."""
     running_per_instance: float
+    """At rate_per_s."""
     max_num_seqs: int
+    """Most requests of an instance within the TPOT SLO."""
     p95_ttft_s: float | None
+    """None if requests would queue for adapters."""
     p95_decode_ttft_s: float | None
     prompt_share: float | None
+    """Of an instance's time."""
     max_num_batched_tokens: int | None
+    """None if another device computes prompts."""
     tpot_s: float
+    """At rate_per_s."""
     tpot_at_load_s: float
+    """With the margin."""
     serviceable_rate_per_s: float | None
     layer_ms: Mapping[str, float]
+    """With the margin."""
     metrics: Mapping[str, float] | None
+    """Table 1's, with the margin."""
     assumptions: tuple[str, ...]
     inputs: Mapping[str, Any]
     lower_bound: LowerBound | None
+    """GPUs at peak rates."""
     ran: tuple[str, ...]
+    """Parts with a run on this hardware."""
     never_ran: tuple[str, ...]
+    """Parts without a run here."""
     kind: str = "lora_server"
+    """lora_server, or coupled: adapters beside the weights."""
     kv_gb_per_rank: float | None = None
     compared: str = ""
+    """Reason for this kind."""
     checked: tuple[Replay, ...] = ()
+    """Replays behind the choice."""
 
 
 def make_plan(inputs: PlanInputs) -> Plan:
@@ -300,7 +315,7 @@ def shared_fields(
 ) -> dict[str, Any]:
     """Fields of a plan of either kind.
 
-    batch, running: with and without the margin.  needed: capacity, and requests.
+    batch, running: of an instance, with and without the margin.  needed: capacity, and requests in service.
     """
     inputs, (capacity, active) = cluster.inputs, needed
     rate_per_s, load = inputs.rate_per_s, batch * place.num_instances

@@ -22,20 +22,21 @@ ROUND = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout under a load: capacity, times, and met constraints.
-
-    step_s: with waits for `queue`.
-    """
+    """A layout under a load: capacity, times, and met constraints."""
 
     layout: Layout
     num_instances: int
     batch: float
+    """Rows of an instance."""
     capacity: int
+    """Needed adapters."""
     slots: int
     round: ServerRound
     step_s: float
+    """With waits for `queue`."""
     queue: LoadQueue
     p95_ttft_s: float
+    """Of requests with a slot."""
     met: Mapping[str, bool]
 
     @property
@@ -222,10 +223,11 @@ def _first_token(cluster: Cluster, found: Sequence[Candidate]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSize:
-    """The chosen layout.  gpus_by_constraint: fewest ranks by one constraint."""
+    """The chosen layout."""
 
     chosen: Candidate
     gpus_by_constraint: Mapping[str, int]
+    """Fewest ranks by one constraint."""
 
     @property
     def binding(self) -> str:
@@ -316,16 +318,14 @@ def _load(cluster: Cluster, num_instances: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Instances beside a server of `layout`, and the largest load.
-
-    binding: first constraint of a larger batch, or "instances".
-    """
+    """Instances beside a server of `layout`, and the largest load."""
 
     layout: Layout
     num_instances: int
     global_batch: int
     tokens_per_s: float
     binding: str
+    """First constraint of a larger batch, or "instances"."""
 
 
 def best_split(cluster: Cluster) -> Split:
@@ -375,7 +375,7 @@ def best_split(cluster: Cluster) -> Split:
 
 
 def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
-    """L, the largest load within (5), (6) and the first token's time, and the limit."""
+    """L, the largest load within (5), (6) and the first token's time, and the limit; None: no load."""
     assert cluster.inputs.gpus is not None
     num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:

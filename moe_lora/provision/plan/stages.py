@@ -81,7 +81,7 @@ class ServerRound:
 
 
 def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: str = "none") -> Sizes:
-    """Sizes for stage times; a dense MLP counts as one expert."""
+    """Sizes for stage times."""
     return Sizes(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -120,11 +120,11 @@ class StageTimes:
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
-        """A mean step at a stage of x ranks."""
+        """Deltas of a mean step at a stage of x ranks."""
         return self.server_of(ep, self.prompts.step(batch))
 
     def server_of(self, ep: int, step: StepTokens) -> ServerRound:
-        """A step at a stage of x ranks.
+        """Deltas of a step at a stage of x ranks.
 
         A prompt reads its adapter once.  Raises ConfigError for a profile without network times.
         """

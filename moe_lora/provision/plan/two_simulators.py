@@ -48,10 +48,7 @@ NOT_REPLAYED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Latencies:
-    """Judged requests on a simulator; None without requests.
-
-    in_slo: share within TTFT and TPOT.
-    """
+    """Judged requests on a simulator; None without requests."""
 
     simulator: str
     num_requests: int
@@ -61,11 +58,13 @@ class Latencies:
     mean_tpot_s: float | None
     p95_tpot_s: float | None
     in_slo: float | None
+    """Share within TTFT and TPOT."""
     prefix_hits: float | None
+    """Share of prompt tokens."""
 
 
 def num_replayed(inputs: PlanInputs) -> int:
-    """At most NUM_REQUESTS, with about MOST_TOKENS."""
+    """Requests of a comparison: at most NUM_REQUESTS, with about MOST_TOKENS."""
     tokens = inputs.output_tokens
     if inputs.prompts is not None:
         tokens += inputs.prompts.prompt_tokens / PROMPT_TOKENS
@@ -73,12 +72,14 @@ def num_replayed(inputs: PlanInputs) -> int:
 
 
 class _Judged(NamedTuple):
-    """tpot_s: NaN for a single token.  num_cached: prompt tokens of a prefix hit."""
+    """A judged request."""
 
     ttft_s: float
     tpot_s: float
+    """NaN for a single token."""
     prompt_tokens: int
     num_cached: int
+    """Prompt tokens of a prefix hit."""
 
 
 def both(
@@ -135,7 +136,7 @@ def _real(
     since_s: float,
     show: Callable[[int, int], None],
 ) -> list[_Judged]:
-    """Arrivals start after the first adapters' load."""
+    """Requests judged on REAL; arrivals start after the first adapters' load."""
     config = _replicas(system, shape, {one.adapter for one in requests if one.adapter is not None})
     begin_s = len(system.adapters.prefetched) * _load_s(system) if config.preloaded else 0.0
     found: list[_Judged] = []

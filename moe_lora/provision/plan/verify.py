@@ -46,22 +46,23 @@ TAIL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Result of an arrival kind; None without requests.
-
-    admitted_at_once: share with an immediate slot, the IAR.  waited_for_adapter, waited_for_room: with a wait
-    for a slot, and for KV, batch or step tokens.  p95_decode_ttft_s: without the prompt.
-    """
+    """Result of an arrival kind; None without requests."""
 
     arrivals: str
     num_requests: int
     admitted_at_once: float | None
+    """Share with an immediate slot, the IAR."""
     waited_for_adapter: float | None
+    """Share with a wait for a slot."""
     waited_for_room: float | None
+    """Share with a wait for KV, batch or step tokens."""
     p95_ttft_s: float | None
     p95_decode_ttft_s: float | None
+    """Without the prompt."""
     mean_tpot_s: float | None
     loads_per_s: float
     stopped: bool = False
+    """Ended early, with goals out of reach."""
     kind: str = "simulated"
 
 
@@ -73,9 +74,10 @@ _SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """Requests by arrival kind, and adapters by popularity.  rate_per_s: Poisson."""
+    """Requests by arrival kind, and adapters by popularity."""
 
     rate_per_s: float
+    """Of Poisson arrivals."""
     requests: Mapping[str, Sequence[PlannedRequest]]
     popular: Sequence[str]
 
@@ -345,17 +347,16 @@ OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A target in the replay of an arrival kind.
-
-    found, held, missed_by: None without judged requests.  missed_by: 0 if kept.  held: within the tolerance.
-    """
+    """A target in the replay of an arrival kind; found, held, missed_by: None without judged requests."""
 
     target: str
     goal: float
     arrivals: str
     found: float | None
     held: bool | None = None
+    """Within the tolerance."""
     missed_by: float | None = None
+    """0 if kept."""
 
 
 def verdicts(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> list[Verdict]:

@@ -53,14 +53,14 @@ class StepTime:
         return 0.0 if prefill is None else prefill.seconds(running.num_prompt_tokens)
 
     def step_s(self, layer_s: float, server_s: float = 0.0) -> float:
-        """server_s, for all instances, is a lower limit of a layer's time."""
+        """A step with layers of layer_s.  server_s, for all instances, is a lower limit of a layer's time."""
         return self._config.num_layers * max(layer_s, server_s)
 
 
 def delayed_step_s(step_s: float, num_layers: int, first_layer_s: float, last_layer_s: float) -> float:
     """A step that waits for adapter loads.
 
-    first_layer_s, last_layer_s: from the start; layers between come evenly.
+    first_layer_s, last_layer_s: load times from the step's start; layers between come evenly.
     """
     after_last_s = step_s / num_layers
     return max(step_s, first_layer_s + step_s, last_layer_s + after_last_s)

@@ -16,29 +16,31 @@ from moe_lora.timing.step_model import Row, StepModel, StepWork
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A simulated request with timestamps (seconds; NaN: not yet).
-
-    adapter: None: base model.  num_cached: prompt tokens with earlier KV.  admitted_s: after the queue and
-    any blocking load.  decode_ttft_s: queue, load and first decode step, without prefill (InfiniLoRA section
-    2.3, footnote).  at_once: starts with the first step after arrival.  waited_for_adapter: no slot was free.
-    """
+    """A simulated request with timestamps (seconds; NaN: not yet)."""
 
     index: int
     arrival_s: float
     adapter: str | None
+    """None: the base model."""
     prompt_tokens: int
     output_tokens: int
     lora_rank: int = 0
     instance: int = -1
     num_steps_before: int = 0
     prompt_left: int = 0
+    """Prompt tokens not yet planned."""
     num_cached: int = 0
+    """Prompt tokens with earlier KV."""
     hash_ids: tuple[int, ...] = ()
     at_once: bool = False
+    """Starts with the first step after arrival."""
     waited_for_adapter: bool = False
+    """No slot was free."""
     admitted_s: float = math.nan
+    """After the queue and any blocking load."""
     first_token_s: float = math.nan
     decode_ttft_s: float = math.nan
+    """Queue, load and first decode step, without prefill (InfiniLoRA section 2.3, footnote)."""
     finish_s: float = math.nan
 
     @property
@@ -72,7 +74,8 @@ class SimRequest:
 class RunningRequests:
     """Decode rows, and prompts in order of arrival.
 
-    prefill_tokens: most rows and prompt tokens of a step; None: computed elsewhere.
+    prefill_tokens: most rows and prompt tokens of a step; None: prompts are computed elsewhere, and requests
+    start as decode rows.
     """
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
@@ -118,7 +121,7 @@ class RunningRequests:
         return max(1, request.prompt_tokens) + request.output_tokens - 1
 
     def join_at(self, moment_s: float, request: SimRequest) -> None:
-        """Start with the first step after moment_s."""
+        """Start the request with the first step after moment_s."""
         self._joining.append((moment_s, request))
 
     def join(self, now_s: float) -> list[SimRequest]:
@@ -242,8 +245,9 @@ class WaitingRequests:
     def scanned(
         self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
     ) -> None:
-        """Mark started candidates.  whole: the rest lack only a slot.  turned_away: adapters
-        without a slot.
+        """Mark started candidates.
+
+        whole: the rest lack only a slot.  turned_away: adapters without a slot.
         """
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1

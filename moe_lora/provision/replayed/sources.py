@@ -18,29 +18,25 @@ from .system_config import AdapterBytes, LocalConfig, bytes_of
 
 @dataclass(slots=True, eq=False)
 class SimAdapter:
-    """An adapter in the view of an instance.
-
-    told_s: time of the grant at the instance.
-    """
+    """An adapter in the view of an instance."""
 
     name: str
     num_running: int = 0
     num_waiting: int = 0
     last_used_s: float = -math.inf
     told_s: float = -math.inf
+    """Time of the grant at the instance."""
     first_layer_s: float = -math.inf
     last_layer_s: float = -math.inf
 
 
 class AdapterSource(ABC):
-    """Counts requests per adapter of an instance, and makes adapters ready.
-
-    loads_first: a request leaves the queue only with a loaded adapter; the load blocks the step.
-    starvation_s: inf if handled elsewhere.
-    """
+    """Counts requests per adapter of an instance, and makes adapters ready."""
 
     loads_first = False
+    """A request leaves the queue only with a loaded adapter; the load blocks the step."""
     starvation_s = math.inf
+    """inf if handled elsewhere."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -156,7 +152,7 @@ class LocalAdapters(AdapterSource):
         self._on_host = set(names)
 
     def keep(self, names: Iterable[str]) -> None:
-        """The host drops the rest, and fetches missing adapters at first use."""
+        """Set the placement: the host drops the rest, and fetches missing adapters at first use."""
         if self._on_host is not None:
             self._on_host &= set(names)
 

@@ -205,18 +205,17 @@ def simulate(
 
 
 class System:
-    """Instances, adapter sources, and the router.
-
-    requests: in order of finish.  stopped: before the last request.
-    """
+    """Instances, adapter sources, and the router."""
 
     def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:
         self.events = EventQueue()
         self.requests: list[SimRequest] = []
+        """In order of finish."""
         self.links: list[LoadLink] = []
         self.sources: list[LocalAdapters] = []
         self.placement: SimPlacement | None = None
         self.stopped = False
+        """True if ended before the last request."""
         self._give_up = give_up
         self._num_expected = 0
         self._router = config.router()

@@ -95,16 +95,15 @@ def _not_negative(place: str, value: float) -> None:
 
 
 class StepRows(Protocol):
-    """The token rows of a step.
-
-    num_rows: decode rows.  num_prompts: with tokens in the step.  num_prompt_pairs: of a prompt token and an
-    attended token.  num_with_adapter: requests.
-    """
+    """The token rows of a step."""
 
     num_rows: int
+    """Decode rows."""
     num_with_adapter: int
+    """Requests with an adapter."""
     num_prompt_tokens: int
     num_prompt_pairs: int
+    """Pairs of a prompt token and an attended token."""
 
     @property
     def num_prompts(self) -> int: ...
@@ -120,22 +119,23 @@ class LayerModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(Settings):
-    """An LLM instance.
-
-    profile: of one of num_layers equal layers; or steps: times of whole steps by rank; or layers: layer times
-    with prompts.  kv_tokens: None: unlimited.  prefill: time of a step's prompt tokens; None, without `steps`
-    and `layers`: computed elsewhere (InfiniLoRA section 2.1).
-    """
+    """An LLM instance, with one of profile, steps and layers."""
 
     profile: StepProfile | None = None
+    """Of one of num_layers equal layers."""
     num_layers: int = setting(1, least=1)
     steps: StepModel | None = None
+    """Times of whole steps by rank."""
     layers: LayerModel | None = None
+    """Layer times with prompts."""
     max_num_seqs: int = setting(256, least=1)
     kv_tokens: float | None = setting(None, least=1)
+    """None: unlimited."""
     prefill: StageTime | None = None
+    """Time of a step's prompt tokens; None, without `steps` and `layers`: computed elsewhere."""
     max_num_batched_tokens: int = setting(2048, least=1)
     prefix_hits: Callable[[], PrefixHits] | None = None
+    """None: no reuse."""
     shortest_first: bool = False
 
     def __post_init__(self) -> None:
@@ -159,18 +159,19 @@ class InstanceConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(Settings):
-    """Every instance has `capacity` slots and loads at load_bytes_per_s (inf: at once).
-
-    fetch_bytes_per_s: from another host.  starvation_s: after this wait younger requests stop.  blocking: a
-    load blocks steps, as in vLLM's S-LoRA.  prefetched: resident at the start, the last evicted first.
-    """
+    """Every instance has `capacity` slots."""
 
     capacity: int = setting(least=1)
     load_bytes_per_s: float = setting(math.inf, check=_positive)
+    """inf: at once."""
     fetch_bytes_per_s: float = setting(math.inf, check=_positive)
+    """From another host."""
     starvation_s: float = setting(5.0, check=_not_negative)
+    """After this wait younger requests stop."""
     blocking: bool = True
+    """A load blocks steps, as in vLLM's S-LoRA."""
     prefetched: Sequence[str] = ()
+    """Resident at the start, the last evicted first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,47 +183,45 @@ class LocalConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SimLoraServerConfig(LocalConfig):
-    """One LoRA Server of `capacity` slots for all instances.
-
-    load_bytes_per_s: of all GPUs.  num_stages: y of EPx-PPy.  control_s: round trip of a lease; steps do not
-    wait.
-    """
+    """One LoRA Server of `capacity` slots for all instances; load_bytes_per_s: of all GPUs."""
 
     num_stages: int = setting(1, least=1)
+    """y of EPx-PPy."""
     layer_wise: bool = True
     control_s: float = setting(0.001, least=0)
+    """Round trip of a lease; steps do not wait."""
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
-"""(tokens per adapter in the last interval, seconds) -> {adapter: [(instance, phi), ...]}; first without
-both.
+"""(tokens per adapter in the last interval, seconds) -> {adapter: [(instance, phi), ...]}.  The first call
+has neither.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Settings):
-    """planner: called every interval_s.  mean_output_tokens: before any observation."""
+    """Placement renewed during a run."""
 
     planner: Callable[[], Planner]
+    """Called every interval_s."""
     interval_s: float = setting(30.0, above=0)
     mean_output_tokens: float = setting(128.0, above=0)
+    """Before any observation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig(Settings):
-    """Equal instances and their adapters.
-
-    lora_ranks: for step times; unnamed adapters count as base model.  placement: for a `PhiRouting` router;
-    None: every host has all adapters.
-    """
+    """Equal instances and their adapters."""
 
     num_instances: int = setting(least=1)
     instance: InstanceConfig
     adapters: LocalConfig | SimLoraServerConfig
     adapter_bytes: AdapterBytes = 0.0
     lora_ranks: Mapping[str, int] = field(default_factory=dict)
+    """For step times; unnamed adapters count as base model."""
     router: Callable[[], Router] = LeastOutstanding
     placement: PlacementConfig | None = None
+    """For a `PhiRouting` router; None: every host has all adapters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of paged attention: attending, joining split sequences.
+"""Triton kernels of paged attention.
 
 Legend: N heads, G heads of a kv head, D head_dim, P parts.  A program of `attend` holds consecutive rows of a
 sequence times the G heads of a kv head (GQA packing), and walks over key blocks at multiples of BLOCK_N
@@ -23,8 +23,9 @@ _NUMBERS = ("window", "num_seqs", "table_stride")
 
 @triton.jit
 def sequence_of(item, query_start, num_seqs, ROWS: tl.constexpr):
-    """The sequence of tile `item`: the last with query_start // ROWS + number <= item.  ROWS 0: of row
-    `item`.
+    """The sequence of tile `item`: the last with query_start // ROWS + number <= item.
+
+    With ROWS 0, the sequence of row `item`.
     """
     low, high = 0, num_seqs
     while low < high:
@@ -77,7 +78,7 @@ def _sequence_and_part(
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The sequence (num_seqs: none) and part at `place` in all parts."""
+    """The sequence (num_seqs: none) and the part at `place` among all parts."""
     seq, begin, total = 0, 0, 0
     for first in tl.range(0, num_seqs, _SEQUENCES):
         one = first + tl.arange(0, _SEQUENCES)
@@ -92,7 +93,7 @@ def _sequence_and_part(
 
 @triton.jit
 def _product(a, b, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # the interpreter's product of two-byte dtypes is wrong
+    if INTERPRETED:  # see `entries.dot`
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
 

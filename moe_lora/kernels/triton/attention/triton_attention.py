@@ -23,10 +23,12 @@ _MIN_DOT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
-    """Launch of `attend`.  block_m: packed query rows; block_n: keys of a step."""
+    """Launch of `attend`."""
 
     block_m: int
+    """Packed query rows."""
     block_n: int
+    """Keys of a step."""
     num_warps: int
     num_stages: int
     part_tokens: int = PART_TOKENS

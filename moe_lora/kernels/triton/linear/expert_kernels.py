@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of experts.  Legend: see `experts`.
 
-Tiles add along H in the same steps of the same instruction: a row's bits don't depend on the batch.
+Tiles add along H in the same steps of the same instruction, for equal bits.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def choose_experts(
 
 @triton.jit
 def _expert_of(ids, row, num_rows, first, num_experts):
-    """Expert from `first`; E without an expert, E + 1 past the last row."""
+    """Each row's expert, from `first`; E without an expert, E + 1 past the last row."""
     expert = tl.load(ids + row, mask=row < num_rows, other=-1)
     expert = tl.where((expert >= first) & (expert < first + num_experts), expert - first, num_experts)
     return tl.where(row < num_rows, expert, num_experts + 1)
@@ -162,8 +162,7 @@ def _order(mine, ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("num_rows", "first"))
 def order_rows(ids, order, num_rows, first, num_experts, BLOCK: tl.constexpr):
-    """order: first position of each expert's rows, of rows without expert, and R; then the row at each
-    position.
+    """order: first position of each expert's rows, of rows without expert, and R; then each position's row.
 
     [E + 2 + R], stable.  first: number of the first expert.  A program per expert, and one for the rest.
     """
@@ -227,8 +226,7 @@ def choose_and_order(
     BLOCK_OTHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`choose_experts`; then `order_rows` if `ordered` is E + 1, not 0, and `segment_kernels.sort_rows` if
-    SORTS.
+    """`choose_experts`; then `order_rows` if `ordered` is E + 1, and `segment_kernels.sort_rows` if SORTS.
 
     An item per program: tokens, then experts of the order, then blocks of rows to sort.  The last wait for
     all tokens without deadlock: programs take items in order, so a token is done or at a running program.
@@ -300,7 +298,7 @@ def gated(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def ends_of_tiles(order, num_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Start and end of experts' rows, and running number of tiles; expert E: without expert."""
+    """Start and end of experts' rows, and running number of tiles; expert E: rows without expert."""
     e = tl.arange(0, EXPERTS)
     begin_E = tl.load(order + e, mask=e <= num_experts, other=0)
     end_E = tl.load(order + e + 1, mask=e <= num_experts, other=0)
@@ -431,7 +429,7 @@ def expert_linear(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         y_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         if expert < num_experts:
-            # Past the last row read another row, but in small tiles: all programs would read row 0.
+            # Without a mask past the last row, except in small tiles: all programs would read row 0.
             first = (expert.to(tl.int64) * out_width).to(tl.int64) * width
             w_rows = weight + first + tl.minimum(n, columns - 1)[:, None].to(tl.int64) * width
             x_rows = x + (row // ROWS_PER_INPUT)[:, None].to(tl.int64) * width

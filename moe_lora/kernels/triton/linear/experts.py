@@ -18,7 +18,7 @@ from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import RowsToSort
 
 ROW_MAX_TOKENS = 8
-"""Most tokens, with at most E rows, for a tile per row."""
+"""Up to this number of tokens, with at most E rows, each row is a tile."""
 ONE_LAUNCH_MAX_ROWS = 1024
 """Up to this number of rows, choosing and ordering are one launch."""
 _COLUMN_BLOCK, _BLOCK_K, _BLOCK_SORTED, _BLOCK_OTHER = 1024, 64, 8, 256
@@ -34,12 +34,15 @@ class Gate(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """block_t: rows; block_n: of N; group: tiles in parallel."""
+    """Tiles of a launch."""
 
     block_t: int
+    """Rows."""
     block_n: int
+    """Columns of N."""
     block_k: int
     group: int
+    """Tiles in parallel along N."""
     num_stages: int
     num_warps: int
     programs_per_sm: int
@@ -73,7 +76,7 @@ def row_config(dtype: torch.dtype, width: int, gated: bool, all_at_once: bool) -
 
 
 _MOST_OF_TILES = ((16, 12), (32, 24), (64, 80))
-"""Sizes of tiles, with the largest mean number of an expert's rows (H200)."""
+"""Sizes of tiles, each with the largest mean number of an expert's rows (H200)."""
 
 
 def rows_of_tiles(num_rows: int, num_experts: int) -> int:
@@ -82,19 +85,19 @@ def rows_of_tiles(num_rows: int, num_experts: int) -> int:
 
 
 class GateChoice(NamedTuple):
-    """How a gate chooses `top_k` experts.
-
-    scores: 0 softmax of the chosen logits, 1 softmax of all, 2 sigmoids.  norm: p of the p-norm that divides
-    the chosen scores of 1 and 2, 0 = not divided.  Of num_groups equal groups, the top_groups with the
-    largest sums of two scores are open.  scale: of the weights.
-    """
+    """How a gate chooses `top_k` experts."""
 
     top_k: int
     scores: int
+    """0: softmax of the chosen logits, 1: softmax of all, 2: sigmoids."""
     norm: float = 0.0
+    """p of the p-norm that divides the chosen scores of 1 and 2; 0: not divided."""
     num_groups: int = 1
+    """Equal groups of experts."""
     top_groups: int = 1
+    """Number of groups with chosen experts, by largest sums of two scores."""
     scale: float = 1.0
+    """Of the weights."""
 
 
 def choose(
@@ -230,8 +233,8 @@ def linear(
 ) -> torch.Tensor:
     """`reference.expert_linear`, [R, N]; with a gate its activation, [R, N / 2].
 
-    x: [T, H] or [R, H], bf16, fp16 or fp32.  deltas: added before the gate, if `adds_deltas` and x [T, H].
-    Raises ValueError for bad operands.
+    x: [T, H] or [R, H], bf16, fp16 or fp32.  order: of the same ids.  deltas: added before the gate, if
+    `adds_deltas` and x [T, H].  Raises ValueError for bad operands.
     """
     num_experts, out_width, width = weight.shape
     _check(x, weight, bias, ids, order)

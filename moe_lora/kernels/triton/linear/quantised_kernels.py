@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of linear layers over quantised weights.
 
-Legend: R rows, N output width, H input width, S separate sums over the inputs.  PACKED: two values of 4 bits
-in a byte.
+Legend: see `experts`; S separate sums over the inputs.  PACKED: two values of 4 bits in a byte.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights on a GPU.
 
-Legend: T tokens, K experts per token, E experts, R rows (T, or T*K), N output width, H input width.  A tile
-becomes round(scale * q) in x's dtype, with the bits of `quantised.dequantise`.  H, format and dtype fix the
-order of fp32 sums.
+Legend: see `experts`; R rows: T, or T*K.  A tile becomes round(scale * q) in x's dtype, with the bits of
+`quantised.dequantise`.  H, format and dtype fix the order of fp32 sums.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ class Deltas(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Shared operands of a site's kernels.
-
-    max_lora_rank: largest possible rank.  padded_rank: in "bgmv".
-    """
+    """Shared operands of a site's kernels."""
 
     x: torch.Tensor
     site: Site
@@ -63,7 +60,9 @@ class Problem:
     segments: segments.Segments
     decode: bool
     max_lora_rank: int
+    """Largest possible rank."""
     padded_rank: int = 0
+    """Rank of every row in "bgmv"."""
 
     @property
     def num_rows(self) -> int:

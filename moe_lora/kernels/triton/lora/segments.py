@@ -38,16 +38,14 @@ class RowsToSort(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Rows in sorted order, or in the given order.
-
-    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, first
-    and last + 1 position of the segment, slot and expert (-1, -1: none).  count: [1] int32 rows with an
-    adapter.
-    """
+    """Rows in sorted order, or in the given order."""
 
     rows: torch.Tensor
+    """[R] int32: row at each position; rows with an adapter come first."""
     described: torch.Tensor
+    """[R, 4] int32: first and last + 1 position of the segment, slot and expert (-1, -1: none)."""
     count: torch.Tensor
+    """[1] int32: rows with an adapter."""
     is_sorted: bool = True
     _tiles: dict[int, Tiles] = field(default_factory=dict)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function per kernel: workspace, grid and constants.  Legend: see `wgmma_shrink`."""
+"""A function per kernel: workspace, grid and constants of a launch.  Legend: see `wgmma_shrink`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _TENSOR_CORE_DTYPES = (torch.bfloat16, torch.float16)
 _RANK_ROWS = 64
 _ALIGNED = 16
-"""Elements: rows of such widths are 16-byte aligned for Triton."""
+"""Rows of multiples of this width, in elements, are 16-byte aligned for Triton."""
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:

@@ -97,10 +97,10 @@ def lora_shrink(
 
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
-    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row with an adapter, or -.
+    """y[row, columns of module] = round(y + round(scale * h @ B.T)) for each row with an adapter.
 
-    y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the site.  In fp32 the delta
-    stays unrounded.  Raises ValueError for a bad y.
+    subtract: y - round(..).  y: [R, C] in x's dtype, rows contiguous (row stride free); may be wider than the
+    site.  In fp32 the delta stays unrounded.  Raises ValueError for a bad y.
     """
     check_output(y, shrunk.problem, "y", or_fp32=True)
     _expand(shrunk, y, add=True, subtract=subtract)
@@ -130,10 +130,7 @@ def lora_delta(
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
 ) -> None:
-    """out = delta of each row, zero without an adapter.
-
-    y + out has the bits of `lora_shrink` and `lora_expand`.
-    """
+    """out = delta of each row, zero without an adapter."""
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
     out.zero_()

@@ -5,7 +5,7 @@ Legend: R rows, S separate sums over the input width H, M modules of the site.
 
 wgmma's 64 rows are rank rows (or output columns), its N the tile's tokens: small tiles waste little.  Weights
 come STAGES - 1 steps ahead, by pointer or TMA.  Loops are not warp-specialized: Triton would then overwrite a
-descriptor before its loads end.  S fixes the order of sums: the same in decode and prefill.
+descriptor before its loads end.
 """
 
 from __future__ import annotations
