@@ -26,7 +26,7 @@ def counted() -> Mapping[str, Found]:
 
 @pytest.fixture(scope="module")
 def traced() -> Mapping[str, Found]:
-    return trace_counts(trace_requests(ROOT, sys.executable))
+    return trace_counts(trace_requests(ROOT, sys.executable, generate_code=False))
 
 
 @pytest.mark.parametrize("name", COUNTS)

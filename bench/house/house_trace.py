@@ -66,12 +66,18 @@ class Windows:
     modules: dict[str, set[str]]
 
 
-def trace_requests(tree: Path, python: str) -> dict[str, Any]:
-    """Start a server of the tree, send the requests, and count the functions of each kind of window."""
+def trace_requests(tree: Path, python: str, *, generate_code: bool = True) -> dict[str, Any]:
+    """Start a server of the tree, send the requests, and count the functions of each kind of window.
+
+    generate_code: False runs the graphs of compiled layers (`CapturedGraphs`).
+    """
     import httpx
 
     tree = tree.resolve()
-    with tempfile.TemporaryDirectory() as name, _server(tree, python, Path(name)) as (url, server):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _server(tree, python, Path(name), generate_code) as (url, server),
+    ):
         folder = Path(name)
         with httpx.Client(base_url=url, timeout=600) as http:
             _wait_ready(http, server, folder / "log")
@@ -86,12 +92,15 @@ def trace_requests(tree: Path, python: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _server(tree: Path, python: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def _server(
+    tree: Path, python: str, folder: Path, generate_code: bool
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     (folder / WINDOW_FILE).write_bytes(b"\0")
     recorder = Path(__file__).with_name("house_recorder.py").resolve()
-    (folder / "sitecustomize.py").write_text(
-        f"import runpy\nrunpy.run_path({str(recorder)!r}, run_name='house_recorder')['record']()\n"
-    )
+    lines = [f"import runpy, sys; recorder = runpy.run_path({str(recorder)!r}, run_name='house_recorder')"]
+    lines += ["recorder['record']()"]
+    lines += [] if generate_code else ["sys.meta_path.insert(0, recorder['CapturedGraphs']())"]
+    (folder / "sitecustomize.py").write_text("\n".join(lines) + "\n")
     paths = [str(folder), str(tree), os.environ.get("PYTHONPATH", "")]
     variables = {FOLDER: str(folder), TREE: str(tree), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with socket.socket() as free:
