@@ -146,7 +146,7 @@ compiled_layers.lookup_backend = lambda name: lambda graph, inputs: graph
 """
 """`captured_graphs` of a process from its start."""
 COMPILED = [
-    ("mixtral", (4,), False),
+    pytest.param("mixtral", (4,), False, marks=SLOW),
     *(pytest.param(*cell, True, marks=SLOW) for cell in product(MOE_FAMILIES, (None, (4,)))),
 ]
 
