@@ -20,6 +20,9 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from .forked_children import Forks, children_are_forked, children_start_anew
 from .patience import PATIENCE_S
 
+# The compiler would ask the C++ compiler whether this machine's vectors can be used: 8 s of CPU time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A shell's background job ignores SIGINT, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,14 @@ def torchao_logits(
     model_dir: Path, adapter: Path | None, quantisation: Quantisation, prompt: Sequence[int]
 ) -> torch.Tensor:
     """Logits of transformers and peft in fp32, their base's products computed by torchao."""
-    model = load_model(model_dir)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    model = _adapted(model_dir, adapter)
     with torch.inference_mode(), TorchaoLinears(model, quantisation) as mode:
         logits = model(torch.tensor([list(prompt)])).logits[0].float()
     assert mode.num_products >= 8, "torchao computed attention and MLP or experts of both layers"
     return logits
+
+
+@lru_cache(maxsize=3)
+def _adapted(model_dir: Path, adapter: Path | None) -> Any:
+    model = load_model(model_dir)
+    return model if adapter is None else PeftModel.from_pretrained(model, str(adapter)).eval()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,9 +61,20 @@ MIXES = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mix=MIXES)
 def test_every_request_ends_within_a_bounded_number_of_steps(mix):
+    assert_all_end(mix)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(mix=MIXES)
+def test_every_request_of_many_mixes_ends(mix):
+    assert_all_end(mix)
+
+
+def assert_all_end(mix: Mix) -> None:
     rng = random.Random(mix.seed)
     least = -(-MAX_LEN // BLOCK_SIZE) + LARGEST
     parts = Parts(num_pages=least + mix.spare_pages, room_pages=LARGEST, prompt=False, **mix.settings)

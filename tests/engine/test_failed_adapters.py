@@ -85,9 +85,14 @@ def fail_where(monkeypatch, bad) -> list[int]:
     return failed
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize(
-    "ranks", [{"expert_parallel": 2}, {"tensor_parallel": 2}], ids=lambda one: next(iter(one))
+    ("ranks", "where"),
+    [
+        pytest.param({"expert_parallel": 2}, "before", id="expert_parallel-before"),
+        pytest.param({"expert_parallel": 2}, "after", id="expert_parallel-after", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, "before", id="tensor_parallel-before", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, "after", id="tensor_parallel-after"),
+    ],
 )
 def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(monkeypatch, ranks, where):
     core = build_engine(replace(CONFIG, **ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.engine.test_host_assisted import lora_server
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
 FIRST, SECOND = 0, 1
+QUICK = (("fold_in", "llama", 1), ("take_out", "mixtral", 3))
 
 
 def alone(llm: LLM, model, slot: int) -> tuple[int, ...]:
@@ -62,20 +64,17 @@ def half_written(monkeypatch, name: str, number: int) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("name", ["fold_in", "take_out"])
 @pytest.mark.parametrize(
-    ("family", "number"),
+    ("name", "family", "number"),
     [
-        ("llama", 1),
-        ("mixtral", 3),
-        pytest.param("llama", 3, marks=pytest.mark.slow),
-        pytest.param("mixtral", 1, marks=pytest.mark.slow),
+        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+        for cell in product(("fold_in", "take_out"), ("llama", "mixtral"), (1, 3))
     ],
 )
 def test_merge_that_fails_half_way_leaves_exact_weights_and_all_tokens(
     name,
-    number,
     family,
+    number,
     served,  # noqa: F811
     monkeypatch,
     caplog,
@@ -183,7 +182,7 @@ def test_merge_that_fails_on_a_follower_is_undone_on_all_ranks(served, monkeypat
         assert llm.stats().merges > 0
 
 
-@pytest.mark.parametrize("name", ["fold_in", "take_out"])
+@pytest.mark.parametrize("name", [pytest.param("fold_in", marks=pytest.mark.slow), "take_out"])
 def test_beside_a_lora_server_a_failed_merge_leaves_deltas_to_the_server(name, served, monkeypatch):  # noqa: F811
     model = served("llama")
     use(monkeypatch, EveryMode(2))

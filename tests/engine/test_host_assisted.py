@@ -43,7 +43,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
 """An adapter of a tiny model takes about a third of a second."""
 QUICK = ("llama", "gpt_oss")
-"""Families of the default run; mixtral has its prompts in chunks."""
+"""Families of the default run: one alone, one of several ranks; mixtral has its prompts in chunks."""
 WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
@@ -80,7 +80,7 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
     ("family", "way"),
     [
         *(
-            pytest.param(family, "all_at_once", marks=() if family in QUICK else pytest.mark.slow)
+            pytest.param(family, "all_at_once", marks=() if family == "llama" else pytest.mark.slow)
             for family in FAMILIES
         ),
         *(pytest.param(*one.values, "all_at_once", marks=one.marks) for one in later("olmoe")),

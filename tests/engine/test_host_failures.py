@@ -47,9 +47,20 @@ def fail_for(monkeypatch, bad) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("num_bad", [1, 3])
-@pytest.mark.parametrize("way", ["all_at_once", "chunked_prefill"])
+@pytest.mark.parametrize(
+    ("way", "num_bad", "streamed"),
+    [
+        pytest.param(
+            way,
+            num_bad,
+            streamed,
+            marks=pytest.mark.slow if streamed ^ (num_bad == 3) ^ (way == "all_at_once") else (),
+        )
+        for way in ("all_at_once", "chunked_prefill")
+        for num_bad in (1, 3)
+        for streamed in (False, True)
+    ],
+)
 def test_requests_of_adapters_that_the_host_can_not_compute_wait_for_the_device(
     streamed,
     num_bad,

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 DEMO = Path(__file__).parents[2] / "demo"
 UPPER, REVERSE = (str(DEMO / "adapters" / name) for name in ("upper", "reverse"))
 ALL = PauseScope()
-LONG = 200
+LONG = 40
 
 
 @pytest.fixture

@@ -83,9 +83,9 @@ def test_odd_shapes_answer_as_peft_does(name, tmp_path):
     targets = ("qkv", "o", "gate_up", "down", "router")
     adapters = tuple(
         make_adapter("gemma4", odd, tmp_path / f"rank{rank}", rank, targets, seed=rank, scale=2 / rank**0.5)
-        for rank in RANKS
+        for rank in RANKS[::2]
     )
-    answers_as_peft(Served("gemma4", odd, adapters), eager=True, max_num_batched_tokens=9, max_num_seqs=8)
+    answers_as_peft(Served("gemma4", odd, 2 * adapters), eager=True, max_num_batched_tokens=9, max_num_seqs=8)
 
 
 def test_a_page_holds_both_sizes_without_padding(base):

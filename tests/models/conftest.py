@@ -54,17 +54,22 @@ class Served:
     adapters: tuple[Path, ...]
 
 
+_made: dict[str, Served] = {}
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """family → its tiny checkpoint with adapters of ranks 4, 8, 16 and 64 on attention and experts."""
-    made: dict[str, Served] = {}
+    """family → its tiny checkpoint with adapters of ranks 4, 8, 16 and 64 on attention and experts.
+
+    The fixture exists once for each module that imports it; the modules share what it made.
+    """
 
     def make(family: str) -> Served:
-        if family not in made:
+        if family not in _made:
             folder = tmp_path_factory.mktemp(family)
             base = make_checkpoint(family, folder / "base", seed=SEEDS[family])
-            made[family] = Served(family, base, tuple(_adapter(family, base, folder, r) for r in RANKS))
-        return made[family]
+            _made[family] = Served(family, base, tuple(_adapter(family, base, folder, r) for r in RANKS))
+        return _made[family]
 
     return make
 

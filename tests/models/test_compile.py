@@ -69,7 +69,13 @@ def num_graphs(family):
     return 2 if family in ("gpt_oss", *BESIDE_FAMILIES) else 1
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *BESIDE_FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=() if one in ("llama", "mixtral", "gpt_oss", "afmoe") else pytest.mark.slow)
+        for one in (*FAMILIES, *BESIDE_FAMILIES)
+    ],
+)
 def test_layers_share_one_graph_without_breaks(family, served):
     graphs = []
 
@@ -120,6 +126,7 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
     assert not called["moe_lora.linear"]
 
 
+@pytest.mark.slow
 def test_plain_dense_layers_stay_between_begin_and_add_to(served, monkeypatch):
     """Compiled as for a GPU: the base GEMM is torch's."""
     monkeypatch.setattr(ops, "linear", reference.linear)

@@ -83,6 +83,17 @@ def test_code_for_any_number_of_rows_is_asked_for_once(served, asked, graphs):
     assert asked == [2] * num_layers + [1] * num_layers
 
 
+def test_generated_code_for_any_number_of_rows_is_called_without_the_compiler(served, asked):
+    """The code of `test_compile.py`, from the same cache."""
+    model = served("mixtral")
+    harness = Harness(model.model_dir, model.adapters, max_sequences=32)
+    layers = CompiledLayers(num_buckets=0)
+    for number, (num_rows, forward) in enumerate(((2, marking(layers)), (3, layers), (7, layers))):
+        found = logits(harness, forward, num_rows, number)
+        assert (found - logits(harness, DecoderLayer.forward, num_rows, number)).abs().max() < 1e-4
+    assert asked == [2] * len(harness.model.layers)
+
+
 def test_no_step_is_held_and_no_layer_outlives_its_engine(served, graphs):
     torch._dynamo.reset()
     model = served("llama")

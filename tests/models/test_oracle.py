@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.families import ALL_FAMILIES, make_adapter, make_checkpoint
+from tests.families import ALL_FAMILIES, FAMILIES, RECURRENT_FAMILIES, make_adapter, make_checkpoint
 from tests.oracle import reference_logits
 
 from .harness import Harness
@@ -31,6 +31,7 @@ def assert_logits(served, slots, sequences, found):
         assert (logits - expected).abs().max() < MAX_LOGIT_DIFFERENCE, (slot, len(sequence))
 
 
+IN_CHUNKS = (*FAMILIES, *RECURRENT_FAMILIES, "deepseek_v3", "gemma4", "afmoe")
 IN_BF16 = ("llama", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4")
 
 
@@ -41,7 +42,9 @@ def test_prefill_logits_of_a_mixed_batch_equal_peft(family, served):
     assert_logits(model, SLOTS, prompts, logits)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in IN_CHUNKS else pytest.mark.slow) for one in ALL_FAMILIES]
+)
 def test_chunked_prefill_beside_decodes_gives_the_same_logits(family, served):
     model = served(family)
     slots = (3, -1, 1)

@@ -76,8 +76,14 @@ def under_pressure(expected: tuple[Served, float, Answers], **changes) -> Engine
     return stats
 
 
-@pytest.mark.parametrize("host_arena_mb", [0, 2])
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "host_arena_mb"),
+    [
+        pytest.param(policy, host_mb, marks=() if (number + host_mb // 2) % 2 else pytest.mark.slow)
+        for number, policy in enumerate(CACHE_POLICIES)
+        for host_mb in (0, 2)
+    ],
+)
 def test_answers_are_those_of_a_large_arena(policy, host_arena_mb, expected):
     stats = under_pressure(expected, cache_policy=policy, host_arena_mb=host_arena_mb)
     assert (stats.swapped_out_bytes > 0) == (host_arena_mb > 0)

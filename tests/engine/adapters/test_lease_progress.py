@@ -144,9 +144,20 @@ MIXES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mix=MIXES)
 def test_every_request_of_every_instance_ends_within_a_bounded_number_of_steps(mix):
+    assert_all_end(mix)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(mix=MIXES)
+def test_every_request_of_many_mixes_ends(mix):
+    assert_all_end(mix)
+
+
+def assert_all_end(mix: Mix) -> None:
     rng, clock = random.Random(mix.seed), VirtualClock()
     server = TableServer(clock, mix.capacity, mix.table_starvation_s)
     instances = [

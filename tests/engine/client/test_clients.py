@@ -27,6 +27,7 @@ from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.client import EngineClient
 from tests.dist.cluster_jobs import children, until
+from tests.engine.ranks.test_expert_parallel import INSTANCE, followers_of
 
 DEMO = Path(__file__).parents[3] / "demo"
 CONFIG = EngineConfig(
@@ -277,10 +278,10 @@ def test_engine_that_cannot_start_says_why(tmp_path):
     assert set(children(os.getpid())) == before
 
 
-def test_killed_engine_fails_its_requests_and_is_started_again(start_anew):
-    before = set(children(os.getpid()))
+def test_killed_engine_fails_its_requests_and_is_started_again():
+    before = {*followers_of(os.getpid(), INSTANCE)}
     with instance_processes(CONFIG) as [client]:
-        [pid] = {*children(os.getpid())} - before
+        [pid] = {*followers_of(os.getpid(), INSTANCE)} - before
 
         async def kill() -> None:
             async for _ in client.generate(ask("victim", max_tokens=200)):
@@ -292,4 +293,5 @@ def test_killed_engine_fails_its_requests_and_is_started_again(start_anew):
             asyncio.run(collect(client, ask("late")))
         assert not asyncio.run(client.is_alive())
         asyncio.run(client.abort("victim"))  # of no use, and no error
-        until(lambda: {*children(os.getpid())} - before - {pid}, lambda: "it is not started again")
+        before.add(pid)
+        until(lambda: {*followers_of(os.getpid(), INSTANCE)} - before, lambda: "it is not started again")

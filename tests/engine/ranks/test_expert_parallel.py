@@ -12,22 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import product
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch.distributed as dist
 
 from bench.harness.processes import engine_processes
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
 from moe_lora.core.host import OwnFolder
+from moe_lora.core.processes import Child
+from moe_lora.core.request import GenerateRequest
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.ranks.follower import gather_followers
 from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
 from moe_lora.engine.step.step_batch import packed_message
-from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, FURTHER_MOE, MOE_FAMILIES, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
@@ -40,6 +44,7 @@ MODEL = Path(__file__).parents[3] / "demo" / "model"
 SLOW = pytest.mark.slow
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+INSTANCE = "moe_lora.dist.launch.run_role"
 TIGHT = {"max_loras": 2, "max_num_batched_tokens": 9, "max_num_seqs": 8, "max_model_len": 128}
 """Prompts come in chunks and adapters take turns; with the least KV, sequences are preempted too."""
 
@@ -60,8 +65,8 @@ def answers(llm: LLM, model) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in llm.generate(*traffic(model), GREEDY)]
 
 
-def followers_of(pid: int) -> list[int]:
-    """Follower processes that this process started."""
+def followers_of(pid: int, module: str = "moe_lora.engine.ranks.follower") -> list[int]:
+    """Processes of this module that this process started."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -70,7 +75,7 @@ def followers_of(pid: int) -> list[int]:
                 command = (entry / "cmdline").read_text()
             except (OSError, IndexError):
                 continue
-            if parent == pid and "moe_lora.engine.ranks.follower" in command:
+            if parent == pid and module in command:
                 found.append(int(entry.name))
     return found
 
@@ -141,7 +146,7 @@ compiled_layers.lookup_backend = lambda name: lambda graph, inputs: graph
 """
 """`captured_graphs` of a process from its start."""
 COMPILED = [
-    ("mixtral", (4,), False),
+    pytest.param("mixtral", (4,), False, marks=SLOW),
     *(pytest.param(*cell, True, marks=SLOW) for cell in product(MOE_FAMILIES, (None, (4,)))),
 ]
 
@@ -218,11 +223,10 @@ def test_follower_that_hangs_ends_the_engine(adapter):
         assert comes_true(lambda: not is_running(follower))
 
 
-def test_followers_end_with_a_killed_rank_0(start_anew):
+def test_followers_end_with_a_killed_rank_0():
     config = EngineConfig(model_dir=str(MODEL), eager=True, num_threads=2, expert_parallel=2)
-    before = set(children(os.getpid()))
     with engine_processes(config):
-        [pid] = {*children(os.getpid())} - before
+        [pid] = followers_of(os.getpid(), INSTANCE)
         followers = followers_of(pid)
         assert len(followers) == 1
         os.kill(pid, signal.SIGKILL)
@@ -285,6 +289,28 @@ else:
 """
 
 
+def test_ranks_that_meet_as_torchrun_s_do_answer_alike(monkeypatch):
+    """In the store of torchrun's agent."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    other = Child("-m", "tests.engine.ranks.torchrun_rank", environment={**job, "RANK": "1"})
+    for name, value in {**job, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    config = EngineConfig(model_dir=str(MODEL), eager=True, num_threads=1)
+    found = []
+    for settings in ({}, {"expert_parallel": 2}):
+        ranks = replace(config, **settings)
+        core = build_engine(ranks, gather_followers(ranks) if settings else None)
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        core.add_request(GenerateRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling=sampling))
+        found.append([core.step()[0].token_ids[0] for _ in range(3)])
+        core.close()
+    assert found[0] == found[1]
+    assert other.ended.result(PATIENCE_S) == 0
+
+
+@SLOW
 def test_ranks_started_by_torchrun_answer_alike(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(TORCHRUN_PROGRAM)

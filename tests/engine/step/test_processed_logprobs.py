@@ -95,8 +95,14 @@ def expected(sampling: SamplingParams, tokens: tuple[int, ...], adapter: str | N
     return scores
 
 
-@pytest.mark.parametrize("adapter", [None, "upper"])
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        pytest.param(name, adapter, marks=pytest.mark.slow if number % 2 == (adapter is None) else ())
+        for number, name in enumerate(SETTINGS)
+        for adapter in (None, "upper")
+    ],
+)
 def test_processed_values_equal_transformers(llm, name, adapter):
     sampling = sampled(**SETTINGS[name])
     [found] = llm.generate([PROMPT], adapter, sampling)

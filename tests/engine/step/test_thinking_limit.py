@@ -14,7 +14,10 @@ from moe_lora.engine.text.grammars import regex_grammar
 from .test_grammar_rows import PROMPT, core, step  # noqa: F401  (the fixture)
 
 CLOSING = (50, 51, 52)
-SAMPLING: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 16, "ignore_eos": True}
+NUM_TOKENS = 12
+SAMPLING: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+QUICK = ((True, 0), (False, 1), (True, 5))
 
 
 def answer(engine, generated: tuple[int, ...] = (), **sampling: Any) -> list[int]:
@@ -26,9 +29,15 @@ def answer(engine, generated: tuple[int, ...] = (), **sampling: Any) -> list[int
     return answers["one"]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 5])
-@pytest.mark.parametrize("is_open", [True, False])
-def test_the_closing_mark_follows_the_last_token(core, num_tokens, is_open):  # noqa: F811
+@pytest.mark.parametrize(
+    ("is_open", "num_tokens"),
+    [
+        pytest.param(is_open, num, marks=() if (is_open, num) in QUICK else pytest.mark.slow)
+        for is_open in (True, False)
+        for num in (0, 1, 5)
+    ],
+)
+def test_the_closing_mark_follows_the_last_token(core, is_open, num_tokens):  # noqa: F811
     plain = answer(core)
     opening = () if is_open else tuple(plain[1:3])  # after a gap
     start = 0 if is_open else 3
@@ -38,7 +47,7 @@ def test_the_closing_mark_follows_the_last_token(core, num_tokens, is_open):  # 
     assert found[:end] == plain[:end]
     assert tuple(found[end : end + 3]) == CLOSING
     known = tuple(found[: end + 3])
-    assert found == list(known) + answer(core, known)[: 16 - len(known)]
+    assert found == list(known) + answer(core, known)[: NUM_TOKENS - len(known)]
     for cut in range(1, end + 4):
         assert found[cut:] == answer(core, tuple(found[:cut]), thinking=limit), "a moved request goes on"
 
@@ -48,7 +57,7 @@ def test_a_reasoning_that_ends_by_itself_is_left_alone(core):  # noqa: F811
     for limit in (
         ThinkingLimit(6, (), tuple(plain[2:4])),
         ThinkingLimit(2, (126, 125), CLOSING),  # never opened
-        ThinkingLimit(16, (), CLOSING),
+        ThinkingLimit(NUM_TOKENS, (), CLOSING),
     ):
         assert answer(core, thinking=limit) == plain
 
@@ -63,7 +72,7 @@ def test_a_begun_mark_is_completed(core):  # noqa: F811
 def test_rows_beside_it_and_other_edits_keep_their_tokens(core):  # noqa: F811
     plain = answer(core)
     params = SamplingParams(**SAMPLING)
-    limited = replace(params, thinking=ThinkingLimit(2, (), CLOSING), min_tokens=16)
+    limited = replace(params, thinking=ThinkingLimit(2, (), CLOSING), min_tokens=NUM_TOKENS)
     for name, one in (("plain", params), ("limited", limited)):
         core.add_request(GenerateRequest(request_id=name, prompt_token_ids=PROMPT, sampling=one))
     answers: dict[str, list[int]] = {}
