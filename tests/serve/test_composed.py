@@ -246,6 +246,7 @@ def test_rights_to_each_term_ranks_and_room(tmp_path):
         assert sum(name.startswith("composed:") for name in names) == MAX_COMPOSED
 
 
+@pytest.mark.slow
 def test_front_ends_that_unload_sums_at_once_end_no_request(server):
     """A sum is chosen at one front end while the other unloads it; streams of others go on."""
     http = Http(server.url)

@@ -155,6 +155,7 @@ def test_answers_come_from_the_other_replica_when_one_is_killed(folder, alone, t
             hidden.rename(folder)
 
 
+@pytest.mark.slow
 def test_adapters_move_with_the_placement_while_answers_stay_the_same(folder, alone, tmp_path):
     placed = (
         "--placement",

@@ -62,6 +62,10 @@ def served(request, tmp_path_factory) -> Iterator[DemoServer]:
         assert not [*root.glob("*received*")]
 
 
+of_one = pytest.mark.parametrize("served", [()], indirect=True, ids=["alone"])
+"""For what each front end does alike."""
+
+
 @pytest.fixture
 def http(served) -> Http:
     return Http(served.url)
@@ -126,6 +130,7 @@ def hostile() -> dict[str, tuple[bytes, str]]:
     }
 
 
+@of_one
 @pytest.mark.parametrize("kind", list(hostile()))
 def test_a_hostile_body_is_refused_by_name_and_leaves_the_served_version(http, kind):
     body, problem = hostile()[kind]
@@ -137,6 +142,7 @@ def test_a_hostile_body_is_refused_by_name_and_leaves_the_served_version(http, k
     assert http.complete("guarded") == before
 
 
+@of_one
 @pytest.mark.parametrize(
     ("path", "head", "problem"),
     [
@@ -173,6 +179,7 @@ def test_tensors_in_base64_are_served(http):
     assert http.complete("encoded", 8)["text"] == http.complete("upper", 8)["text"]
 
 
+@of_one
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -218,6 +225,7 @@ def test_escaped_base64_is_read_in_pieces_of_any_size(engine, tokenizer, escapes
     asyncio.run(run())
 
 
+@of_one
 @pytest.mark.parametrize("header_bytes", [128, 384, 640])
 def test_a_file_with_a_pickles_first_byte_is_served(http, header_bytes):
     """The length of a header may begin with the byte of a pickle."""

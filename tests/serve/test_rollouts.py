@@ -24,6 +24,7 @@ from moe_lora.serve.api_keys import add_key
 from tests.dist.cluster_jobs import until
 
 from .demo_server import DEMO, DemoServer, demo_server
+from .diagonal import diagonal
 from .live_server import completion_events, wait_until
 from .test_access import rights
 from .test_controls import SEVERAL, Http
@@ -141,6 +142,7 @@ def check_share(found: Counter[str], share: float) -> None:
     assert abs(found[V2] - found.total() * share) <= spread, found
 
 
+@pytest.mark.slow
 def test_no_stream_fails_from_rollout_to_rollback_while_an_instance_is_killed(server):
     assert run(server, "rollout", "support", "--to", "v1") == f"support: {V1} 1 (settled)"
     with Streams(server.url) as streams:
@@ -362,8 +364,7 @@ def check_key_of_one_adapter(ops: Http, clients: dict[str, Http]) -> None:
     assert "twice" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("several", [(), SEVERAL], ids=["alone", "several"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("several", "number"), diagonal([(), SEVERAL], [signal.SIGTERM, signal.SIGKILL]))
 def test_an_alias_outlives_the_end_of_all_processes(tmp_path, several, number):
     options = (*stocked(tmp_path / "registry"), *several, *PATIENT)
     with demo_server(tmp_path / "first", *options) as server:
