@@ -125,7 +125,7 @@ def server(engine, tokenizer, shared_thread) -> Iterator[Served]:
 def demo(tmp_path_factory) -> Iterator[DemoServer]:
     """The real thing: `moe-lora serve` with all adapters of the demo."""
     log = tmp_path_factory.mktemp("demo") / "log"
-    with demo_server(log, "--lora-dir", str(DEMO / "adapters"), "--eager", anew=True) as server:
+    with demo_server(log, "--lora-dir", str(DEMO / "adapters"), "--eager") as server:
         yield server
 
 

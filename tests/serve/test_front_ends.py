@@ -113,6 +113,7 @@ def administrator(place: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), base_url="http://admin")
 
 
+@pytest.mark.slow
 def test_killed_outright_it_leaves_no_process(server):
     everyone = pids(server).values()
     server.process.kill()

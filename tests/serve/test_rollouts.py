@@ -401,10 +401,9 @@ def pinned_at(http: Http) -> dict[str, bool]:
     return {one["id"]: one["pinned"] for one in http.ok("GET", "/v1/adapters")["data"]}
 
 
-def test_without_a_registry_the_command_says_that_the_alias_ends_with_the_server(tmp_path):
-    options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
-    with demo_server(tmp_path / "log", *options) as server:
-        assert "forgets this alias" in run(server, "rollout", "support", "--to", "upper")
+def test_without_a_registry_the_command_says_that_the_alias_ends_with_the_server(demo):
+    assert "forgets this alias" in run(demo, "rollout", "support", "--to", "upper")
+    Http(demo.url).ok("DELETE", "/v1/aliases/support")
 
 
 def test_a_lora_server_keeps_adapters_by_itself(tmp_path):

@@ -100,6 +100,7 @@ def test_memory_is_released_and_resumed_by_the_names_of_sglang(server, tags):
     assert answers(http) == before
 
 
+@pytest.mark.slow
 def test_a_killed_instance_starts_asleep(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
         server.wait_for_instances()
@@ -174,6 +175,7 @@ def test_requests_that_outlive_the_wait_are_a_408(engine, tokenizer, monkeypatch
         assert "raise front_end.pause_timeout_s" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_server_with_merging_refuses(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, "--batching", "merged") as server:
         http = Http(server.url)

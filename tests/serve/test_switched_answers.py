@@ -183,7 +183,9 @@ def streamed(url: str, ids: list[int], model: str) -> tuple[tuple[int, tuple[int
     return tuple(found)
 
 
-@pytest.mark.parametrize("options", [(), SEVERAL], ids=["alone", "several"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(SEVERAL, marks=pytest.mark.slow)], ids=["alone", "several"]
+)
 def test_streams_follow_the_publications(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The last version of each answer is the newest at its end, or the one before; tokens are peft's.
 
