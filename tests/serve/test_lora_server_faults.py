@@ -30,7 +30,7 @@ OPTIONS = (
     *("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32", "--instances", "2"),
     *("--lora-server", "EP2-PP1", "--lora-capacity", "6"),
 )
-NUM_REQUESTS, IN_FLIGHT = 80, 32
+NUM_REQUESTS, IN_FLIGHT = 48, 24
 Answer = tuple[int, str, tuple[int, ...]]
 
 

@@ -164,6 +164,7 @@ def test_no_stream_fails_from_rollout_to_rollback_while_an_instance_is_killed(se
     streams.check()
 
 
+@pytest.mark.slow
 def test_users_keep_their_adapter_over_front_ends_shares_and_restarts(server):
     http = Http(server.url)
     users = [f"user-{number}" for number in range(40)]
