@@ -2,8 +2,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
+import fastapi.routing
 import pytest
 
 from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig, RegistryConfig
@@ -21,6 +25,25 @@ from tests.small_tokenizers import characters, wrapped
 from .demo_server import DEMO, DemoServer, demo_server
 from .live_server import Served, ServerThread, Switch
 from .scripted_engine import EOS, ScriptedEngine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def endpoints_read_once() -> Iterator[None]:
+    """FastAPI reads the signatures of 101 endpoints for each app: a half of its 45 ms of CPU time."""
+    read, found = fastapi.routing.get_dependant, dict[Any, Any]()
+
+    def once(*, path: str, call: Any, **options: Any) -> Any:
+        function = getattr(call, "__func__", call)
+        about = function.__code__, function.__defaults__, *function.__annotations__.items()
+        key = path, *about, *options.items()
+        if key not in found:
+            found[key] = read(path=path, call=call, **options)
+        own = copy.copy(found[key])
+        own.call = call
+        return own
+
+    with mock.patch.object(fastapi.routing, "get_dependant", once):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -102,8 +125,20 @@ def server(engine, tokenizer, shared_thread) -> Iterator[Served]:
 def demo(tmp_path_factory) -> Iterator[DemoServer]:
     """The real thing: `moe-lora serve` with all adapters of the demo."""
     log = tmp_path_factory.mktemp("demo") / "log"
-    with demo_server(log, "--lora-dir", str(DEMO / "adapters"), "--eager", anew=True) as server:
+    with demo_server(log, "--lora-dir", str(DEMO / "adapters"), "--eager") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def exact(tmp_path_factory) -> Iterator[Served]:
+    """The demo in fp32, for tests that change no adapter."""
+    log = tmp_path_factory.mktemp("exact") / "log"
+    options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
+    with (
+        demo_server(log, *options) as server,
+        Served.at(server.url, "demo", "upper", max_model_len=256, vocab_size=128) as served,
+    ):
+        yield served
 
 
 @pytest.fixture(scope="session", params=["scripted", "demo"])

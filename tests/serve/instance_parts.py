@@ -28,6 +28,8 @@ ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
 BY_TURNS = ("--routing", "round_robin")
 MODELS = [*list(ADAPTERS)[:7], "demo"]
+NUM_TOKENS = 120
+"""Of each stream: enough for a kill in its middle."""
 
 
 HELD = """
@@ -154,8 +156,8 @@ def bodies(num: int) -> list[dict]:
         {
             "model": MODELS[i % len(MODELS)],
             "prompt": prompt_for("abcdefgh"[i % 7 :] + "xyz"),
-            "max_tokens": 200,
-            "min_tokens": 200,
+            "max_tokens": NUM_TOKENS,
+            "min_tokens": NUM_TOKENS,
             "temperature": 0,
             "logprobs": 0,
             "return_token_ids": True,

@@ -11,8 +11,7 @@ import torch
 from tests.oracle import reference_logits
 
 from .conftest import scripted, serving
-from .demo_server import DEMO, demo_server
-from .live_server import Served
+from .demo_server import DEMO
 
 PROMPT = [20, 31, 12, 23]
 WIDTH, LENGTH = 3, 4
@@ -36,18 +35,6 @@ def searched(adapter, ends=(), length_penalty=1.0):
         beams = [one for one in longer if one[1][-1] not in ends][:WIDTH]
     found = sorted([*ended, *beams], key=lambda one: one[0] / len(one[1]) ** length_penalty, reverse=True)
     return found[:WIDTH]
-
-
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory):
-    """The demo model in fp32."""
-    log = tmp_path_factory.mktemp("beams") / "log"
-    options = "--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32"
-    with (
-        demo_server(log, *options) as demo,
-        Served.at(demo.url, "demo", "upper", max_model_len=256, vocab_size=128) as served,
-    ):
-        yield served
 
 
 def asked(server, **fields):

@@ -128,7 +128,7 @@ def test_instances_serve_the_same_however_the_folder_is_switched_during_loads(pa
     thread = threading.Thread(target=switch)
     thread.start()
     try:
-        for _ in range(12):
+        for _ in range(6):
             response = load(pair, "switched", link, load_inplace=True)
             assert response.status_code in (200, 400), response.text
             if response.status_code == 200:

@@ -36,6 +36,10 @@ def server(request, tmp_path_factory) -> Iterator[DemoServer]:
         yield server
 
 
+of_one = pytest.mark.parametrize("server", [()], indirect=True, ids=["alone"])
+"""For what each front end does alike."""
+
+
 class Http:
     """Each request has a connection of its own, which any front end may accept."""
 
@@ -131,6 +135,7 @@ def test_an_id_ends_its_requests_at_any_front_end(http):
         assert not any("'abort'" in str(answer.result(PATIENCE_S)) for answer in others)
 
 
+@of_one
 @pytest.mark.parametrize("path", ["/pause_generation", "/abort_request"])
 def test_a_control_refuses_a_form_of_another_site(http, path):
     """A browser sends a form of any page; JSON of another site needs the server's permission."""
@@ -180,6 +185,7 @@ def test_facts_have_the_types_and_values_that_trainers_compare(http, server):
     http.ok("POST", "/abort_requests", json={"request_ids": ["none"]})
 
 
+@of_one
 @pytest.mark.parametrize("stream", [False, True])
 def test_processed_values_come_beside_raw_ones(http, stream):
     fields = {
@@ -207,6 +213,7 @@ def test_processed_values_come_beside_raw_ones(http, stream):
     assert "processed_logprobs" in wrong.json()["error"]["message"]
 
 
+@of_one
 def test_the_native_endpoint_answers_ids_with_values_and_version(http):
     sampling = {"max_new_tokens": 5, "temperature": 2.0, "top_k": 3, "sampling_seed": 1, "ignore_eos": True}
     body = {"input_ids": [1, 40, 41], "sampling_params": sampling, "return_logprob": True, "rid": "mine"}
@@ -234,6 +241,7 @@ def test_the_native_endpoint_answers_ids_with_values_and_version(http):
     assert {one["text"] for one in base} == {"abc"}
 
 
+@of_one
 @pytest.mark.parametrize(
     ("method", "path", "body", "problem"),
     [
@@ -278,7 +286,9 @@ def test_a_dead_trainer_s_pause_ends_by_itself(tmp_path):
             assert http.ok("GET", "/is_paused") == {"is_paused": False}
 
 
-@pytest.mark.parametrize("options", [(), SEVERAL], ids=["alone", "several"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(SEVERAL, marks=pytest.mark.slow)], ids=["alone", "several"]
+)
 def test_a_shutdown_in_a_pause_finishes_answers(tmp_path, options):
     with demo_server(tmp_path / "log", *OPTIONS, *options) as server:
         if options:
@@ -291,6 +301,7 @@ def test_a_shutdown_in_a_pause_finishes_answers(tmp_path, options):
             assert all(answer.result(PATIENCE_S)["text"] for answer in answers)
 
 
+@pytest.mark.slow
 def test_pauses_outlive_one_of_two_front_ends(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
         server.wait_for_instances()

@@ -89,6 +89,7 @@ def test_one_port_outlives_a_front_end_and_all_end_together(server):
     assert not any(map(alive, everyone))
 
 
+@pytest.mark.slow
 def test_administrators_have_a_place_of_their_own_before_all_front_ends(tmp_path):
     place = tmp_path / "admin"
     options = (*OPTIONS, *SEVERAL, "--set", f"front_end.admin_address={place}")
@@ -113,6 +114,7 @@ def administrator(place: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), base_url="http://admin")
 
 
+@pytest.mark.slow
 def test_killed_outright_it_leaves_no_process(server):
     everyone = pids(server).values()
     server.process.kill()

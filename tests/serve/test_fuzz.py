@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ FOLDER = tempfile.TemporaryDirectory()
 REGISTRY = ServedRegistry(Registry(FOLDER.name), BASE)
 APP = app_of(scripted(TOKENIZER), TOKENIZER, registry=REGISTRY)
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
-LIMITED = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 scalars = st.one_of(
     st.none(),
@@ -72,24 +73,49 @@ def check(response):
 
 
 @SCHEMA.parametrize()
-@LIMITED
+@settings(LIMITED, max_examples=3)
 def test_cases_from_the_openapi_document(case):
     case.call_and_validate(checks=[not_a_server_error], timeout=PATIENCE_S)
 
 
-@settings(LIMITED, max_examples=150)
-@given(
+@pytest.mark.slow
+@SCHEMA.parametrize()
+@settings(LIMITED, max_examples=20)
+def test_more_cases_from_the_openapi_document(case):
+    case.call_and_validate(checks=[not_a_server_error], timeout=PATIENCE_S)
+
+
+changed = given(
     path=st.sampled_from(sorted(VALID)),
     changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3),
 )
+raw = given(
+    path=st.sampled_from(sorted(VALID)),
+    body=st.binary(max_size=60) | anything.map(lambda v: json.dumps(v).encode()),
+)
+
+
+@settings(LIMITED, max_examples=40)
+@changed
 def test_valid_bodies_with_some_fields_replaced(any_server, path, changes):
     check(any_server.post(path, {**VALID[path], **changes}))
 
 
-@settings(LIMITED, max_examples=80)
-@given(
-    path=st.sampled_from(sorted(VALID)),
-    body=st.binary(max_size=60) | anything.map(lambda v: json.dumps(v).encode()),
-)
+@pytest.mark.slow
+@settings(LIMITED, max_examples=300)
+@changed
+def test_more_valid_bodies_with_some_fields_replaced(any_server, path, changes):
+    check(any_server.post(path, {**VALID[path], **changes}))
+
+
+@settings(LIMITED, max_examples=20)
+@raw
 def test_any_bytes_as_a_body(any_server, path, body):
+    check(any_server.post_raw(path, body))
+
+
+@pytest.mark.slow
+@settings(LIMITED, max_examples=160)
+@raw
+def test_more_bytes_as_a_body(any_server, path, body):
     check(any_server.post_raw(path, body))

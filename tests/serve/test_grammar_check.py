@@ -17,6 +17,8 @@ from moe_lora.serve.openai.structured import reasoning_rules
 from tests.patience import PATIENCE_S
 from tests.small_tokenizers import byte_level
 
+from .diagonal import diagonal
+
 RUN = """
 import os, sys
 from moe_lora.serve.openai.structured import in_child
@@ -26,33 +28,32 @@ def nested():
     raise ValueError("not this")
 work = {"text": lambda: "start: é", "memory": lambda: str(len(bytearray(1 << 30))), "endless": endless,
         "abort": os.abort, "nested": nested}
-try:
-    print(in_child(work[sys.argv[1]]))
-except ValueError as error:
-    print("refused:", error)
-try:
-    os.waitpid(-1, os.WNOHANG)
-except ChildProcessError:
-    print("no child")
+for name in sys.argv[1:]:
+    try:
+        print(in_child(work[name]))
+    except ValueError as error:
+        print("refused:", error)
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        print("no child")
 """
+SAID = {
+    "text": "start: é",
+    "nested": "refused: not this",
+    "memory": "refused: the grammar takes more than",
+    "endless": "refused: the grammar takes more than",
+    "abort": "refused: the grammar takes more than",
+}
 
 
-@pytest.mark.parametrize(
-    ("work", "said"),
-    [
-        ("text", "start: é"),
-        ("nested", "refused: not this"),
-        ("memory", "refused: the grammar takes more than"),
-        ("endless", "refused: the grammar takes more than"),
-        ("abort", "refused: the grammar takes more than"),
-    ],
-)
-def test_a_child_answers_or_is_refused_and_ends(work, said):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, work], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    assert done.stdout.startswith(said)
-    assert done.stdout.endswith("no child\n")
+def test_a_child_answers_or_is_refused_and_ends():
+    command = [sys.executable, "-c", RUN, *SAID]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    answers = done.stdout.split("no child\n")
+    assert answers.pop() == ""
+    for answer, said in zip(answers, SAID.values(), strict=True):
+        assert answer.startswith(said)
     assert done.stderr == ""
 
 
@@ -76,9 +77,9 @@ def follows(tokenizer: Tokenizer, grammar: str, text: str) -> str:
 GRAMMARS = [choice_grammar(['{"a": 1}', "no"]), json_grammar({"type": "object", "required": ["a"]})]
 
 
-@pytest.mark.parametrize("special", [None, False, True], ids=["text", "added", "special"])
-@pytest.mark.parametrize("grammar", GRAMMARS, ids=["choice", "schema"])
-@pytest.mark.parametrize("name", REASONING_FORMATS)
+@pytest.mark.parametrize(
+    ("name", "grammar", "special"), diagonal([*REASONING_FORMATS], GRAMMARS, [None, False, True])
+)
 def test_a_grammar_begins_after_the_reasoning(name, grammar, special):
     opening, closing = REASONING_FORMATS[name][:2]
     tokenizer = tokenizer_with([opening, closing], special=special)

@@ -30,7 +30,7 @@ OPTIONS = (
     *("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32", "--instances", "2"),
     *("--lora-server", "EP2-PP1", "--lora-capacity", "6"),
 )
-NUM_REQUESTS, IN_FLIGHT = 200, 48
+NUM_REQUESTS, IN_FLIGHT = 48, 24
 Answer = tuple[int, str, tuple[int, ...]]
 
 
@@ -155,6 +155,7 @@ def test_killed_rank_costs_no_request_and_rejoins(cluster, number):
     assert cluster.server.engine_pids() == instances
 
 
+@pytest.mark.slow
 def test_stalled_rank_costs_no_request_and_is_used_again(cluster):
     before = cluster.server.engine_pids(), cluster.ranks
     rows = cluster.counter("lora_server_fallback_rows")
@@ -168,6 +169,7 @@ def test_stalled_rank_costs_no_request_and_is_used_again(cluster):
     assert (cluster.server.engine_pids(), cluster.ranks) == before
 
 
+@pytest.mark.slow
 def test_killed_instance_costs_no_request_and_gets_leases_again(cluster):
     first, second = cluster.server.engine_pids()
     answers = replay(cluster.server, lambda: os.kill(first, signal.SIGKILL))

@@ -46,12 +46,24 @@ def migrate(server: DemoServer, source: int, num_requests: int = 20) -> httpx.Re
     return httpx.post(f"{server.url}/v1/migrate", json=body, trust_env=False)
 
 
-def test_requests_are_moved_over_http_while_they_stream(pair):
-    until_both_up(pair)
-    requests = bodies(8)
+def requests_of(num: int) -> list[dict]:
+    """Every other request is sampled with a seed."""
+    requests = bodies(num)
     for number, body in enumerate(requests[::2]):
         body |= {"temperature": 1.0, "seed": number}
-    undisturbed = [summary(events) for events in stream_all(pair, requests)]
+    return requests
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair) -> list[tuple]:
+    """Answers of six requests that stay where they begin."""
+    until_both_up(pair)
+    return [summary(events) for events in stream_all(pair, requests_of(6))]
+
+
+def test_requests_are_moved_over_http_while_they_stream(pair, undisturbed):
+    until_both_up(pair)
+    requests = requests_of(6)
     before, answers = moves(pair), []
     for _ in range(TRIES):
         there_and_back = threading.Thread(
@@ -72,10 +84,9 @@ def test_requests_are_moved_over_http_while_they_stream(pair):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "target")
 
 
-def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair):
+def test_a_drained_instance_has_no_request_left_while_its_streams_go_on(pair, undisturbed):
     until_both_up(pair)
-    requests = bodies(8)
-    undisturbed = [summary(events) for events in stream_all(pair, requests)]
+    requests = requests_of(6)
     before = moves(pair)
     try:
         for _ in range(TRIES):
@@ -135,13 +146,12 @@ def test_instances_are_started_again_one_by_one_under_load_without_a_failed_requ
     assert instance_values(pair, "drained") == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_instance_killed_while_requests_are_moved_costs_no_token(pair, victim):
     """Whatever each of the moves had come to: it is killed as moves from 0 to 1 begin."""
     until_both_up(pair)
-    requests = bodies(16)
-    for number, body in enumerate(requests[::2]):
-        body |= {"temperature": 1.0, "seed": number}
+    requests = requests_of(16)
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
     answers: list[httpx.Response] = []
     for attempt in range(TRIES):

@@ -17,23 +17,16 @@ from moe_lora.serve.openai.native import NativeFormat, NativeRequest, NativeStre
 from moe_lora.serve.openai.protocol import StreamOptions
 from tests.patience import PATIENCE_S
 
-from .demo_server import DemoServer, demo_server
 from .live_server import wait_until
-from .test_controls import NUM, OPTIONS, Http
+from .test_controls import NUM, Http
 
 SAMPLING = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 BODY = {"input_ids": [1, 40, 41], "lora_path": "upper", "return_logprob": True, "rid": "mine"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[DemoServer]:
-    with demo_server(tmp_path_factory.mktemp("native") / "log", *OPTIONS) as server:
-        yield server
-
-
 @pytest.fixture
-def http(server) -> Iterator[Http]:
-    found = Http(server.url)
+def http(exact) -> Iterator[Http]:
+    found = Http(exact.url)
     yield found
     found.ok("POST", "/resume")
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import prompt_for
@@ -38,6 +39,7 @@ def complete_all(server: DemoServer, models: list[str]) -> list[str]:
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_and_none_fails_while_tables_change(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, *PLACED) as server:
         alone = dict(zip(ADAPTERS, complete_all(server, ADAPTERS), strict=True))

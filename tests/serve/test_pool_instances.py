@@ -131,6 +131,7 @@ def test_answers_come_from_disk_when_the_only_holder_is_killed(pair, alone):
     check_answers(pair, alone)
 
 
+@pytest.mark.slow
 def test_answers_come_from_the_other_replica_when_one_is_killed(folder, alone, tmp_path):
     three = (
         *FLEET[:1],
@@ -155,6 +156,7 @@ def test_answers_come_from_the_other_replica_when_one_is_killed(folder, alone, t
             hidden.rename(folder)
 
 
+@pytest.mark.slow
 def test_adapters_move_with_the_placement_while_answers_stay_the_same(folder, alone, tmp_path):
     placed = (
         "--placement",

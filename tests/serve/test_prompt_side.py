@@ -18,7 +18,7 @@ from tests.oracle import reference_logits
 from tests.small_tokenizers import characters
 
 from .conftest import scripted, serving
-from .demo_server import DEMO, demo_server
+from .demo_server import DEMO
 from .live_server import Served
 
 MODEL, UPPER = DEMO / "model", DEMO / "adapters" / "upper"
@@ -44,16 +44,10 @@ def reference(model: str, prompt: list[int]) -> torch.Tensor:
     return found.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+@pytest.fixture
+def demo(exact) -> Served:
     """The demo in fp32."""
-    log = tmp_path_factory.mktemp("fp32") / "log"
-    settings = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
-    with (
-        demo_server(log, *settings) as server,
-        Served.at(server.url, "demo", "upper", max_model_len=256, vocab_size=128) as served,
-    ):
-        yield served
+    return exact
 
 
 @pytest.fixture(scope="module")

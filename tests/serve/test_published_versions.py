@@ -81,7 +81,7 @@ def test_each_answer_is_of_one_version(tmp_path: Path, num_versions: int, num_st
 
 
 def test_two_publishers_of_one_name_get_versions_of_their_own(tmp_path: Path) -> None:
-    names, num_each = ("reverse", "upper"), 6
+    names, num_each = ("reverse", "upper"), 3
     bodies = {name: save(tensors(name)) for name in names}
     with demo_server(tmp_path / "log", "--eager", "--dtype", "float32", *SEVERAL) as server:
         server.wait_for_instances()

@@ -62,6 +62,10 @@ def served(request, tmp_path_factory) -> Iterator[DemoServer]:
         assert not [*root.glob("*received*")]
 
 
+of_one = pytest.mark.parametrize("served", [()], indirect=True, ids=["alone"])
+"""For what each front end does alike."""
+
+
 @pytest.fixture
 def http(served) -> Http:
     return Http(served.url)
@@ -96,8 +100,8 @@ def test_received_files_of_former_versions_are_removed(http):
 
 
 def test_folders_of_unloaded_adapters_leave_room(http):
-    """Each body has 0.4 MB and the limit is 8 MB: 30 names fit only after their unloads."""
-    for number in range(30):
+    """Each body has 0.4 MB and the limit is 8 MB: 22 names fit only after their unloads."""
+    for number in range(22):
         http.ok("PUT", f"/v1/adapters/n{number}", content=save(tensors("upper")), headers=headers("upper"))
         assert http.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": f"n{number}"})
 
@@ -126,6 +130,7 @@ def hostile() -> dict[str, tuple[bytes, str]]:
     }
 
 
+@of_one
 @pytest.mark.parametrize("kind", list(hostile()))
 def test_a_hostile_body_is_refused_by_name_and_leaves_the_served_version(http, kind):
     body, problem = hostile()[kind]
@@ -137,6 +142,7 @@ def test_a_hostile_body_is_refused_by_name_and_leaves_the_served_version(http, k
     assert http.complete("guarded") == before
 
 
+@of_one
 @pytest.mark.parametrize(
     ("path", "head", "problem"),
     [
@@ -173,6 +179,7 @@ def test_tensors_in_base64_are_served(http):
     assert http.complete("encoded", 8)["text"] == http.complete("upper", 8)["text"]
 
 
+@of_one
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -218,6 +225,7 @@ def test_escaped_base64_is_read_in_pieces_of_any_size(engine, tokenizer, escapes
     asyncio.run(run())
 
 
+@of_one
 @pytest.mark.parametrize("header_bytes", [128, 384, 640])
 def test_a_file_with_a_pickles_first_byte_is_served(http, header_bytes):
     """The length of a header may begin with the byte of a pickle."""

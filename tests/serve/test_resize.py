@@ -95,6 +95,7 @@ async def until(http: httpx.AsyncClient, condition: Callable[[dict[str, float]],
     raise AssertionError(f"not within {PATIENCE_S} s: {found}")
 
 
+@pytest.mark.slow
 def test_metric_crosses_the_target_with_the_load_and_comes_back_with_the_capacity(server):
     async def play() -> None:
         limits = httpx.Limits(max_connections=64)
@@ -176,8 +177,12 @@ def test_limits_and_log_level_of_the_file_are_read_again_on_sighup(server):
     assert status() == 200
 
 
-def test_capacity_beyond_memory_is_refused_by_the_running_server(server):
+def test_running_server_is_resized_within_its_memory(server):
     with httpx.Client(base_url=server.url, trust_env=False) as http:
+        for capacity in (CAPACITY + 1, CAPACITY):
+            response = http.post("/v1/lora_server/capacity", json={"capacity": capacity})
+            assert response.json()["capacity"] == capacity
+            assert http.get("/v1/lora_server").json()["capacity"] == capacity
         limit = http.get("/v1/lora_server").json()["max_capacity"]
         response = http.post("/v1/lora_server/capacity", json={"capacity": limit + 1})
         assert response.status_code == 400

@@ -52,7 +52,7 @@ def test_names_load_once_and_idle_ones_leave(tmp_path: Path) -> None:
         for name in ("nobody", "../adapters/upper", "upper/", "index.json"):
             assert ask(server, name)[0] == 404
         assert ask(server, "demo:lower") == (200, "abc")
-        names = sorted(path.name for path in (DEMO / "adapters").iterdir() if path.is_dir())
+        names = sorted(path.name for path in (DEMO / "adapters").iterdir() if path.is_dir())[:8]
         with ThreadPoolExecutor(4) as pool:
             first = list(pool.map(lambda name: ask(server, name), names))
             again = list(pool.map(lambda name: ask(server, name), names))

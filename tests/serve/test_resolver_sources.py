@@ -97,6 +97,7 @@ def test_names_of_a_registry(tmp_path: Path) -> None:
         assert len(found) <= MOST + 2
 
 
+@pytest.mark.slow
 def test_names_of_an_organisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_server(tmp_path, monkeypatch) as (server, hub):
         for name, cause in (("nobody", "set HF_TOKEN"), ("zebra", "sources.allow has")):

@@ -17,6 +17,7 @@ from moe_lora.serve.openai.responses.store import MAX_STORED_BYTES, OVERHEAD_BYT
 from tests.patience import PATIENCE_S
 
 from .conftest import app_of, scripted, serving
+from .diagonal import diagonal
 from .live_server import ServerThread, wait_until
 from .test_access import rights
 from .test_tools import CALL, CITY, QWEN, TOOL, saying
@@ -142,8 +143,10 @@ def shape(response):
     return found
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 5, 200])
-@pytest.mark.parametrize("text", ["hello", THINKING, "<think>\nonly", f"{CALL}\n{CALL}", f"a {CALL} b", ""])
+TEXTS = ("hello", THINKING, "<think>\nonly", f"{CALL}\n{CALL}", f"a {CALL} b", "")
+
+
+@pytest.mark.parametrize(("text", "tokens_per_step"), diagonal(TEXTS, [1, 5, 200]))
 def test_a_stream_ends_in_the_whole_answer(text, tokens_per_step):
     with saying(text, tokens_per_step=tokens_per_step, reasoning_parser="qwen3") as (client, _):
         whole = respond(client, tools=[WEATHER])
@@ -231,9 +234,9 @@ def test_reasoning_is_an_item_and_comes_back():
 QWEN_REASONING = QWEN.replace("[{{ m.role }}]", "[{{ m.role }}]({{ m.reasoning_content }})")
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 5, 200])
-@pytest.mark.parametrize("stop", [None, "is"])
-@pytest.mark.parametrize("after", ["", f" {CALL}"])
+@pytest.mark.parametrize(
+    ("tokens_per_step", "stop", "after"), diagonal([1, 5, 200], [None, "is"], [f" {CALL}", ""])
+)
 def test_log_probabilities_are_of_the_text(tokens_per_step, stop, after):
     text = f"<think>\nmulling</think>\n\nok this{after}"
     more = {"top_logprobs": 2, "tools": [WEATHER], "extra_body": {"stop": stop}}

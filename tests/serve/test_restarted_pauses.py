@@ -8,6 +8,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.patience import PATIENCE_S
 
 from .demo_server import DemoServer, demo_server
@@ -20,6 +22,7 @@ def controllers(server: DemoServer) -> list[int]:
     return [int(pid) for pid in re.findall(r"controller started \(process (\d+)\)", server.log.read_text())]
 
 
+@pytest.mark.slow
 def test_a_restarted_controller_keeps_the_pause(tmp_path: Path) -> None:
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
         server.wait_for_instances()

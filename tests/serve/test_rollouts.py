@@ -24,6 +24,7 @@ from moe_lora.serve.api_keys import add_key
 from tests.dist.cluster_jobs import until
 
 from .demo_server import DEMO, DemoServer, demo_server
+from .diagonal import diagonal
 from .live_server import completion_events, wait_until
 from .test_access import rights
 from .test_controls import SEVERAL, Http
@@ -141,6 +142,7 @@ def check_share(found: Counter[str], share: float) -> None:
     assert abs(found[V2] - found.total() * share) <= spread, found
 
 
+@pytest.mark.slow
 def test_no_stream_fails_from_rollout_to_rollback_while_an_instance_is_killed(server):
     assert run(server, "rollout", "support", "--to", "v1") == f"support: {V1} 1 (settled)"
     with Streams(server.url) as streams:
@@ -162,6 +164,7 @@ def test_no_stream_fails_from_rollout_to_rollback_while_an_instance_is_killed(se
     streams.check()
 
 
+@pytest.mark.slow
 def test_users_keep_their_adapter_over_front_ends_shares_and_restarts(server):
     http = Http(server.url)
     users = [f"user-{number}" for number in range(40)]
@@ -362,8 +365,7 @@ def check_key_of_one_adapter(ops: Http, clients: dict[str, Http]) -> None:
     assert "twice" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("several", [(), SEVERAL], ids=["alone", "several"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("several", "number"), diagonal([(), SEVERAL], [signal.SIGTERM, signal.SIGKILL]))
 def test_an_alias_outlives_the_end_of_all_processes(tmp_path, several, number):
     options = (*stocked(tmp_path / "registry"), *several, *PATIENT)
     with demo_server(tmp_path / "first", *options) as server:
@@ -400,10 +402,9 @@ def pinned_at(http: Http) -> dict[str, bool]:
     return {one["id"]: one["pinned"] for one in http.ok("GET", "/v1/adapters")["data"]}
 
 
-def test_without_a_registry_the_command_says_that_the_alias_ends_with_the_server(tmp_path):
-    options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
-    with demo_server(tmp_path / "log", *options) as server:
-        assert "forgets this alias" in run(server, "rollout", "support", "--to", "upper")
+def test_without_a_registry_the_command_says_that_the_alias_ends_with_the_server(demo):
+    assert "forgets this alias" in run(demo, "rollout", "support", "--to", "upper")
+    Http(demo.url).ok("DELETE", "/v1/aliases/support")
 
 
 def test_a_lora_server_keeps_adapters_by_itself(tmp_path):

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import pytest
 
+from moe_lora.core import processes
 from moe_lora.core.errors import ConfigError
 from moe_lora.serve.server import bind, bind_admin, create_app
 from tests.patience import PATIENCE_S
@@ -41,53 +44,69 @@ REQUESTS = """
         under_way.append(Request())
     print(sum(isinstance(one, Request) for one in gc.get_objects()))
 """
-PROGRAM = """
-    import logging
-    from moe_lora.serve.server import bind, run_server
-    from tests.serve.conftest import frontend_of, scripted
-    from tests.small_tokenizers import characters, wrapped
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    tokenizer = wrapped(characters())
-    engine = scripted(tokenizer, step_s=STEP_S, **ENGINE)
-    frontend = frontend_of(engine, tokenizer)
-    run_server(frontend, [bind("127.0.0.1", 0)], drain_s=DRAIN_S)
-    print("aborted", len(engine.aborted), flush=True)
-"""
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True}
 
 
-def start(step_s, drain_s=1, files=None, **engine):
-    program = textwrap.dedent(PROGRAM).replace("DRAIN_S", str(drain_s)).replace("STEP_S", str(step_s))
-    program = program.replace("ENGINE", repr(engine))
-    limit = [] if files is None else ["prlimit", f"--nofile={files}:{files}"]
-    process = subprocess.Popen(
-        [*limit, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    line = process.stdout.readline()
-    assert line.startswith("Serving base at http://127.0.0.1:"), line + process.stdout.read()
-    return process, line.split()[-1]
+class Running:
+    """A process with a server.  `output`: its words so far."""
+
+    def __init__(self, log: Path, *, drain_s: float = 1, files: int | None = None, **engine: float) -> None:
+        self._log = log
+        command = [
+            sys.executable,
+            "-m",
+            "tests.serve.scripted_server",
+            json.dumps({"drain_s": drain_s, **engine}),
+        ]
+        if files is not None:
+            command = ["prlimit", f"--nofile={files}:{files}", *command]
+        with log.open("w") as file:
+            self._process = processes.subprocess.Popen(command, stderr=file)
+        self.send_signal, self.kill = self._process.send_signal, self._process.kill
+        wait_until(
+            lambda: re.search("Serving base.*\n", self.output()) or self._process.poll() is not None,
+            "it serves",
+        )
+        found = re.search(r"Serving base at (http://127.0.0.1:\d+)\n", self.output())
+        assert found, self.output()
+        self.url = found.group(1)
+
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait(self) -> int:
+        """The exit status."""
+        return self._process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Running]]:
+    with ExitStack() as stack:
+
+        def started(**settings: float) -> Running:
+            running = Running(tmp_path / "log", **settings)
+            stack.callback(running.kill)
+            return running
+
+        yield started
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_short_requests_finish_and_ends_cleanly(number):
-    process, url = start(step_s=0.002, drain_s=PATIENCE_S)
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
-            lines = response.iter_lines()
-            next(lines)
-            process.send_signal(number)
-            rest = list(lines)
-        assert "data: [DONE]" in rest
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert output.endswith("aborted 0\n")
+def test_a_signal_lets_short_requests_finish_and_ends_cleanly(start, number):
+    server = start(step_s=0.002, drain_s=PATIENCE_S)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.send_signal(number)
+        rest = list(lines)
+    assert "data: [DONE]" in rest
+    assert server.wait() == 0
+    assert server.output().endswith("aborted 0\n")
 
 
-def test_what_runs_after_the_drain_ends_with_an_error_event_and_what_has_no_token_yet_with_a_503():
-    process, url = start(step_s=0, hang_after=1)
+def test_what_runs_after_the_drain_ends_with_an_error_event_and_what_has_no_token_yet_with_a_503(start):
+    server = start(step_s=0, hang_after=1)
+    url = server.url
     waiting: list[httpx.Response] = []
     body = {**LONG, "stream": False}
 
@@ -98,66 +117,54 @@ def test_what_runs_after_the_drain_ends_with_an_error_event_and_what_has_no_toke
         metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
         return re.search(r"^vllm:num_requests_running(\{.*\})? 2(\.0)?$", metrics, re.MULTILINE) is not None
 
-    try:
-        thread = threading.Thread(target=wait)
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
-            lines = response.iter_lines()
-            next(lines)
-            thread.start()
-            wait_until(both_run, "two requests run")
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        thread.join()
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
+    thread = threading.Thread(target=wait)
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        thread.start()
+        wait_until(both_run, "two requests run")
+        server.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    thread.join()
+    assert server.wait() == 0
     assert rest[-1] == "data: [DONE]"
     assert "the server is shutting down" in rest[-2]
     assert waiting[0].status_code == 503
     assert waiting[0].json()["error"]["type"] == "ServiceUnavailableError"
-    assert process.returncode == 0
-    assert output.endswith("aborted 2\n")
+    assert server.output().endswith("aborted 2\n")
 
 
-def test_a_second_signal_ends_it_at_once():
-    process, url = start(step_s=0.5, drain_s=1000)
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
-            lines = response.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            assert process.stdout.readline().startswith("Ending:")
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
+def test_a_second_signal_ends_it_at_once(start):
+    server = start(step_s=0.5, drain_s=1000)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.send_signal(signal.SIGTERM)
+        wait_until(lambda: "\nEnding:" in server.output(), "it ends")
+        server.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert server.wait() == 0
     assert "the server is shutting down" in rest[-2]
-    assert process.returncode == 0
 
 
-def test_what_nobody_sends_or_reads_holds_up_no_end():
-    process, url = start(step_s=0.01, drain_s=2, tokens_per_step=5000, max_model_len=10**8)
+def test_what_nobody_sends_or_reads_holds_up_no_end(start):
+    server = start(step_s=0.01, drain_s=2, tokens_per_step=5000, max_model_len=10**8)
     body = json.dumps({**LONG, "max_tokens": 10**7}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: %d\r\n\r\n" % len(body)
     with socket.socket() as unread, socket.socket() as unsent:
-        try:
-            for one in (unread, unsent):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                one.settimeout(PATIENCE_S)
-                one.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-            unread.sendall(head + body)
-            unsent.sendall(head + body[:20])
-            assert unread.recv(100).startswith(b"HTTP/1.1 200")
-            process.send_signal(signal.SIGTERM)
-            assert unsent.recv(4096).startswith(b"HTTP/1.1 503")
-            output, _ = process.communicate(timeout=PATIENCE_S)
-        finally:
-            process.kill()
-    assert process.returncode == 0
-    assert "Traceback" not in output
-    assert output.endswith("aborted 1\n")
+        for one in (unread, unsent):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.settimeout(PATIENCE_S)
+            one.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        unread.sendall(head + body)
+        unsent.sendall(head + body[:20])
+        assert unread.recv(100).startswith(b"HTTP/1.1 200")
+        server.send_signal(signal.SIGTERM)
+        assert unsent.recv(4096).startswith(b"HTTP/1.1 503")
+        assert server.wait() == 0
+    assert "Traceback" not in server.output()
+    assert server.output().endswith("aborted 1\n")
 
 
 def test_live_says_that_the_server_answers_and_ready_that_requests_should_come(server, engine, tokenizer):
@@ -178,28 +185,23 @@ def test_a_server_that_ends_is_not_ready(tokenizer, engine):
         assert httpx.get(f"{thread.url}/live", timeout=PATIENCE_S).status_code == 200
 
 
-def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_once():
-    process, url = start(step_s=0.002, files=256)
-    port = int(url.rpartition(":")[2])
-    socks = []
-    try:
-        for _ in range(400):
-            socks.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
-        answers = [one.recv(4096) for one in socks[-20:]]
-        assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers if answer)
-        assert any(answers)
-        for one in socks:
-            one.close()
-        response = None
-        while response is None or response.status_code == 503:
-            response = httpx.get(f"{url}/version", timeout=PATIENCE_S)
-        assert response.status_code == 200
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert output.count("raise it with ulimit -n") == 1
-    assert "Traceback" not in output
+def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_once(start):
+    server = start(step_s=0.002, files=256)
+    port = int(server.url.rpartition(":")[2])
+    socks = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) for _ in range(400)]
+    answers = [one.recv(4096) for one in socks[-20:]]
+    assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers if answer)
+    assert any(answers)
+    for one in socks:
+        one.close()
+    response = None
+    while response is None or response.status_code == 503:
+        response = httpx.get(f"{server.url}/version", timeout=PATIENCE_S)
+    assert response.status_code == 200
+    server.send_signal(signal.SIGTERM)
+    server.wait()
+    assert server.output().count("raise it with ulimit -n") == 1
+    assert "Traceback" not in server.output()
 
 
 def test_a_port_in_use_is_refused_before_an_engine_starts():

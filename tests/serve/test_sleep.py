@@ -6,17 +6,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_lora.serve.server import create_app
-from tests.dist.cluster_jobs import until
 
 from .conftest import as_served, frontend_of
 from .demo_server import DemoServer, demo_server
+from .diagonal import diagonal
 from .live_server import ServerThread, wait_until
 from .test_controls import NUM, OPTIONS, SEVERAL, Http, several
 
@@ -34,20 +36,39 @@ def arena_kb(server: DemoServer) -> list[int]:
     return [max((int(size), int(resident)) for size, resident in NAMELESS.findall(one))[1] for one in texts]
 
 
-@pytest.fixture(scope="module", params=[(), SEVERAL, RANKS], ids=["alone", "several", "ranks"])
-def server(request, tmp_path_factory) -> Iterator[DemoServer]:
-    with demo_server(tmp_path_factory.mktemp("sleep") / "log", *OPTIONS, *request.param) as server:
-        if request.param is SEVERAL:
-            said = r"instance instance-\d dialled in"
-            until(lambda: len(re.findall(said, server.log.read_text())) >= 6, server.log.read_text)
-        yield server
+KINDS = {"alone": (), "several": SEVERAL, "ranks": RANKS}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[Callable[[str], DemoServer]]:
+    """A server of each kind, from its first test on."""
+    with ExitStack() as stack:
+
+        @cache
+        def started(kind: str) -> DemoServer:
+            log = tmp_path_factory.mktemp("sleep") / "log"
+            server = stack.enter_context(demo_server(log, *OPTIONS, *KINDS[kind]))
+            if kind == "several":
+                server.wait_for_instances()
+            return server
+
+        yield started
+
+
+@pytest.fixture
+def server(request, servers) -> DemoServer:
+    return servers(request.param)
 
 
 def answers(http: Http) -> list[str]:
     return [http.complete(model, 8, ignore_eos=True)["text"] for model in ("upper", "demo", "rot13") * 2]
 
 
-@pytest.mark.parametrize("level", ["", "?level=1&mode=wait", "?level=2&mode=abort"])
+LEVELS = ("", "?level=1&mode=wait", "?level=2&mode=abort")
+TAGS = (["kv_cache"], ["kv_cache", "weights"], None)
+
+
+@pytest.mark.parametrize(("server", "level"), diagonal([*KINDS], LEVELS), indirect=["server"])
 def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, level):
     http = Http(server.url)
     before, awake_kb = answers(http), arena_kb(server)
@@ -66,7 +87,7 @@ def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, lev
     assert answers(http) == before
 
 
-@pytest.mark.parametrize("tags", [["kv_cache"], ["kv_cache", "weights"], None])
+@pytest.mark.parametrize(("server", "tags"), diagonal([*KINDS], TAGS), indirect=["server"])
 def test_memory_is_released_and_resumed_by_the_names_of_sglang(server, tags):
     http = Http(server.url)
     before = answers(http)
@@ -79,6 +100,7 @@ def test_memory_is_released_and_resumed_by_the_names_of_sglang(server, tags):
     assert answers(http) == before
 
 
+@pytest.mark.slow
 def test_a_killed_instance_starts_asleep(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
         server.wait_for_instances()
@@ -95,6 +117,7 @@ def test_a_killed_instance_starts_asleep(tmp_path):
         assert answers(http) == before
 
 
+@pytest.mark.parametrize("server", KINDS, indirect=True)
 def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
     http = Http(server.url)
     http.ok("POST", "/pause?mode=keep&clear_cache=false")
@@ -107,7 +130,7 @@ def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
     assert http.ok("GET", "/is_sleeping") == {"is_sleeping": False}
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(("server", "level"), diagonal([*KINDS], [1, 2]), indirect=["server"])
 def test_kept_requests_go_on_after_the_sleep(server, level):
     http = Http(server.url)
     expected = http.complete("upper")["text"]
@@ -120,6 +143,7 @@ def test_kept_requests_go_on_after_the_sleep(server, level):
         assert {one.result()["text"] for one in running} == {expected}
 
 
+@pytest.mark.parametrize("server", ["alone"], indirect=True)
 @pytest.mark.parametrize(
     ("method", "path", "problem"),
     [
@@ -151,6 +175,7 @@ def test_requests_that_outlive_the_wait_are_a_408(engine, tokenizer, monkeypatch
         assert "raise front_end.pause_timeout_s" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_server_with_merging_refuses(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, "--batching", "merged") as server:
         http = Http(server.url)

@@ -8,6 +8,7 @@ import re
 import signal
 
 import httpx
+import pytest
 
 from .demo_server import DEMO, DemoServer, demo_server
 from .live_server import wait_until
@@ -21,6 +22,7 @@ def answer(server: DemoServer) -> str:
     return said.json()["choices"][0]["text"]
 
 
+@pytest.mark.slow
 def test_the_spare_process_serves_in_the_place_of_a_killed_instance(tmp_path):
     options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2")
     with demo_server(tmp_path / "log", *options, anew=True) as server:

@@ -17,6 +17,8 @@ from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.parsers.machine import Kind
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
 
+from .diagonal import diagonal
+
 TOOLS = {
     "weather": {
         "type": "object",
@@ -189,8 +191,9 @@ def test_a_malformed_call_is_content(name, text):
 
 
 @pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
-def test_a_call_cut_short_is_content_of_a_whole_answer(name, text):
-    for end in range(len(text)):
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_call_cut_short_is_content_of_a_whole_answer(name, text, step):
+    for end in range(0, len(text), step):
         cut = text[:end]
         _, _, calls = whole(parsers(name), cut)
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
@@ -313,8 +316,7 @@ STARTS = (
 )
 
 
-@pytest.mark.parametrize("kind", LONG_TEXTS)
-@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize(("name", "kind"), diagonal(sorted(TOOL_FORMATS), [*LONG_TEXTS]))
 def test_held_text_is_bounded_and_long_texts_are_the_same_however_they_are_cut(name, kind):
     found = parsers(name, reasoning="" if name == "harmony" else "qwen3")
     for start in STARTS:
@@ -335,51 +337,62 @@ def held_most(found, pieces):
     return most
 
 
-NUM_CHARS = 100_000
-WHITE = " " * NUM_CHARS
-LONG = "long text, " * (NUM_CHARS // 11)
-LONG_LIST = "[" + "1, " * (NUM_CHARS // 3) + "1]"
-WORST = [
-    ("hermes", '<tool_call>{"arguments": {"a": "' + LONG),
-    ("hermes", '<tool_call>{"arguments": {"a": ' + LONG_LIST + '}, "name": "now"}</tool_call>end'),
-    ("hermes", "<tool_call>[[{" * (NUM_CHARS // 14)),
-    ("hermes", '<tool_call>{"a' * (NUM_CHARS // 14)),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + LONG_LIST + "}}</tool_call>"),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + WHITE + "}}</tool_call>"),
-    ("hermes", "<tool_call>" + WHITE + "end"),
-    ("llama3_json", '{"name": "' + LONG),
-    ("llama3_json", '{"parameters": {"a": "' + LONG),
-    (
-        "llama3_json",
-        '{"parameters": {"a": ' + LONG_LIST + '}, "name": "now"}; {"name": "now", "parameters": {}}',
-    ),
-    ("llama3_json", "{" + WHITE),
-    ("mistral", '[TOOL_CALLS][{"arguments": {"a": "' + LONG),
-    ("mistral", "[TOOL_CALLS][{[[[" * (NUM_CHARS // 17)),
-    ("mistral", "[TOOL_CALLS]" + WHITE),
-    ("mistral", "[TOOL_CALLS]" + "a" * NUM_CHARS),
-    ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "a" * NUM_CHARS),
-    ("deepseek_v3", "<｜tool▁call▁begin｜>" + WHITE),
-    ("deepseek_v3", '<｜tool▁call▁begin｜>{"arguments": {"a": "' + LONG),
-    ("deepseek_v3", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}" + "`" * NUM_CHARS),
-    ("kimi", '<|tool_call_begin|>{"arguments": {"a": "' + LONG),
-    ("kimi", "<|tool_call_begin|>now:" + "1" * NUM_CHARS),
-    ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + LONG_LIST + "</parameter></function>"),
-    ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + "</parameter> x" * (NUM_CHARS // 14)),
-    ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + "\n" * NUM_CHARS),
-    ("qwen3_coder", "<tool_call><function=weather><parameter=" + WHITE),
-    ("qwen3_coder", "<tool_call><function=weather><parameter=city>x</parameter>" + WHITE),
-    ("glm4", "<tool_call>weather<arg_key>at</arg_key><arg_value>" + LONG_LIST + "</arg_value></tool_call>"),
-    ("glm4", "<tool_call>weather<arg_key>days</arg_key><arg_value>" + LONG),
-    ("glm4", "<tool_call>weather<arg_key>" + WHITE),
-    ("harmony", "<|channel|>" + LONG),
-    ("harmony", "<|channel|>final<|message|>x<|end|>" + WHITE),
-    ("harmony", "<|channel|>commentary to=functions.now<|message|>" + LONG_LIST),
-]
+sizes = pytest.mark.parametrize("num_chars", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 
 
-@pytest.mark.parametrize(("name", "text"), WORST, ids=lambda one: one[:40].strip())
-def test_the_worst_texts_are_read_in_linear_work_and_are_the_same_however_they_are_cut(name, text):
+def worst(num_chars: int) -> list[tuple[str, str]]:
+    """Formats, and texts of about this length that they hold or read again."""
+    white, long = " " * num_chars, "long text, " * (num_chars // 11)
+    long_list = "[" + "1, " * (num_chars // 3) + "1]"
+    return [
+        ("hermes", '<tool_call>{"arguments": {"a": "' + long),
+        ("hermes", '<tool_call>{"arguments": {"a": ' + long_list + '}, "name": "now"}</tool_call>end'),
+        ("hermes", "<tool_call>[[{" * (num_chars // 14)),
+        ("hermes", '<tool_call>{"a' * (num_chars // 14)),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + long_list + "}}</tool_call>"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + white + "}}</tool_call>"),
+        ("hermes", "<tool_call>" + white + "end"),
+        ("llama3_json", '{"name": "' + long),
+        ("llama3_json", '{"parameters": {"a": "' + long),
+        (
+            "llama3_json",
+            '{"parameters": {"a": ' + long_list + '}, "name": "now"}; {"name": "now", "parameters": {}}',
+        ),
+        ("llama3_json", "{" + white),
+        ("mistral", '[TOOL_CALLS][{"arguments": {"a": "' + long),
+        ("mistral", "[TOOL_CALLS][{[[[" * (num_chars // 17)),
+        ("mistral", "[TOOL_CALLS]" + white),
+        ("mistral", "[TOOL_CALLS]" + "a" * num_chars),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "a" * num_chars),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>" + white),
+        ("deepseek_v3", '<｜tool▁call▁begin｜>{"arguments": {"a": "' + long),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}" + "`" * num_chars),
+        ("kimi", '<|tool_call_begin|>{"arguments": {"a": "' + long),
+        ("kimi", "<|tool_call_begin|>now:" + "1" * num_chars),
+        (
+            "qwen3_coder",
+            "<tool_call><function=weather><parameter=at>" + long_list + "</parameter></function>",
+        ),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + "</parameter> x" * (num_chars // 14)),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=at>" + "\n" * num_chars),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=" + white),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>x</parameter>" + white),
+        (
+            "glm4",
+            "<tool_call>weather<arg_key>at</arg_key><arg_value>" + long_list + "</arg_value></tool_call>",
+        ),
+        ("glm4", "<tool_call>weather<arg_key>days</arg_key><arg_value>" + long),
+        ("glm4", "<tool_call>weather<arg_key>" + white),
+        ("harmony", "<|channel|>" + long),
+        ("harmony", "<|channel|>final<|message|>x<|end|>" + white),
+        ("harmony", "<|channel|>commentary to=functions.now<|message|>" + long_list),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(worst(30))))
+@sizes
+def test_the_worst_texts_are_read_in_linear_work_and_are_the_same_however_they_are_cut(number, num_chars):
+    name, text = worst(num_chars)[number]
     found = parsers(name)
     tokens = [text[at : at + 5] for at in range(0, len(text), 5)]
     assert held_most(found, tokens) < 1100
@@ -387,11 +400,12 @@ def test_the_worst_texts_are_read_in_linear_work_and_are_the_same_however_they_a
 
 
 @pytest.mark.parametrize("name", REASONING_FORMATS)
-def test_long_reasoning_is_read_in_linear_work(name):
+@sizes
+def test_long_reasoning_is_read_in_linear_work(name, num_chars):
     marks = REASONING_FORMATS[name]
     found = AnswerParsers(reasoning=name)
     for piece in (" ", "long text, ", f"{marks.closing[:-1]} "):
-        text = marks.opening + "a" + piece * (NUM_CHARS // len(piece))
+        text = marks.opening + "a" + piece * (num_chars // len(piece))
         tokens = [text[at : at + 5] for at in range(0, len(text), 5)]
         assert held_most(found, tokens) < 300
         assert streamed(found, [text, ""]) == streamed(found, [*tokens, ""])
