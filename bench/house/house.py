@@ -223,7 +223,7 @@ def main() -> None:
         parser.error(f"--limits counts the installed checkout, {ROOT}; leave out --tree")
     if given.limits:
         limits = Limits()
-        values = {**counts(), **trace_counts(trace_requests(ROOT, sys.executable))}
+        values = {**counts(), **trace_counts(trace_requests(ROOT, sys.executable, generate_code=False))}
         print(limits_table(values, limits))
         if given.tighten:
             limits.tighten(values)

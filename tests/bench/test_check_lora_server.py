@@ -23,7 +23,6 @@ def test_combination_without_a_difference_is_recorded(tmp_path, capsys):
     assert "1 combinations checked, 0 failed" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_difference_and_failure_to_run_fail_the_check(tmp_path, monkeypatch, capsys):
     run = check_lora_server.served_tokens
 

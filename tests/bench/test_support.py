@@ -18,6 +18,7 @@ from bench.pages.blocks import complaints, pages
 from bench.pages.evidence import records
 from bench.pages.support import DEVICES, EVIDENCE, FAMILIES, FEATURES, InCi, RanOnce, matrix
 from tests.families import ALL_FAMILIES as TESTED_FAMILIES
+from tests.patience import PATIENCE_S
 
 TESTS = [one for one in EVIDENCE if isinstance(one, InCi)]
 RECORDS = [one for one in EVIDENCE if isinstance(one, RanOnce)]
@@ -80,7 +81,8 @@ def test_named_tests_have_a_case_of_the_run_for_each_family(
         target=_write_cases, args=(marker, sorted({one.test for one in named}), tmp_path / "cases")
     )
     found.start()
-    found.join()
+    found.join(PATIENCE_S)
+    assert found.exitcode == 0
     cases = [line for line in (tmp_path / "cases").read_text().splitlines() if "::" in line]
     missing = []
     for one in named:

@@ -126,7 +126,6 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
     assert not called["moe_lora.linear"]
 
 
-@pytest.mark.slow
 def test_plain_dense_layers_stay_between_begin_and_add_to(served, monkeypatch):
     """Compiled as for a GPU: the base GEMM is torch's."""
     monkeypatch.setattr(ops, "linear", reference.linear)

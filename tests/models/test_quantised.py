@@ -349,9 +349,9 @@ after it differ by that.
             family,
             quantisation,
             id=f"{family}-{quantisation.form.name}",
-            marks=pytest.mark.slow if number % 2 else (),
+            marks=pytest.mark.slow if (row + column) % 2 else (),
         )
-        for number, (family, quantisation) in enumerate(product(FAMILIES, DYNAMIC), start=0)
+        for (row, family), (column, quantisation) in product(enumerate(FAMILIES), enumerate(DYNAMIC))
     ],
 )
 def test_dynamic_logits_of_a_mixed_batch_are_those_of_torchao(family, quantisation, base, tmp_path):

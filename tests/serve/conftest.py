@@ -34,12 +34,13 @@ def endpoints_read_once() -> Iterator[None]:
 
     def once(*, path: str, call: Any, **options: Any) -> Any:
         function = getattr(call, "__func__", call)
-        about = function.__code__, function.__defaults__, *function.__annotations__.items()
+        defaults = function.__defaults__, *(function.__kwdefaults__ or {}).items()
+        about = function.__code__, *defaults, *function.__annotations__.items()
         key = path, *about, *options.items()
         if key not in found:
             found[key] = read(path=path, call=call, **options)
         own = copy.copy(found[key])
-        own.call = call
+        own.call, own.dependencies = call, [*own.dependencies]
         return own
 
     with mock.patch.object(fastapi.routing, "get_dependant", once):

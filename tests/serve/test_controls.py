@@ -37,7 +37,7 @@ def server(request, tmp_path_factory) -> Iterator[DemoServer]:
 
 
 of_one = pytest.mark.parametrize("server", [()], indirect=True, ids=["alone"])
-"""For what each front end does alike."""
+"""Tests of one front end: several have the same code."""
 
 
 class Http:

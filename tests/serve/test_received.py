@@ -63,7 +63,7 @@ def served(request, tmp_path_factory) -> Iterator[DemoServer]:
 
 
 of_one = pytest.mark.parametrize("served", [()], indirect=True, ids=["alone"])
-"""For what each front end does alike."""
+"""Tests of one front end: several have the same code."""
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_received_files_of_former_versions_are_removed(http):
 
 
 def test_folders_of_unloaded_adapters_leave_room(http):
-    """Each body has 0.4 MB and the limit is 8 MB: 22 names fit only after their unloads."""
-    for number in range(22):
+    """Each body has 0.2 MB and the limit is 8 MB: 45 names fit only after their unloads."""
+    for number in range(45):
         http.ok("PUT", f"/v1/adapters/n{number}", content=save(tensors("upper")), headers=headers("upper"))
         assert http.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": f"n{number}"})
 

@@ -403,8 +403,10 @@ def pinned_at(http: Http) -> dict[str, bool]:
 
 
 def test_without_a_registry_the_command_says_that_the_alias_ends_with_the_server(demo):
-    assert "forgets this alias" in run(demo, "rollout", "support", "--to", "upper")
-    Http(demo.url).ok("DELETE", "/v1/aliases/support")
+    try:
+        assert "forgets this alias" in run(demo, "rollout", "support", "--to", "upper")
+    finally:
+        Http(demo.url).ok("DELETE", "/v1/aliases/support")
 
 
 def test_a_lora_server_keeps_adapters_by_itself(tmp_path):

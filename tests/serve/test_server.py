@@ -48,7 +48,7 @@ LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True
 
 
 class Running:
-    """A process with a server.  `output`: its words so far."""
+    """A process with a server.  `output`: the text of its log."""
 
     def __init__(self, log: Path, *, drain_s: float = 1, files: int | None = None, **engine: float) -> None:
         self._log = log

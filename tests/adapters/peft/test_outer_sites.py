@@ -15,11 +15,10 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
-from tests.families import ALL_FAMILIES, FAMILIES, load_model, make_adapter
+from tests.families import ALL_FAMILIES, load_model, make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HEAD = "base_model.model.lm_head."
-QUICK = (*FAMILIES, "granite", "phi3", "afmoe", "qwen3_5_moe", "deepseek_v3")
 EMBEDDINGS = {"dbrx": "wte"}
 
 
@@ -47,9 +46,7 @@ def change(path, tensors=None, config=None):
     ("modules", "family"),
     [
         pytest.param(
-            modules,
-            family,
-            marks=() if (len(modules) == 2 or family == "llama") and family in QUICK else pytest.mark.slow,
+            modules, family, marks=() if len(modules) == 2 or family == "llama" else pytest.mark.slow
         )
         for modules in (("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"))
         for family in ALL_FAMILIES

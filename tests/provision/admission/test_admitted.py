@@ -20,7 +20,7 @@ POPULARITIES = {
 
 @pytest.mark.parametrize("estimator", ADMITTED)
 @pytest.mark.parametrize("name", POPULARITIES)
-@pytest.mark.parametrize("global_batch", [0.5, pytest.param(20.0, marks=pytest.mark.slow), 400.0])
+@pytest.mark.parametrize("global_batch", [0.5, 20.0, 400.0])
 def test_it_is_the_first_capacity_that_reaches_the_target(
     estimator: str, name: str, global_batch: float
 ) -> None:

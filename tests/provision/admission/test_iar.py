@@ -137,8 +137,16 @@ def test_rate_grows_with_the_capacity_once_all_active_adapters_fit(
     assert rates[-1] == 1.0
 
 
+SKEWS, BATCHES = (0.0, 0.6, 1.0, 1.2, 1.5), (64, 512, 4096)
+
+
 @pytest.mark.parametrize(
-    ("s", "global_batch"), [(0.0, 64), (0.6, 512), (1.0, 4096), (1.2, 64), (1.5, 512), (0.0, 4096)]
+    ("s", "global_batch"),
+    [
+        pytest.param(s, batch, marks=() if row % len(BATCHES) == column else pytest.mark.slow)
+        for row, s in enumerate(SKEWS)
+        for column, batch in enumerate(BATCHES)
+    ],
 )
 def test_rate_grows_with_the_capacity_under_zipf(s: float, global_batch: float) -> None:
     rates = [immediate_admissibility_rate(zipf(256, s), global_batch, m) for m in range(1, 257)]
