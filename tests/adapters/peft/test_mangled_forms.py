@@ -255,15 +255,17 @@ def _names(message: str, key: str, variant: File) -> bool:
     return named or any(one in message for one in (*variant.tensors, *saved))
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "family"), CELLS)
-def test_a_mangled_file_is_refused_by_name_or_equal(name, family, original):
+def test_a_mangled_file_is_refused_by_name_or_equal(name, family, step, original):
+    """The default run mangles each kind of key in a third of the ways."""
     good, read = original(name, family)
     expected, problem = read(good)
     if expected is None and name in ("head", "head_saved"):
         pytest.skip(problem)  # a head with a bias
     assert expected is not None, problem
-    for case, mangle in OF_A_KEY.items():
-        for key in _kinds(good):
+    for number, (case, mangle) in enumerate(OF_A_KEY.items()):
+        for key in _kinds(good)[number % step :: step]:
             variant = _copy(good)
             mangle(variant, key)
             found, message = read(variant)
