@@ -96,7 +96,13 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("frame", COMBINED)
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(one, marks=() if one in ("in a generation", "twice") else pytest.mark.slow)
+        for one in COMBINED
+    ],
+)
 def test_combinations_give_what_transformers_gives(frame):
     for source, form in TEMPLATES.values():
         combined = COMBINED[frame] % source
