@@ -8,15 +8,13 @@ speed.  SIGUSR2 writes the counts to PID.json.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import mmap
 import os
 import signal
 import sys
 import threading
-from importlib.machinery import ModuleSpec
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType
 from typing import Any
 
 FOLDER, TREE = "HOUSE_TRACE_FOLDER", "HOUSE_TRACE_TREE"
@@ -59,31 +57,6 @@ def record() -> None:
     threading.setprofile(count)
     os.register_at_fork(after_in_child=start)
     start()
-
-
-class CapturedGraphs:
-    """A finder of modules: compiled layers run the compiler's graphs, without generated code.
-
-    The same functions of the tree run, and the start takes half of the time.
-    """
-
-    module = "moe_lora.models.compiled_layers"
-
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        run = spec.loader.exec_module
-
-        def run_and_replace(module: ModuleType) -> None:
-            run(module)
-            module.lookup_backend = lambda _: lambda graph, inputs: graph  # type: ignore[attr-defined]
-
-        spec.loader.exec_module = run_and_replace  # type: ignore[method-assign]
-        return spec
 
 
 def _calls(

@@ -11,6 +11,7 @@ from bench.provision.plan_cases import CASES
 from bench.provision.plan_table import planned, qwen_rates, row
 from moe_lora.provision.plan.memory import KNOWN_MODELS
 from moe_lora.report.results import read_results
+from tests.grids import with_quick
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = list(read_results(ROOT / "bench" / "results" / "provision_plans.jsonl"))
@@ -28,9 +29,7 @@ def test_every_model_of_table_3_has_a_plan_that_fits() -> None:
 QUICK = (0, 5, 11)
 
 
-@pytest.mark.parametrize(
-    "index", [pytest.param(at, marks=() if at in QUICK else pytest.mark.slow) for at in range(len(CASES))]
-)
+@pytest.mark.parametrize("index", with_quick(range(len(CASES)), QUICK))
 def test_committed_plans_are_what_the_planner_says(index: int) -> None:
     committed, found = COMMITTED[index]["result"]["paper"], planned(CASES[index], "paper")
     assert found.keys() >= committed.keys()

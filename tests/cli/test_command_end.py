@@ -14,6 +14,7 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.errors import OUTPUT_CLOSED
 from tests.adapters.peft_folders import BASE, peft_folder
+from tests.grids import with_quick
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -89,9 +90,7 @@ PRINTING = {
 QUICK = ("version", "serve help", "adapters check")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRINTING]
-)
+@pytest.mark.parametrize("name", with_quick(PRINTING, QUICK))
 def test_a_command_whose_reader_is_gone_ends_quietly(name):
     """Its reader closes before the command writes."""
     reader, writer = os.pipe()

@@ -8,6 +8,7 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from tests.adapter_forms import FORMS, PAGE, page, problem
 from tests.families import ALL_FAMILIES, make_checkpoint
+from tests.grids import with_quick
 from tests.models.test_oracle import make_prompts
 from tests.oracle import greedy_reference
 
@@ -19,7 +20,7 @@ QUICK = ("llama", "qwen3_moe")
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in ALL_FAMILIES],
+    with_quick(ALL_FAMILIES, QUICK),
 )
 def test_each_served_form_continues_as_peft_does(family, tmp_path):
     base, prompt = make_checkpoint(family, tmp_path / "base"), make_prompts()[0]

@@ -20,6 +20,7 @@ from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.step import sampler
 from moe_lora.engine.step.runner import ModelRunner
+from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -87,12 +88,8 @@ def fail_where(monkeypatch, bad) -> list[int]:
 
 @pytest.mark.parametrize(
     ("ranks", "where"),
-    [
-        pytest.param({"expert_parallel": 2}, "before", id="expert_parallel-before"),
-        pytest.param({"expert_parallel": 2}, "after", id="expert_parallel-after", marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel": 2}, "before", id="tensor_parallel-before", marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel": 2}, "after", id="tensor_parallel-after"),
-    ],
+    diagonal([{"expert_parallel": 2}, {"tensor_parallel": 2}], ["before", "after"]),
+    ids=lambda one: one if isinstance(one, str) else next(iter(one)),
 )
 def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(monkeypatch, ranks, where):
     core = build_engine(replace(CONFIG, **ranks))

@@ -15,6 +15,7 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from tests.adapter_forms import problem
 from tests.families import _MODULES, _PARAMETERS, ALL_TARGETS, BESIDE_TARGETS, make_adapter, make_checkpoint
+from tests.grids import with_quick
 from tests.models.test_oracle import make_prompts
 from tests.oracle import greedy_reference
 
@@ -94,9 +95,7 @@ def _adapters(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "the head", {"lora_rank": 3, **outer}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in ODD]
-)
+@pytest.mark.parametrize("family", with_quick(ODD, QUICK))
 def test_odd_sizes_with_odd_adapters_continue_as_peft_does(family, tmp_path):
     base, prompt = make_checkpoint(family, tmp_path / "base", **ODD[family]), make_prompts()[0]
     prompt = [*prompt, *range(5, 16)]

@@ -19,6 +19,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 from tests.families import NUM_EXPERTS, VOCAB_SIZE, load_model, make_checkpoint
+from tests.grids import with_quick
 from tests.oracle import MIN_MARGIN
 
 NUM_TOKENS = 24
@@ -135,9 +136,7 @@ WAYS = {
 QUICK = ("experts and attention, by a regular expression", "router", "ranks of their own")
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in WAYS]
-)
+@pytest.mark.parametrize("way", with_quick(WAYS, QUICK))
 def test_tokens_are_those_of_peft_on_the_split_model(way, model_dir, tmp_path):
     model = trained(model_dir, tmp_path / "a", **WAYS[way])
     with LLM(model_dir, adapters={"a": str(tmp_path / "a")}, dtype="float32", eager=True) as llm:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
+from tests.grids import with_quick
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
@@ -307,7 +307,7 @@ def later(*quick: str, families: tuple[str, ...] = FURTHER) -> list[Any]:
 
     quick: families of the default run; together such lists cover pieces and features.
     """
-    return [pytest.param(one, marks=() if one in quick else pytest.mark.slow) for one in families]
+    return with_quick(families, quick)
 
 
 def shard_of(model_dir: Path | str, **numbers: int) -> ModelShard:

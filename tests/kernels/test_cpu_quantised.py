@@ -14,6 +14,7 @@ from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTe
 from moe_lora.kernels import ops, quantised, reference
 from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels.quantised import Format, QuantisedOperand, format_of
+from tests.grids import diagonal
 
 from .kernel_cases import popularity, random, strided
 
@@ -60,11 +61,7 @@ def random_held(form, experts, width, num_out, generator, *, zero=False, wide=Fa
     )
 
 
-POPULARITIES = [
-    pytest.param(kind, each, marks=() if (kind in ("distinct", "zipf")) == each else pytest.mark.slow)
-    for kind in ("distinct", "uniform", "zipf", "identical")
-    for each in (False, True)
-]
+POPULARITIES = diagonal(("distinct", "uniform", "zipf", "identical"), (True, False))
 
 
 @pytest.mark.parametrize(("form", "width", "num_out", "with_zeros"), PACKED, ids=ident)

@@ -15,6 +15,7 @@ from moe_lora.models.causal_lm import CausalLM, DecoderLayer
 from moe_lora.models.linear import LoraLinear
 from moe_lora.models.quantised_weight import QuantisedWeight, WeightLayout, quantisation_of
 from tests.families import BESIDE_FAMILIES, FAMILIES
+from tests.grids import with_quick
 
 from .generated_code import assert_one_operation_a_site, assert_sites_in_order, largest_allocation
 from .harness import Harness
@@ -70,11 +71,7 @@ def num_graphs(family):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(one, marks=() if one in ("llama", "mixtral", "gpt_oss", "afmoe") else pytest.mark.slow)
-        for one in (*FAMILIES, *BESIDE_FAMILIES)
-    ],
+    "family", with_quick((*FAMILIES, *BESIDE_FAMILIES), ("llama", "mixtral", "gpt_oss", "afmoe"))
 )
 def test_layers_share_one_graph_without_breaks(family, served):
     graphs = []

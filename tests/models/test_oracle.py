@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.families import ALL_FAMILIES, FAMILIES, RECURRENT_FAMILIES, make_adapter, make_checkpoint
+from tests.grids import with_quick
 from tests.oracle import reference_logits
 
 from .harness import Harness
@@ -44,9 +45,7 @@ def test_prefill_logits_of_a_mixed_batch_equal_peft(family, served):
     assert_logits(model, SLOTS, prompts, logits)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in IN_CHUNKS else pytest.mark.slow) for one in ALL_FAMILIES]
-)
+@pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, IN_CHUNKS))
 def test_chunked_prefill_beside_decodes_gives_the_same_logits(family, served):
     model = served(family)
     slots = (3, -1, 1)
@@ -70,9 +69,7 @@ MEDIAN_BF16_ERROR = 0.03
 """Error of a row of logits in bf16 as a share of their size; transformers' own is 0.8 to 2.6 % here."""
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in IN_BF16 else pytest.mark.slow) for one in ALL_FAMILIES]
-)
+@pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, IN_BF16))
 def test_bf16_logits_stay_near_fp32(family, tmp_path):
     """Against the same bf16 weights computed in fp32, and no further off than transformers in bf16.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import product
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import DENSE_FAMILIES, FAMILIES, LATER_FAMILIES, make_adapter, make_checkpoint, shard_of
+from tests.grids import diagonal
 from tests.oracle import greedy_reference, reference_logits
 from tests.quantised import dequantised, dequantised_checkpoint, torchao_logits
 from tests.stored_checkpoints import stored_pair
@@ -344,15 +344,8 @@ after it differ by that.
 
 @pytest.mark.parametrize(
     ("family", "quantisation"),
-    [
-        pytest.param(
-            family,
-            quantisation,
-            id=f"{family}-{quantisation.form.name}",
-            marks=pytest.mark.slow if (row + column) % 2 else (),
-        )
-        for (row, family), (column, quantisation) in product(enumerate(FAMILIES), enumerate(DYNAMIC))
-    ],
+    diagonal(FAMILIES, DYNAMIC),
+    ids=lambda one: one if isinstance(one, str) else one.form.name,
 )
 def test_dynamic_logits_of_a_mixed_batch_are_those_of_torchao(family, quantisation, base, tmp_path):
     model_dir, _ = base(family)

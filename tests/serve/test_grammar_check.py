@@ -14,10 +14,9 @@ from moe_lora.engine.text.text import Tokenizer
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
 from moe_lora.serve.openai.structured import reasoning_rules
+from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 from tests.small_tokenizers import byte_level
-
-from .diagonal import diagonal
 
 RUN = """
 import os, sys

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 
 from moe_lora.serve.api_keys import add_key
 from moe_lora.serve.openai.responses.store import MAX_STORED_BYTES, OVERHEAD_BYTES, ResponseStore, Stored
+from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 
 from .conftest import app_of, scripted, serving
-from .diagonal import diagonal
 from .live_server import ServerThread, wait_until
 from .test_access import rights
 from .test_tools import CALL, CITY, QWEN, TOOL, saying

@@ -22,9 +22,9 @@ from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.main import main
 from moe_lora.serve.api_keys import add_key
 from tests.dist.cluster_jobs import until
+from tests.grids import diagonal
 
 from .demo_server import DEMO, DemoServer, demo_server
-from .diagonal import diagonal
 from .live_server import completion_events, wait_until
 from .test_access import rights
 from .test_controls import SEVERAL, Http

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from moe_lora.serve.server import create_app
+from tests.grids import diagonal
 
 from .conftest import as_served, frontend_of
 from .demo_server import DemoServer, demo_server
-from .diagonal import diagonal
 from .live_server import ServerThread, wait_until
 from .test_controls import NUM, OPTIONS, SEVERAL, Http, several
 

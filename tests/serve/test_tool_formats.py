@@ -16,8 +16,7 @@ from moe_lora.serve.openai.parsers.answers import ParsedChoice
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.parsers.machine import Kind
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
-
-from .diagonal import diagonal
+from tests.grids import diagonal
 
 TOOLS = {
     "weather": {

@@ -26,6 +26,7 @@ from tests.families import (
     load_model,
     make_adapter,
 )
+from tests.grids import with_quick
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SLOW = pytest.mark.slow
@@ -177,7 +178,7 @@ def test_per_expert_adapter_that_peft_loaded_and_saved_again_is_the_same_adapter
     assert_same_deltas(packed_deltas(new, shape), packed_deltas(old, shape))
 
 
-@pytest.mark.parametrize("family", [*MOE_FAMILIES, *(pytest.param(one, marks=SLOW) for one in LATER_MOE)])
+@pytest.mark.parametrize("family", with_quick((*MOE_FAMILIES, *LATER_MOE), MOE_FAMILIES))
 def test_all_linear_of_a_moe_family_packs_as_peft_merges(family, checkpoint, shape_of, tmp_path):
     adapter = make_adapter(
         family, checkpoint(family), tmp_path / "a", target_modules="all-linear", target_parameters=None

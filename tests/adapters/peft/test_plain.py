@@ -24,6 +24,7 @@ from tests.families import (
     load_model,
     make_adapter,
 )
+from tests.grids import with_quick
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -48,9 +49,7 @@ def assert_converts(family, base, source, target, shape, *, loads=False):
 QUICK = ("llama", "gpt_oss", "dbrx", "glm4_moe", "qwen3_5_moe", "deepseek_v3", "gemma4")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in ALL_FAMILIES]
-)
+@pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, QUICK))
 def test_pefts_own_form_stays(family, checkpoint, shape_of, tmp_path):
     targets = ALL_TARGETS if family not in MOE_FAMILIES else ("router", *ALL_TARGETS)
     expert = {"dbrx": "mlp.w2", "llama": "down_proj", "qwen3": "down_proj"}.get(family, "experts.down_proj")

@@ -15,6 +15,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.manager import AdapterManager
+from tests.grids import diagonal
 from tests.models.conftest import Served, served  # noqa: F401  (the fixture)
 
 NUM_TOKENS, NUM_TURNS, MIN_MARGIN = 10, 3, 1e-4
@@ -76,14 +77,7 @@ def under_pressure(expected: tuple[Served, float, Answers], **changes) -> Engine
     return stats
 
 
-@pytest.mark.parametrize(
-    ("policy", "host_arena_mb"),
-    [
-        pytest.param(policy, host_mb, marks=() if (number + host_mb // 2) % 2 else pytest.mark.slow)
-        for number, policy in enumerate(CACHE_POLICIES)
-        for host_mb in (0, 2)
-    ],
-)
+@pytest.mark.parametrize(("policy", "host_arena_mb"), diagonal(list(CACHE_POLICIES), [2, 0]))
 def test_answers_are_those_of_a_large_arena(policy, host_arena_mb, expected):
     stats = under_pressure(expected, cache_policy=policy, host_arena_mb=host_arena_mb)
     assert (stats.swapped_out_bytes > 0) == (host_arena_mb > 0)

@@ -22,6 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.harness.processes import engine_processes
+from bench.house.house_trace import CAPTURED
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
@@ -139,12 +140,6 @@ def assert_new_version_reaches_all_ranks(llm: LLM, model) -> None:
     assert llm.generate(prompt, None, GREEDY)[0].finish_reason == "length"
 
 
-CAPTURED = """
-from moe_lora.models import compiled_layers
-
-compiled_layers.lookup_backend = lambda name: lambda graph, inputs: graph
-"""
-"""`captured_graphs` of a process from its start."""
 COMPILED = [
     pytest.param("mixtral", (4,), False, marks=SLOW),
     *(pytest.param(*cell, True, marks=SLOW) for cell in product(MOE_FAMILIES, (None, (4,)))),

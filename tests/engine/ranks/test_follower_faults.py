@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.house.house_trace import CAPTURED
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.ranks import followers
@@ -15,7 +16,7 @@ from tests.engine.test_failed_adapters import CONFIG, NAMES, drive, four, infos,
 from tests.models.generated_code import captured_graphs
 
 from .faulty_follower import BAD_TOKEN, use_faulty_followers
-from .test_expert_parallel import CAPTURED, met_soon
+from .test_expert_parallel import met_soon
 
 EP, TP = {"expert_parallel": 2}, {"tensor_parallel": 2}
 ALWAYS = 1 << 20

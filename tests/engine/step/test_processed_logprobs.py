@@ -15,6 +15,7 @@ import transformers
 from moe_lora import LLM, SamplingParams
 from moe_lora.engine.text.grammars import regex_grammar
 from moe_lora.engine.text.text import load_tokenizer
+from tests.grids import diagonal
 from tests.oracle import reference_logits
 
 DEMO = Path(__file__).parents[3] / "demo"
@@ -95,14 +96,7 @@ def expected(sampling: SamplingParams, tokens: tuple[int, ...], adapter: str | N
     return scores
 
 
-@pytest.mark.parametrize(
-    ("name", "adapter"),
-    [
-        pytest.param(name, adapter, marks=pytest.mark.slow if number % 2 == (adapter is None) else ())
-        for number, name in enumerate(SETTINGS)
-        for adapter in (None, "upper")
-    ],
-)
+@pytest.mark.parametrize(("name", "adapter"), diagonal(list(SETTINGS), [None, "upper"]))
 def test_processed_values_equal_transformers(llm, name, adapter):
     sampling = sampled(**SETTINGS[name])
     [found] = llm.generate([PROMPT], adapter, sampling)

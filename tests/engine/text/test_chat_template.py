@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_lora.engine.text.chat_template import MAX_PROBES
 from moe_lora.engine.text.text import Tokenizer
+from tests.grids import with_quick
 from tests.small_tokenizers import characters
 
 from .chat_templates import ANY, CALL, CONVERSATIONS, PARTS_ONLY, TEXT_ONLY, USER
@@ -96,13 +97,7 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        pytest.param(one, marks=() if one in ("in a generation", "twice") else pytest.mark.slow)
-        for one in COMBINED
-    ],
-)
+@pytest.mark.parametrize("frame", with_quick(COMBINED, ("in a generation", "twice")))
 def test_combinations_give_what_transformers_gives(frame):
     for source, form in TEMPLATES.values():
         combined = COMBINED[frame] % source

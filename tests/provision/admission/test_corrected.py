@@ -14,6 +14,7 @@ from bench.provision.slot_queue import simulate_admission
 from moe_lora.provision.admission.admitted import smallest_capacity_of
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate, corrected_wait
 from moe_lora.workload.popularity import popularity
+from tests.grids import diagonal, with_quick
 
 GOAL = 0.02
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
@@ -60,16 +61,9 @@ LOADS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("probabilities", "global_batch", "factor"),
-    [
-        pytest.param(*load, factor, marks=() if row == column else pytest.mark.slow)
-        for row, load in enumerate(LOADS)
-        for column, factor in enumerate(FACTORS)
-    ],
-)
-def test_agrees_with_simulation(probabilities: np.ndarray, global_batch: float, factor: float) -> None:
-    assert_near_simulation(probabilities, global_batch, factor, num_arrivals=100_000)
+@pytest.mark.parametrize(("load", "factor"), diagonal(LOADS, FACTORS))
+def test_agrees_with_simulation(load: tuple[np.ndarray, float], factor: float) -> None:
+    assert_near_simulation(*load, factor, num_arrivals=100_000)
 
 
 @pytest.mark.slow
@@ -136,10 +130,7 @@ def test_unused_adapters_change_nothing() -> None:
     assert corrected_admissibility_rate(with_unused, 10.0, 5) == pytest.approx(rate, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "capacity",
-    [pytest.param(one, marks=() if one % 4 == 2 else pytest.mark.slow) for one in range(2, 60, 6)],
-)
+@pytest.mark.parametrize("capacity", with_quick(range(2, 60, 6), range(2, 60, 12)))
 def test_merging_near_rates_and_a_coarse_grid_change_less_than_a_tenth_of_a_point(
     monkeypatch, capacity: int
 ) -> None:

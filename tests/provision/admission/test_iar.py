@@ -14,6 +14,7 @@ from bench.provision.provision_reference import (
     residencies,
 )
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
+from tests.grids import diagonal
 
 from .popularities import global_batches, popularities, residency, two_levels, zipf
 
@@ -137,17 +138,7 @@ def test_rate_grows_with_the_capacity_once_all_active_adapters_fit(
     assert rates[-1] == 1.0
 
 
-SKEWS, BATCHES = (0.0, 0.6, 1.0, 1.2, 1.5), (64, 512, 4096)
-
-
-@pytest.mark.parametrize(
-    ("s", "global_batch"),
-    [
-        pytest.param(s, batch, marks=() if row % len(BATCHES) == column else pytest.mark.slow)
-        for row, s in enumerate(SKEWS)
-        for column, batch in enumerate(BATCHES)
-    ],
-)
+@pytest.mark.parametrize(("s", "global_batch"), diagonal((0.0, 0.6, 1.0, 1.2, 1.5), (64, 512, 4096)))
 def test_rate_grows_with_the_capacity_under_zipf(s: float, global_batch: float) -> None:
     rates = [immediate_admissibility_rate(zipf(256, s), global_batch, m) for m in range(1, 257)]
     assert np.all(np.diff(rates) > -1e-12)

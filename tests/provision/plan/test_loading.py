@@ -17,6 +17,7 @@ from moe_lora.provision.replayed.system import simulate
 from moe_lora.provision.replayed.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
+from tests.grids import diagonal
 
 from .plans import inputs
 
@@ -101,22 +102,13 @@ def test_backlog_decays_by_lundbergs_exponent() -> None:
     assert queue.wait_s == pytest.approx(0.5 * 0.02 / (2 * 0.5))
 
 
-LOADS = [(0.5, 0.01), (0.5, 0.02), (0.7, 0.02), (0.8, 0.01)]
-COUNTS = (1, 2, 6)
-
-
 @pytest.mark.parametrize(
-    ("busy", "load_s", "num_instances"),
-    [
-        pytest.param(*load, number, marks=() if row % len(COUNTS) == column else pytest.mark.slow)
-        for row, load in enumerate(LOADS)
-        for column, number in enumerate(COUNTS)
-    ],
+    ("load", "num_instances"), diagonal([(0.5, 0.01), (0.5, 0.02), (0.7, 0.02), (0.8, 0.01)], [1, 2, 6])
 )
 def test_steps_and_first_tokens_are_near_those_of_the_simulator(
-    busy: float, load_s: float, num_instances: int
+    load: tuple[float, float], num_instances: int
 ) -> None:
-    queue = queue_at(busy, load_s)
+    queue = queue_at(*load)
     tpot_s, ttft_s = simulated(queue, num_instances)
     step_s = queue.step_s(STEP_S, num_instances, LAYERS)
     assert step_s == pytest.approx(tpot_s, rel=0.12)

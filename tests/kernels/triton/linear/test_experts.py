@@ -19,6 +19,7 @@ from moe_lora.kernels.triton.lora.problem import Deltas
 from moe_lora.kernels.triton.lora.segments import build_segments, rows_to_sort
 from moe_lora.models.linear import Fp32Vector, glu
 from moe_lora.models.mlp import MoeMlp
+from tests.grids import diagonal
 from tests.kernels.kernel_cases import popularity, random
 from tests.kernels.triton.gpu_cases import GATE_UP, LAYER, TOLERANCE, make_batch
 
@@ -416,7 +417,6 @@ def test_layer_on_cuda_orders_its_rows_for_these_kernels():
             assert wanted == (order if order is None else order.shape)
 
 
-TILES = (None, 0, 4)
 CHOICES = [
     (1, 5, 1, range(0)),
     (23, 5, 1, range(5)),
@@ -427,18 +427,10 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k", "held", "tile_rows"),
-    [
-        pytest.param(*choice, tiles, marks=() if number % len(TILES) == column else pytest.mark.slow)
-        for number, choice in enumerate(CHOICES)
-        for column, tiles in enumerate(TILES)
-    ],
-)
-def test_one_launch_chooses_and_orders_as_the_launches_of_each_do(
-    device, tokens, num_experts, top_k, held, tile_rows, monkeypatch
-):
+@pytest.mark.parametrize(("choice", "tile_rows"), diagonal(CHOICES, (None, 0, 4)))
+def test_one_launch_chooses_and_orders_as_the_launches_of_each_do(device, choice, tile_rows, monkeypatch):
     """And sorts rows of LoRA, cut into tiles or not, some tokens being padding or without adapter."""
+    tokens, num_experts, top_k, held = choice
     generator = torch.Generator().manual_seed(tokens)
     logits = random(generator, tokens, num_experts, dtype=BF16).to(device)
     live = (torch.rand(tokens, generator=generator) < 0.8).to(device)

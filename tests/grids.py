@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of parameters: the default run has each value."""
+"""Parameters of tests: the default run has some cells of a grid, `make test-slow` the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
+
+
+def with_quick(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """Every value; those outside `quick` are slow."""
+    return [pytest.param(one, marks=() if one in quick else pytest.mark.slow) for one in values]
 
 
 def diagonal(*factors: Sequence[Any]) -> list[Any]:
