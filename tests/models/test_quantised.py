@@ -230,7 +230,7 @@ def test_loading_takes_little_more_than_what_stays(tmp_path):
         "llama",
         tmp_path / "base",
         dtype=torch.bfloat16,
-        hidden_size=512,
+        hidden_size=1024,
         intermediate_size=8192,
         vocab_size=128,
         num_hidden_layers=4,
