@@ -24,7 +24,7 @@ GROWTH = 16
 """After a miss, tries a sixteenth more instances; up to MOST_TIMES as many and AND_MORE."""
 MOST_TIMES, AND_MORE = 2, 8
 WAITED = 0.01
-"""Share of requests with a wait for a slot: above, the next split has more slots; below, more KV."""
+"""Share of requests with a wait for a slot: above, splits with more slots come next; below, with more KV."""
 IDLE = 0.02
 """Share of an instance's time: below, further instances change no step."""
 
@@ -108,9 +108,8 @@ class CoupledSearch:
         if holds(inputs, self.replayed(first)):
             return first
         waited = any((one.waited_for_adapter or 0.0) > WAITED for one in self.replayed(first))
-        slots = [place.slots for place in places]
-        other = places[slots.index(max(slots) if waited else min(slots))]
-        return other if other != first and holds(inputs, self.replayed(other)) else None
+        others = sorted(places[1:], key=lambda place: place.slots, reverse=waited)
+        return next((place for place in others if holds(inputs, self.replayed(place))), None)
 
     def _bisected(self, first: int) -> SizedCluster:
         low, high, most = self._least() - 1, first, MOST_TIMES * first + AND_MORE
@@ -176,6 +175,8 @@ class CoupledSearch:
 
 MOST = 4
 """Models size a LoRA Server up to this factor of coupled GPUs."""
+FARTHEST, BUSIEST = 1.5, 1.2
+"""Of LoRA Servers in place of coupled instances: with `checked`'s limits one of 2 GPUs less was not seen."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
@@ -220,7 +221,8 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     assert inputs.rate_per_s is not None
     rate_per_s = inputs.rate_per_s * (1 + inputs.load_margin)
     try:
-        search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
+        loads = searched_loads(inputs, rate_per_s, trace)
+        search = PlaceSearch(cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
         if not search.of(coupled.total_gpus - 1):
             return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
         place = _server_below(search, coupled.total_gpus)

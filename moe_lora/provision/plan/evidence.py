@@ -10,7 +10,6 @@ from moe_lora.provision.device_profile import Part
 from moe_lora.provision.lower_bound import LowerBound, Work, lower_bound
 
 from .inputs import PlanInputs, SizedCluster
-from .memory import base_bytes
 
 TEXTS: dict[Part, str] = {
     "decode": "decode steps",
@@ -26,10 +25,11 @@ TEXTS: dict[Part, str] = {
 
 def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
     """The bound of a rate, with the margin; None without peak rates."""
-    gpu = inputs.profile.gpu
+    gpu, weights = inputs.profile.gpu, inputs.weights
     if gpu.flop_per_s is None or gpu.bytes_per_s is None:
         return None
     margin = inputs.load_margin if inputs.global_batch is None else 0.0
+    unquantised = 8.0 * inputs.shape.dtype_bytes
     work = Work(computed_tokens=max(0.0, inputs.output_tokens - 1), prompt_pairs=0.0, decode_pairs=0.0)
     return lower_bound(
         inputs.shape,
@@ -38,7 +38,8 @@ def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
         adapter_rank=inputs.mix.mean_rank * inputs.adapter_share,
         flop_per_s=gpu.flop_per_s,
         bytes_per_s=gpu.bytes_per_s,
-        weight_bytes=base_bytes(inputs.shape, inputs.weights),
+        attention_bits=weights.attention_bits or unquantised,
+        expert_bits=weights.expert_bits or unquantised,
         memory_bytes=gpu.memory_bytes,
     )
 

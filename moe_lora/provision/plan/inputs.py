@@ -50,6 +50,9 @@ class PromptLoad:
     output_tokens: float
     """Mean."""
     work: Work
+    """For the lower bound."""
+    computed_pairs: float
+    """Mean pairs of a computed prompt token and a token that it attends to."""
     stated: bool
     """hit_share comes from an option."""
     longest: int
@@ -64,7 +67,7 @@ class PromptLoad:
     def per_row(self) -> PromptsPerRow:
         """Prompt work per decode row of a mean step."""
         reads = 1 + self.computed_tokens / CHUNK_TOKENS
-        parts = self.computed_tokens, reads, self.work.prompt_pairs
+        parts = self.computed_tokens, reads, self.computed_pairs
         return PromptsPerRow(*(part / self.output_tokens for part in parts))
 
     @property
@@ -93,6 +96,7 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
         p95_computed=computed[math.ceil(0.95 * number) - 1],
         output_tokens=sum(one.output_tokens for one in requests) / number,
         work=work_of(lengths),
+        computed_pairs=sum((prompt - hit) * (prompt + hit + 1) / 2 for prompt, hit, _ in lengths) / number,
         stated=stated is not None,
         longest=max(one.prompt_tokens + one.output_tokens for one in requests),
     )

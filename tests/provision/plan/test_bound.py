@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.provision.device_profile import MeasuredProfile, read_profile, with_rates
-from moe_lora.provision.plan import verify
-from moe_lora.provision.plan.compared import checked_plan
+from moe_lora.provision.plan import compared, evidence, verify
+from moe_lora.provision.plan.compared import CoupledSearch, checked_plan
 from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
@@ -53,24 +53,45 @@ def load_inputs(trace: Trace, model: str, hit: float | None = None, **changes: A
     return inputs(model, **lengths | changes)
 
 
-def independent_bound(given_inputs: PlanInputs, trace: Trace, hit: float) -> float:
-    """GPUs' worth of the dense operations alone, counted here once more: 2 FLOP a weight that a token
-    meets."""
-    shape, number = given_inputs.shape, len(trace.requests)
+def independent_bound(given_inputs: PlanInputs, trace: Trace, hit: float) -> tuple[float, float, float]:
+    """GPUs' worth of operations, KV reads and weights, counted token by token and without deltas."""
+    shape, gpu, number = given_inputs.shape, given_inputs.profile.gpu, len(trace.requests)
     heads = shape.num_heads + shape.num_kv_heads
-    weights = 2 * shape.hidden_size * shape.head_dim * heads
-    weights += 3 * shape.num_experts_per_token * shape.hidden_size * shape.intermediate_size
-    tokens = sum(
-        one.prompt_tokens - min(int(hit * one.prompt_tokens), one.prompt_tokens - 1) + one.output_tokens - 1
-        for one in trace.requests
-    )
-    rate = given_inputs.rate_per_s or 0.0
+    attention = 2 * shape.hidden_size * shape.head_dim * heads
+    expert = 3 * shape.hidden_size * shape.intermediate_size
+    whole_layers = shape.num_layers - shape.num_windowed_layers
+    tokens = pairs = read = 0
+    for prompt, output in {(one.prompt_tokens, one.output_tokens) for one in trace.requests}:
+        times = sum((one.prompt_tokens, one.output_tokens) == (prompt, output) for one in trace.requests)
+        first = min(int(hit * prompt), prompt - 1)
+        decoded = range(prompt, prompt + output - 1)
+        tokens += times * (prompt - first + len(decoded))
+        pairs += times * sum(at + 1 for at in range(first, prompt + len(decoded)))
+        read += times * sum(at + 1 for at in decoded)
+    rate = (given_inputs.rate_per_s or 0.0) / number
+    flop = tokens * 2 * shape.num_layers * (attention + shape.num_experts_per_token * expert)
+    flop += pairs * 4 * whole_layers * shape.num_heads * shape.head_dim
+    kv_bytes = read * 2 * whole_layers * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
+    weight_bytes = shape.num_layers * (attention + shape.num_experts * expert) * shape.dtype_bytes
     return (
-        rate * tokens / number * 2 * weights * shape.num_layers / (given_inputs.profile.gpu.flop_per_s or 1)
+        rate * flop / (gpu.flop_per_s or 1),
+        rate * kv_bytes / (gpu.bytes_per_s or 1),
+        weight_bytes / gpu.memory_bytes,
     )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizing alone: no plan is refused below its bound, and no search begins there."""
+    monkeypatch.setattr(evidence, "check_bound", lambda bound, place, of: bound)
+    monkeypatch.setattr(CoupledSearch, "_least", lambda search: 1)
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     model=st.sampled_from(["Mixtral-8x7B", "GPT-OSS-20B", "Qwen3-30B-A3B", "DBRX"]),
     hardware=st.sampled_from(sorted(PROFILES)),
@@ -79,7 +100,7 @@ def independent_bound(given_inputs: PlanInputs, trace: Trace, hit: float) -> flo
     hit=st.sampled_from([0.0, 0.3, 0.9]),
     margin=st.sampled_from([0.0, 0.5]),
 )
-def test_no_plan_is_below_its_bound(model, hardware, rate, lengths, hit, margin) -> None:
+def test_no_plan_is_below_its_bound(unguarded, model, hardware, rate, lengths, hit, margin) -> None:
     trace = trace_of(lengths)
     given_inputs = load_inputs(
         trace, model, hit, rate_per_s=rate, load_margin=margin, profile=PROFILES[hardware]
@@ -90,9 +111,19 @@ def test_no_plan_is_below_its_bound(model, hardware, rate, lengths, hit, margin)
         assume(False)
     assert plan.lower_bound is not None
     assert plan.total_gpus >= plan.lower_bound.gpus
-    assert plan.lower_bound.flop_gpus >= (1 + margin) * independent_bound(given_inputs, trace, hit) * (
-        1 - 1e-9
-    )
+    flop, byte, memory = independent_bound(given_inputs, trace, hit)
+    assert plan.lower_bound.flop_gpus >= (1 + margin) * flop * (1 - 1e-9)
+    assert plan.lower_bound.byte_gpus == pytest.approx((1 + margin) * byte)
+    assert plan.lower_bound.memory_gpus == pytest.approx(memory)
+
+
+def test_a_plan_below_its_bound_would_be_seen(unguarded, monkeypatch) -> None:
+    trace = trace_of([(4000, 20)])
+    monkeypatch.setattr(CoupledSearch, "smallest", lambda search: search._coupled.places(1)[0])
+    monkeypatch.setattr(CoupledSearch, "replayed", lambda search, place: [])
+    monkeypatch.setattr(compared, "_cheaper", lambda cluster, coupled, trace: coupled)
+    plan = checked_plan(load_inputs(trace, "Mixtral-8x7B", 0.0, rate_per_s=60.0), trace)
+    assert plan.total_gpus < plan.lower_bound.gpus
 
 
 def test_times_beyond_the_profiles_own_peak_are_refused(tmp_path: Path) -> None:
