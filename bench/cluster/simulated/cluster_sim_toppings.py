@@ -17,6 +17,7 @@ from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.replayed.system import System
 from moe_lora.provision.replayed.system import simulate as run_system
 from moe_lora.provision.replayed.system_config import SystemConfig
+from moe_lora.timing.step_model import Row
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 
@@ -95,7 +96,8 @@ def toppings_load(length_s: float) -> Load:
     )
 
 
-def _systems(model: str, load: Load, slo_tpot_s: float) -> Systems:
+def _systems(model: str, load: Load, slo_tpt_s: float) -> Systems:
+    """slo_tpt_s: for operating points.  The router's limit is of a decode step, as `bench_cluster`'s."""
     steps = step_models(NUM_MODULES)[model]
     one = PointLoad(
         prompt_tokens=PROMPT_TOKENS,
@@ -104,13 +106,13 @@ def _systems(model: str, load: Load, slo_tpot_s: float) -> Systems:
         num_requests=200,
         duration_s=60.0,
     )
-    points = simulated_points(steps, RANKS, one, SloGoal(ttft_s=10.0, tpot_s=slo_tpot_s))
+    points = simulated_points(steps, RANKS, one, SloGoal(ttft_s=10.0, tpot_s=slo_tpt_s))
     return Systems(
         load=load,
         model=steps,
         points=points,
         mean_output_tokens=OUTPUT_TOKENS,
-        slo_tpot_s=slo_tpot_s,
+        slo_tpot_s=SLO_FACTOR * steps.decode_step_s([Row(None, 0)]),
     )
 
 
