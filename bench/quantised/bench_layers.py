@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over quantised weights, format by format, beside the same layers in bf16.
 
-    python -m bench.quantised.bench_layers --out bench/results/quantised_layers.jsonl [--quick]
-    MOE_LORA_ISA=avx512_bf16 python -m bench.quantised.bench_layers --out bench/results/quantised_isa.jsonl
+    python -m bench.quantised.bench_layers --out bench/results/quantised_isa.jsonl [--quick]
+
+With MOE_LORA_ISA=avx512_bf16 it does without AMX.
 
 No engine: matrices of a Llama's gate_up [8192, 1024] and down [1024, 4096], beyond the caches' size, one pass
 over all of a kind per turn, turns interleaved.  Each round also measures the machine's read bandwidth and its

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speed of a base in int8, int4 and fp8, some with inputs in int8, beside the same base in bf16.
 
-    python -m bench.quantised.bench_quantised --model llama --out bench/results/quantised.jsonl [--quick]
+    python -m bench.quantised.bench_quantised --model llama --out bench/results/quantised_amx.jsonl [--quick]
 
 One engine per format in one process, decode steps interleaved; 1 to 64 requests of the base, and 8, 16 and 64
 over eight adapters of rank 16.  Each round also measures the machine's read bandwidth and its rate of int8

@@ -12,6 +12,7 @@ from moe_lora.core.partition import Layout, Partition, communication_metrics, un
 from moe_lora.provision.admission.admitted import rates_at
 from moe_lora.provision.admission.corrected import corrected_wait
 from moe_lora.provision.admission.iar import checked_probabilities, expected_active
+from moe_lora.provision.device_profile import Profile, RooflineProfile
 from moe_lora.provision.lower_bound import LowerBound
 
 from .cluster_size import MS, Cluster
@@ -103,6 +104,7 @@ def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = Fals
         "requests arrive independently of each other; service times do not depend on the adapter",
         f"times and memory by profile {inputs.profile.name}; {_COUPLED if coupled else _BESIDE}",
     ]
+    said += [] if coupled else _unmeasured_network(inputs.profile)
     if inputs.prompts is not None:
         said.append("times of prompts are operations at the share of the FLOP rate that the profile reaches")
     if inputs.adapter_share < 1:
@@ -120,6 +122,16 @@ def assumptions(inputs: PlanInputs, global_batch: float, *, coupled: bool = Fals
     if known is not None and known.note:
         said.append(f"{known.name}: {known.note}")
     return tuple(said)
+
+
+def _unmeasured_network(profile: Profile) -> list[str]:
+    """The defaults of a roofline's network; empty if the profile has all values."""
+    if not isinstance(profile, RooflineProfile):
+        return []
+    fixed, net = ("receive", "send", "sync_per_rank"), profile.efficiency.net
+    zeros = [f"fixed_us.{name}=0" for name in fixed if not getattr(profile.fixed_us, name)]
+    found = [*zeros, *([] if net is not None else ["efficiency.net=1"])]
+    return [f"profile {profile.name} has no network times of its own: {', '.join(found)}"] if found else []
 
 
 def _load(inputs: PlanInputs, global_batch: float) -> str:

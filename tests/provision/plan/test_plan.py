@@ -21,9 +21,10 @@ from moe_lora.core.partition import Layout, Partition
 from moe_lora.dist.lora_server.rank_memory import plan_memory
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
+from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
-from moe_lora.provision.plan.plan import make_plan
+from moe_lora.provision.plan.plan import assumptions, make_plan
 from moe_lora.workload.popularity.popularity import Popularity
 
 from .plans import inputs, planned, zipf
@@ -136,6 +137,15 @@ def test_printed_form_of_the_adapter_names_the_other_ones_bytes() -> None:
     assert "3.32 GB" in said
     assert "2.52 GB" in said
     assert "24" in " ".join(planned("GPT-OSS-20B").assumptions)
+
+
+def test_assumptions_name_defaults_of_the_network_beside_a_server_alone() -> None:
+    rates = {"load_bytes_per_s": 5e10, "net_bytes_per_s": 5e10}
+    given = inputs(profile=with_rates(read_profile("h200"), rates), assumed=rates)
+    said = "fixed_us.receive=0, fixed_us.send=0, fixed_us.sync_per_rank=0, efficiency.net=1"
+    assert said in " ".join(assumptions(given, 10.0))
+    assert said not in " ".join(assumptions(given, 10.0, coupled=True))
+    assert "network times" not in " ".join(assumptions(inputs(), 10.0))
 
 
 def test_metrics_are_table_1s() -> None:
