@@ -2,7 +2,8 @@
 """The valid records of bench/results: clean trees of this history.
 
 A record names the git trees of `moe_lora`, `cli` and the bench's folders; an older record names a commit.
-exceptions.json lists old records of GPUs without a state.  The list only shrinks.
+exceptions.json lists old records of GPUs without a state.  The list only shrinks.  Invalid records are
+deleted, and stay in the git history.
 """
 
 from __future__ import annotations
@@ -87,6 +88,17 @@ def is_dirty(value: Any) -> bool:
     return isinstance(value, list) and any(map(is_dirty, value))
 
 
+def states(value: Any) -> Iterator[Config]:
+    """The states of copies in a value, at any depth."""
+    if isinstance(value, dict):
+        if "git_commit" in value:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from states(inner)
+
+
 def is_stateless(record: Record) -> bool:
     """A record of a GPU names a commit without the state of the copy."""
     env = record["env"]
@@ -98,13 +110,19 @@ def problem(name: str, record: Record, known: History | None) -> str | None:
 
     known: None: no history, and only a changed tree is a reason.
     """
-    env = record["env"]
-    commit = env.get("git_commit")
     if is_dirty(record):
         return "a changed tree (git_dirty); run the bench again from a clean tree"
     if known is None:
         return None
-    if trees := env.get("git_trees"):
+    env = record["env"]
+    named = (env, *(one for one in states(record) if one is not env))
+    return next((reason for state in named if (reason := _lost(name, state, known))), None)
+
+
+def _lost(name: str, state: Config, known: History) -> str | None:
+    """The reason against the state of a copy: its trees or commit are not in the history."""
+    commit = state.get("git_commit")
+    if trees := state.get("git_trees"):
         lost = [path for path, tree in trees.items() if not known.has_tree(path, tree)]
         return (
             f"trees of {', '.join(lost)} that are not in this history; run the bench again" if lost else None
@@ -113,9 +131,17 @@ def problem(name: str, record: Record, known: History | None) -> str | None:
         return "no commit; run the bench again in a git clone"
     if not known.has_commit(commit):
         return f"commit {commit[:8]}, which is not in this history; merge it, or run the bench again"
-    if env.get("git_dirty") is None and commit not in exceptions().get(name, {}):
+    if state.get("git_dirty") is None and commit not in exceptions().get(name, {}):
         return f"commit {commit[:8]} without the state of its tree; pass MOE_LORA_TREES to the device"
     return None
+
+
+def invalid_records() -> Iterator[str]:
+    """File, number, reason and way out of each invalid record, quoted or not."""
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for number, record in enumerate(read_results(path), start=1):
+            if reason := problem(path.name, record, history()):
+                yield f"{path.name}, record {number}: {reason}, or delete the record"
 
 
 def records(name: str, keep: Callable[[Config, Config], Any] = lambda config, result: True) -> list[Record]:

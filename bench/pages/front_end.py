@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end, failures and pool in one table, a row a bench: docs/results/serving.md."""
+"""Front end, steps, failures and pool in one table, a row a bench: docs/results/serving.md."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,9 @@ BEFORE_TOOLS = "ab63d1aa"
 
 def summary() -> str:
     """Question, result and the record's file and commit."""
-    rows = (row for part in (_front_end, _masks, _fairness, _attacks, _loads, _pool) for row in part())
+    rows = (
+        row for part in (_front_end, _steps, _masks, _fairness, _attacks, _loads, _pool) for row in part()
+    )
     return table(("question", "result", "record"), rows)
 
 
@@ -47,6 +50,25 @@ def _front_end() -> Iterator[tuple[str, str, str]]:
 
 def _is_one_tree(config: Config, result: Config) -> bool:
     return not config["before"].startswith(BEFORE_TOOLS)
+
+
+def _steps() -> Iterator[tuple[str, str, str]]:
+    name, parts = "house_speed.jsonl", {"coupled": "", "lora_server": " with a LoRA Server"}
+    found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for one in records(name, lambda config, result: config["part"] in parts):
+        config, result, commit = one["config"], one["result"], one["env"]["git_commit"][:7]
+        ratio = f"{result['after_over_before']['median']:.2f}"
+        requests = config["what"].removesuffix(" requests")
+        found[parts[config["part"]], commit][requests] = ratio if result["no_slower"] else f"**{ratio}**"
+    yield (
+        "time of a step over an earlier commit's, by requests in a batch",
+        "; ".join(
+            f"{' / '.join(ratios)}{part}: {' / '.join(ratios.values())} (`{commit}`)"
+            for (part, commit), ratios in found.items()
+        )
+        + "; bold: above 1.03 and the noise",
+        f"[{name}](../../bench/results/{name})",
+    )
 
 
 def _masks() -> Iterator[tuple[str, str, str]]:

@@ -9,9 +9,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from bench.harness.records import RESULTS
 from bench.house import house_recorder, house_trace
 from bench.house.house import count, page
 from bench.house.sources import code_lines, cycles
+from moe_lora.report.results import read_results
 
 _ONE = '''"""A file.
 
@@ -91,6 +93,11 @@ def test_page_has_a_column_for_each_label(tmp_path: Path) -> None:
     text = page(records)
     assert "|  | before | after |" in text
     assert "| code lines, moe_lora | 7 | 7 |" in text
+
+
+def test_the_written_page_is_that_of_the_records() -> None:
+    found = page(read_results(RESULTS / "house.jsonl"))
+    assert (RESULTS / "house.md").read_text(encoding="utf-8") == found
 
 
 def test_only_calls_while_a_window_is_open_are_counted(tmp_path: Path) -> None:

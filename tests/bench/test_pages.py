@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of pages are tables of valid records: a changed digit, a lost commit or a changed tree fails."""
+"""Blocks of pages are tables of valid records: a changed digit, a lost commit or a changed tree fails.
+
+A new number outside of blocks fails too, as do records in files without a page, and a part of a history.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from bench.harness.records import RESULTS, ROOT
 from bench.pages import TABLES, blocks, claims, evidence, python_api
@@ -28,6 +32,7 @@ STATELESS = {
 }
 """The exceptions of 26 November 2026.  Numbers may fall; device runs pass a state."""
 PLANS = ROOT / "docs" / "results" / "plans.md"
+WHOLE = pytest.mark.skipif(evidence.history() is None, reason="this copy has no whole history")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +72,23 @@ def _record(**env: object) -> evidence.Record:
     return {"kind": "measured", "config": {}, "result": {}, "env": {"git_dirty": False, "gpus": [], **env}}
 
 
+@pytest.fixture
+def results(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of records beside another repository's history."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setattr(evidence, "RESULTS", folder)
+    for module in (evidence, blocks):
+        monkeypatch.setattr(module, "ROOT", repository)
+    evidence.history.cache_clear()
+    yield folder
+    evidence.history.cache_clear()
+
+
+def _check(root: Path, *options: str) -> Result:
+    return CliRunner().invoke(blocks.main, ["--root", str(root), *options])
+
+
 def test_the_blocks_of_a_page_are_its_records_tables(page: Path, tmp_path: Path) -> None:
     assert list(blocks.complaints(page, tmp_path)) == []
 
@@ -84,14 +106,15 @@ def test_a_changed_digit_in_any_block_fails(page: Path, tmp_path: Path) -> None:
         assert "bench.pages.blocks --write" in complaint
 
 
+@WHOLE
 def test_the_command_fails_on_a_difference_and_writes_it_anew(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("| M* 75 ", "| M* 76 ", 1), encoding="utf-8")
     assert page.read_text(encoding="utf-8") != text
-    failed = CliRunner().invoke(blocks.main, ["--root", str(tmp_path)])
+    failed = _check(tmp_path)
     assert failed.exit_code == 1
     assert "-| GPT-OSS-20B" in failed.output
-    written = CliRunner().invoke(blocks.main, ["--root", str(tmp_path), "--write"])
+    written = _check(tmp_path, "--write")
     assert written.exit_code == 0, written.output
     assert page.read_text(encoding="utf-8") == text
 
@@ -124,22 +147,64 @@ def test_a_block_that_is_spoken_of_in_a_sentence_is_none() -> None:
 def test_writing_leaves_a_page_whose_records_are_invalid(page: Path, tmp_path: Path) -> None:
     text = "<!-- generated: python -m bench.pages.table nothing -->\n| a |\n<!-- end -->\n"
     page.write_text(text, encoding="utf-8")
-    failed = CliRunner().invoke(blocks.main, ["--root", str(tmp_path), "--write"])
+    failed = _check(tmp_path, "--write")
     assert (failed.exit_code, page.read_text(encoding="utf-8")) == (1, text)
     assert "plans.md: 'python -m bench.pages.table nothing' makes no table" in failed.output
 
 
 def test_a_new_table_outside_of_blocks_fails(page: Path, tmp_path: Path) -> None:
     with page.open("a", encoding="utf-8") as file:
-        file.write("\n| a | b |\n|---|:--|\n| 1 | 2 |\n")
+        file.write("\n| a | b |\n|---|:--|\n| c | d |\n")
     (complaint,) = blocks.complaints(page, tmp_path)
     assert "1 tables outside of blocks, at most 0 may be" in complaint
 
 
-def test_tables_outside_of_blocks_are_counted_where_they_are_left() -> None:
-    known = json.loads(blocks.OPEN_TABLES.read_text(encoding="utf-8"))
-    assert {name: blocks.open_tables((ROOT / name).read_text(encoding="utf-8")) for name in known} == known
-    assert "README.md" in known
+def test_a_new_number_in_a_sentence_fails(page: Path, tmp_path: Path) -> None:
+    most = json.loads(blocks.OPEN_NUMBERS.read_text(encoding="utf-8"))["docs/results/plans.md"]["numbers"]
+    with page.open("a", encoding="utf-8") as file:
+        file.write("\nA step takes 3.1 ms.\n")
+    (complaint,) = blocks.complaints(page, tmp_path)
+    assert complaint == (
+        f"docs/results/plans.md has {most + 1} numbers outside of blocks, at most {most} may be; make a "
+        "block of the new ones, or remove them"
+    )
+
+
+@pytest.mark.parametrize("name", ["docs/results/new.md", "docs/results.md"])
+def test_a_page_of_results_has_no_number_beyond_its_count(name: str, tmp_path: Path) -> None:
+    """A page without a count has none; a number beside an invalid block is seen."""
+    page = tmp_path / name
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- generated: no command -->\n<!-- end -->\n" + "It takes 3 ms.\n" * 1000, "utf-8")
+    invalid, surplus = blocks.complaints(page, tmp_path)
+    assert "makes no table" in invalid
+    assert "1000 numbers outside of blocks" in surplus
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Of 1,000 requests 99.5 % took 1.04 to 1.82 times as long on 2 December 2026.", 6),
+        ("| a | 1 |\n|---|---|\n| 2x | 3 |\n", 3),
+        ("Of bf16 on an H200, P95, S3.", 0),
+        ("# 2 heads\n## 3 tails\n", 0),
+        ("Commit `2494ba5` took `3 ms`.", 0),
+        ("[seven](a.md#8-bits), ![nine](10.png)", 0),
+        ("```\n11 ms\n```\n", 0),
+        ("<!-- generated: python -m bench.pages.table plans -->\n| 12 |\n<!-- end -->\n", 0),
+    ],
+)
+def test_numbers_outside_of_blocks_code_targets_and_headings_count(text: str, number: int) -> None:
+    assert blocks.outside(text)["numbers"] == number
+
+
+def test_tables_and_numbers_outside_of_blocks_are_counted_where_they_are_left() -> None:
+    known = json.loads(blocks.OPEN_NUMBERS.read_text(encoding="utf-8"))
+    found = {name: blocks.outside((ROOT / name).read_text(encoding="utf-8")) for name in known}
+    assert {name: {kind: found[name][kind] for kind in counts} for name, counts in known.items()} == known
+    held = {ROOT / name for name, counts in known.items() if "numbers" in counts}
+    results = {page for page in blocks.pages() if page.parent.name == "results" or page.name == "results.md"}
+    assert held == {ROOT / "README.md", *results}
 
 
 def test_every_table_is_on_a_page() -> None:
@@ -185,6 +250,44 @@ def test_a_changed_tree_at_any_depth_is_no_evidence(place: str, repository: Path
     assert is_dirty(record)
 
 
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (
+            {"result": {"runs": [{"before": {"git_dirty": False}}, {"after": {"git_dirty": True}}]}},
+            "a changed tree (git_dirty); run the bench again from a clean tree",
+        ),
+        (
+            {"config": {"before": {"git_commit": "a" * 40, "git_dirty": False}}},
+            "commit aaaaaaaa, which is not in this history; merge it, or run the bench again",
+        ),
+        (
+            {"env": {"git_commit": "b" * 40, "git_dirty": False}},
+            "commit bbbbbbbb, which is not in this history; merge it, or run the bench again",
+        ),
+        (
+            {"env": {"git_commit": None, "git_dirty": None}},
+            "no commit; run the bench again in a git clone",
+        ),
+    ],
+)
+def test_an_invalid_record_fails_in_a_file_without_a_page(
+    part: dict[str, object], reason: str, results: Path, repository: Path, tmp_path: Path
+) -> None:
+    valid = _record(git_commit=History(repository).commits[1])
+    target = results / "nobody_quotes.jsonl"
+    target.write_text(json.dumps(valid), encoding="utf-8")
+    assert _check(tmp_path).exit_code == 0
+    target.write_text("\n".join(map(json.dumps, (valid, valid | part))), encoding="utf-8")
+    failed = _check(tmp_path)
+    assert failed.exit_code == 1
+    assert failed.output == f"nobody_quotes.jsonl, record 2: {reason}, or delete the record\n"
+
+
+def test_every_record_is_valid() -> None:
+    assert list(evidence.invalid_records()) == []
+
+
 def test_a_part_of_a_history_is_refused(repository: Path, tmp_path: Path) -> None:
     _git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
     with pytest.raises(RecordError, match="git fetch --unshallow"):
@@ -218,7 +321,7 @@ def test_a_copy_without_history_compares_its_blocks(
         evidence.history.cache_clear()
 
 
-@pytest.mark.skipif(evidence.history() is None, reason="this copy has no whole history")
+@WHOLE
 def test_a_table_of_invalid_records_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (RESULTS / "provision_plans.jsonl").read_text(encoding="utf-8").splitlines()
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
