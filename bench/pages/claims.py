@@ -8,7 +8,7 @@ from statistics import median
 from bench.cluster.cluster_plan import PADDED, TRUE_RANK
 from bench.cluster.cluster_report import PLACED_NAMES, by_cell
 
-from . import engine, gpu
+from . import cold, engine, gpu
 from .evidence import RecordError, records
 
 CHAOS = "chaos.jsonl"
@@ -48,6 +48,9 @@ def claims() -> str:
         "([cluster.jsonl](../bench/results/cluster.jsonl)).",
         f"**Failures**: {failures()} Demo-sized model on two cores "
         "([chaos.jsonl](../bench/results/chaos.jsonl)).",
+        f"**Cold adapters with host workers**: TTFT {cold.of_resident(cold.OURS):.2f} of resident adapters, "
+        f"beside {cold.of_resident(cold.ON_DEMAND):.2f} with loads that block steps (S-LoRA). Toppings' S3, "
+        "emulated ([host_assisted.jsonl](../bench/results/host_assisted.jsonl)).",
     )
     return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
 

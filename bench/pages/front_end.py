@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from bench.harness.interleave import ratio
+
 from .claims import failures
 from .evidence import Config, records
 from .markdown import table
@@ -19,9 +21,8 @@ BEFORE_TOOLS = "ab63d1aa"
 
 def summary() -> str:
     """Question, result and the record's file and commit."""
-    rows = (
-        row for part in (_front_end, _steps, _masks, _fairness, _attacks, _loads, _pool) for row in part()
-    )
+    parts = (_front_end, _steps, _masks, _fairness, _attacks, _loads, _pool, _registry, _host)
+    rows = (row for part in parts for row in part())
     return table(("question", "result", "record"), rows)
 
 
@@ -57,9 +58,9 @@ def _steps() -> Iterator[tuple[str, str, str]]:
     found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for one in records(name, lambda config, result: config["part"] in parts):
         config, result, commit = one["config"], one["result"], one["env"]["git_commit"][:7]
-        ratio = f"{result['after_over_before']['median']:.2f}"
+        over = f"{result['after_over_before']['median']:.2f}"
         requests = config["what"].removesuffix(" requests")
-        found[parts[config["part"]], commit][requests] = ratio if result["no_slower"] else f"**{ratio}**"
+        found[parts[config["part"]], commit][requests] = over if result["no_slower"] else f"**{over}**"
     yield (
         "time of a step over an earlier commit's, by requests in a batch",
         "; ".join(
@@ -141,3 +142,30 @@ def _pool() -> Iterator[tuple[str, str, str]]:
             times,
             f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
         )
+
+
+def _registry() -> Iterator[tuple[str, str, str]]:
+    name = "registry.jsonl"
+    found = records(name, lambda config, result: config["num_adapters"] == 40_000)
+    of = {one["config"]["what"]: one["result"] for one in found}
+    calls = "add, last", "get", "resolve"
+    times = " / ".join(f"{1e3 * of[call]['own_s']:.2f}" for call in calls)
+    over = " / ".join(f"{of[call]['own_over_bare']['median']:.1f}" for call in calls)
+    yield (
+        "registry of 40,000 adapters: add the last / look up / resolve",
+        f"{times} ms; {over} times bare files and SQLite",
+        f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
+    )
+
+
+def _host() -> Iterator[tuple[str, str, str]]:
+    ways = {"ipc": ("UNIX socket", "shared memory"), "threads": ("workers", "torch's threads")}
+    questions = {
+        "ipc": "rows to one host worker and back: UNIX socket over shared memory",
+        "threads": "256 tokens by one host worker over torch on one core (Toppings' figure 17)",
+    }
+    for part, (way, usual) in ways.items():
+        (result,), link = _results("host_parts.jsonl", part=part)
+        seconds = result["found"][0]["seconds"]
+        over = ratio(seconds[way], seconds[usual])
+        yield questions[part], f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})", link
