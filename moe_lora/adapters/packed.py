@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -48,7 +48,9 @@ class PackedAdapter:
     targets: module names with deltas.  content_hash: sha256 over dtype, data, offsets, ranks and scales:
     equal hashes compute equal deltas.  warnings: config fields without effect.  base_copies: keys of base
     weights to compare.  invocation: tokens of an activated LoRA: the adapter starts at their last occurrence
-    in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.
+    in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.  shard_elements:
+    elements of each layer on the rank with the most, where the adapter comes from a pool without its tables;
+    empty: by the tables.
     """
 
     name: str
@@ -61,6 +63,7 @@ class PackedAdapter:
     base_copies: tuple[str, ...] = ()
     invocation: tuple[int, ...] = ()
     has_columns: bool = False
+    shard_elements: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +88,29 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
 
     Raises AdapterError for NaN or infinity, also after conversion.
     """
+    layer = bare_layer(pairs, num_entries, dtype)
+    data = torch.zeros(layer.data.numel(), dtype=dtype)
+    positions = iter(_offsets(pairs, dtype.itemsize)[0])
+    for matrix in (matrix for pair in pairs for matrix in (pair.shrink, *pair.expands)):
+        offset, stride = next(positions)
+        data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
+    if len(data) and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
+        raise _not_finite(pairs, dtype, where)
+    return replace(layer, data=data)
+
+
+def bare_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype) -> PackedLayer:
+    """As `pack_layer`, with data on the device "meta": values unread."""
     offsets, size = _offsets(pairs, dtype.itemsize)
-    data = torch.zeros(size, dtype=dtype)
     table = torch.zeros(num_entries, 3, dtype=torch.int64)
     scale = torch.zeros(num_entries, dtype=torch.float32)
     rows, scales = table.numpy(), scale.numpy()
     positions = iter(offsets)
     for pair in pairs:
-        placed = [(matrix, next(positions)) for matrix in (pair.shrink, *pair.expands)]
-        for matrix, (offset, stride) in placed:
-            data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
-        for module, expand in zip(pair.modules, placed[1:], strict=True):
-            _write_entries(pair, module, placed[0], expand, rows, scales)
-    if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
-        raise _not_finite(pairs, dtype, where)
-    return PackedLayer(data=data, table=table, scale=scale)
+        shrink, *expands = [(matrix, next(positions)) for matrix in (pair.shrink, *pair.expands)]
+        for module, expand in zip(pair.modules, expands, strict=True):
+            _write_entries(pair, module, shrink, expand, rows, scales)
+    return PackedLayer(data=torch.empty(size, dtype=dtype, device="meta"), table=table, scale=scale)
 
 
 def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:
@@ -107,11 +118,6 @@ def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = Fa
     if has_columns:
         return shape.column_sites[-1].entry_base + shape.column_sites[-1].num_entries
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
-
-
-def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
-    """Data bytes of `pack_layer` without reading values."""
-    return _offsets(pairs, dtype.itemsize)[1] * dtype.itemsize
 
 
 def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:
