@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +146,16 @@ class AdapterContents:
         return found
 
     def bare_layers(
-        self, adapters: Sequence[tuple[str, str]], *, leave_out_bad: bool
-    ) -> list[list[PackedLayer]]:
+        self, adapters: Sequence[tuple[str, str]], *, leave_out_bad: bool, tables: bool
+    ) -> Iterator[list[PackedLayer]]:
         """Layers of each adapter, values unread; see `read_all`."""
-        found = []
         for _, path in adapters:
             try:
                 limits = self._root, self.max_lora_rank, self._base_dir
-                found.append(bare_layers(path, self.shape, self.dtype, *limits))
+                yield bare_layers(path, self.shape, self.dtype, *limits, tables=tables)
             except (AdapterError, StorageError):
                 if not leave_out_bad:
                     raise
-        return found
 
     def serve(self, name: str, hash_now: str) -> None:
         """Record a new version's content; drops the version before the last."""

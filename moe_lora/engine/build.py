@@ -118,7 +118,9 @@ class _Build:
             adapter_pages = [sum(self._sizes.layer_pages(packed)) for packed, _ in self._adapters]
         else:
             self._adapters = []
-            bare = self._contents.bare_layers(config.adapters, leave_out_bad=config.leave_out_bad)
+            bare = self._contents.bare_layers(
+                config.adapters, leave_out_bad=config.leave_out_bad, tables=config.num_ranks > 1
+            )
             adapter_pages = [sum(self._sizes.pages_of(layers)) for layers in bare]
         free = within_share(config, rank.device, rank.free_bytes())
         where = (rank.shard.shape, rank.layout, adapter_pages, rank.device, free, rank.local_sites)

@@ -52,7 +52,7 @@ def read_adapter(
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
-        needed = sum(layer.nbytes for layer in _bare_layers(found, shape, dtype))
+        needed = sum(layer.nbytes for layer in _bare_layers(found, shape, dtype, tables=False))
         if found.match.replaced:
             from .replaced import change_bytes
 
@@ -135,22 +135,26 @@ def bare_layers(
     root: str | None = None,
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
+    *,
+    tables: bool = True,
 ) -> list[PackedLayer]:
     """The packed layers of the PEFT directory, with data on the device "meta": values unread.
 
     Raises AdapterError.
     """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
-        return _bare_layers(found, shape, dtype)
+        return _bare_layers(found, shape, dtype, tables=tables)
 
 
-def _bare_layers(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> list[PackedLayer]:
+def _bare_layers(
+    found: OpenAdapter, shape: ModelShape, dtype: torch.dtype, *, tables: bool
+) -> list[PackedLayer]:
     tensors = {
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
     for column in found.match.columns:
         tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
-    num_entries = _num_entries(found.match, shape)
+    num_entries = _num_entries(found.match, shape) if tables else 0
     return [bare_layer(pairs, num_entries, dtype) for pairs in _pairs(found.match, tensors, shape)]
 
 

@@ -28,7 +28,7 @@ from moe_lora.lora.row_routing import RoutedAdapter
 
 from .session import DeltaRequest
 
-_MAX_MAPPED, _MAX_CUT = 64, 8
+_MAX_MAPPED, _MAX_CUT = 64, 16
 """Most adapters mapped by an instance; likewise copied, where ranks divide matrices."""
 _MAX_LOGGED = 256
 

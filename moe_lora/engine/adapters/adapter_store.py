@@ -238,8 +238,13 @@ class ShardSizes:
         return self.pages_of(packed.layers, packed.shard_elements)
 
     def pages_of(self, layers: Sequence[PackedLayer], shard_elements: Sequence[int] = ()) -> list[int]:
-        """shard_elements: of layers without tables."""
+        """shard_elements: of layers without tables.  Raises AdapterError if needed and absent."""
         counts = shard_elements if not self._all_kept else ()
+        if not (self._all_kept or counts) and layers[0].table.is_meta:
+            raise AdapterError(
+                "the adapter comes from an instance of one rank, which doesn't say what ranks hold; give all "
+                "instances of a pool the same tensor_parallel and expert_parallel"
+            )
         sizes = zip(layers, counts or self.shard_elements(layers), strict=True)
         return [-(-num * layer.data.element_size() // self.page_bytes) for layer, num in sizes]
 

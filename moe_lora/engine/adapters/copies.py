@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -101,15 +101,15 @@ class RankCopier:
 
     def fetches(self, order: RankOrder) -> bool:
         """True if the order waits for a process or disk."""
-        if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
+        if self._pool is None or not _is_outside(order):
             return False
         return self._pool.at_hand(order.content_hash) is None
 
     def shared_first(self, order: RankOrder) -> Steps | None:
         """Steps before `begin`, on one rank alone: other processes will read the adapter from a file."""
-        if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
+        if self._pool is None or not self._pool.shares or not _is_outside(order):
             return None
-        return _alone(self._pool.sharing(order.content_hash)) if self._pool.shares else None
+        return _alone(self._pool.sharing(order.content_hash))
 
     def tables(self, content_hash: str) -> PackedAdapter | None:
         """See `BringAdapter`."""
@@ -122,9 +122,10 @@ class RankCopier:
         if isinstance(order, ClearSlot):
             return self._clear(order)
         packed = order.tables
-        if packed is None and self._pool is not None and order.pages is None:
+        if self._pool is not None and _is_outside(order):
             packed = self._pool.at_hand(order.content_hash)
             if packed is None:
+                assert self._kept is None, "several ranks read a file"
                 return self._fetch(order, self._pool.reader(order.content_hash))
         return self._bring(order, packed or self._find(order.content_hash))
 
@@ -159,9 +160,8 @@ class RankCopier:
         arena, sizes = self._arenas.device.view(-1), reader.layer_bytes
         offsets = [max(0, first) * self._arenas.page_bytes for first in order.layer_first_pages]
         targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
-        packed = fetch_layers(reader, targets)
         assert self._pool is not None
-        assert self._kept is None, "several ranks read a file"
+        packed = fetch_layers(reader, targets)
         self._pool.learn_tables(packed)
         yield sum(sizes)
         point_slot(self._slots, order.slot, packed, offsets)
@@ -196,6 +196,11 @@ class RankCopier:
                 point_layer(self._slots, order.slot, *pointed.pop())
         for place in pointed:
             point_layer(self._slots, order.slot, *place)
+
+
+def _is_outside(order: RankOrder) -> TypeGuard[BringAdapter]:
+    """True if the adapter comes from no arena."""
+    return isinstance(order, BringAdapter) and order.pages is None
 
 
 def _alone(work: Callable[[], None]) -> Steps:

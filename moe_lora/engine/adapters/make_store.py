@@ -96,6 +96,8 @@ def make_store(
         def read(path: str, name: str, content: str) -> PackedAdapter:
             return contents.read(name, path, content)
 
+        if host is None:  # a load that ended on all ranks needs no file
+            options.pop("before_removal", None)
         transport = instance_transport(config, config.instance)
         return PoolAdapters(transport, read, sizes=sizes if config.num_ranks > 1 else None, **options)
     if rank.lora_server is None:

@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_lora.adapters.host_store import (
@@ -85,6 +84,8 @@ class PoolAdapters(AdapterStore):
         self._sources: dict[str, tuple[bytes, ...]] = {}
         self._paths: dict[str, str] = {}
         self._shared: dict[str, PackedAdapter] = {}
+        self._in_files: set[str] = set()
+        self._closed = False
         self._lock = threading.Lock()
         """Guards _waiting, and the tables in _kept."""
         self._max_files = allow_many_files()  # each shared-memory window takes two open files
@@ -198,10 +199,6 @@ class PoolAdapters(AdapterStore):
         """Set an adapter's sources, in order of preference."""
         self._sources[content_hash] = tuple(sources)
 
-    def holds(self, content_hash: str) -> bool:
-        """True if the bytes are here."""
-        return content_hash in self._held
-
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
         """A reader for an adapter without bytes.  sources: None: current at the start."""
         facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
@@ -228,21 +225,23 @@ class PoolAdapters(AdapterStore):
         return self._files is not None
 
     def sharing(self, content_hash: str) -> Callable[[], None]:
-        """A call for another thread: writes the adapter to a file, fetched if not held.
+        """A call for another thread: writes the adapter to a file, fetched unless at hand.
 
         Without room ranks end the load (StorageError), and requests of host workers wait for the device.
         """
-        held, get = self._held.get(content_hash), partial(fetch_whole, self.reader(content_hash))
+        found = self.at_hand(content_hash)
+        reader = self.reader(content_hash) if found is None else None
 
         def share() -> None:
-            assert self._files is not None
-            packed = get() if held is None else held.packed
+            packed = found if reader is None else fetch_whole(reader)
+            assert packed is not None
             self.learn_tables(without_data(packed))
+            self._shared[content_hash] = packed
             try:
-                self._files.put(packed)
-                self._shared[content_hash] = self._files.get(content_hash, packed.name)
+                self._write(packed)
             except (AdapterError, StorageError) as error:
                 if self._sizes is not None:
+                    del self._shared[content_hash]
                     raise
                 logger.warning("adapter %s: its requests wait for the device: %s", packed.name, error)
                 return
@@ -251,22 +250,36 @@ class PoolAdapters(AdapterStore):
 
         return share
 
+    def _write(self, packed: PackedAdapter) -> None:
+        assert self._files is not None
+        content_hash, done = packed.content_hash, False
+        try:
+            self._files.put(packed)
+            self._shared[content_hash] = self._files.get(content_hash, packed.name)
+            done = not self._closed
+        finally:
+            if done:
+                self._in_files.add(content_hash)
+            else:
+                self._files.remove(content_hash)
+
     def unshare(self, content_hash: str) -> None:
-        """Remove the file of `sharing`, if any."""
-        if content_hash in self._shared:
+        """Undo `sharing`, if any."""
+        self._shared.pop(content_hash, None)
+        if content_hash in self._in_files:
             assert self._files is not None
-            del self._shared[content_hash]
+            self._in_files.discard(content_hash)
             if self._before_unshare is not None:
                 self._before_unshare()
             self._files.remove(content_hash)
 
     def at_hand(self, content_hash: str) -> PackedAdapter | None:
-        """The adapter with its bytes, held or in a file."""
+        """The adapter with its bytes, held or shared."""
         held = self._held.get(content_hash)
         return self._shared.get(content_hash) if held is None else held.packed
 
     def host_has(self, content_hash: str) -> bool:
-        return content_hash in self._shared and super().host_has(content_hash)
+        return content_hash in self._in_files and super().host_has(content_hash)
 
     def place(self, content_hash: str) -> AdapterResidency:
         if content_hash in self._held:
@@ -283,6 +296,7 @@ class PoolAdapters(AdapterStore):
         }
 
     def close(self) -> None:
+        self._closed = True
         super().close()
         self._transport.close()
 

@@ -281,13 +281,14 @@ class Transfers:
         self._under_way[order.copy_id] = adapter
         if (steps := self._copier.shared_first(rank_order)) is not None:
             self._sharing[order.copy_id] = rank_order
-            self._mover_of(rank_order).submit(order.copy_id, steps)
+            self._fetching.submit(order.copy_id, steps)
         else:
             self._begin_everywhere(order.copy_id, rank_order)
 
     def _begin_everywhere(self, number: int, order: RankOrder) -> None:
         self.followers.tell(BeginOrder(number, order))
-        self._mover_of(order).submit(number, self._copier.begin(order))
+        mover = self._fetching if self._copier.fetches(order) else self._mover
+        mover.submit(number, self._copier.begin(order))
 
     def _begin_shared(self, ended: list[tuple[int, Exception | None]]) -> list[tuple[int, Exception | None]]:
         """Take adapters in files out of `ended`, and begin their loads; returns the failed."""
@@ -299,9 +300,8 @@ class Transfers:
                 self._begin_everywhere(number, order)
         return [one for one in shared if one[1] is not None]
 
-    def _mover_of(self, order: RankOrder) -> Mover:
-        if not self._copier.fetches(order):
-            return self._mover
+    @property
+    def _fetching(self) -> Mover:
         if self._fetcher is None:
             self._fetcher = self._make_mover(self._tell)
         return self._fetcher

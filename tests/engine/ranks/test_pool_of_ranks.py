@@ -18,7 +18,7 @@ from moe_lora.adapters.peft.reader import bare_layers, read_adapter
 from moe_lora.api import InProcessClient
 from moe_lora.config import EngineConfig, PoolConfig
 from moe_lora.config.optional_parts import EmulationConfig
-from moe_lora.core.errors import StorageError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import EngineStats
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_peft_whoever_holds_the_adapters(family, numbers, tr
 def test_host_workers_of_ranks_compute_what_is_fetched(served):  # noqa: F811
     model = served("mixtral")
     host = TENSOR | SLOW | {"host_workers": 1, "host_tokens_per_worker": 8}
-    with engines(model, {}, host) as (holder, other):
+    with engines(model, TENSOR, host) as (holder, other):
         for path in model.adapters:
             load(holder, [other], path)
         answered = ask_client(other, model)
@@ -136,6 +136,17 @@ def test_a_full_disk_ends_a_load_and_the_next_one_succeeds(served, monkeypatch):
         assert answered == expected_of(model, answered)
         assert files(engine) == []
     assert left[0] < 0
+
+
+def test_instances_of_other_ranks_are_told_apart(served):  # noqa: F811
+    model = served("llama")
+    with engines(model, {}, TENSOR) as (holder, other):
+        with pytest.raises(AdapterError, match="give all instances of a pool the same tensor_parallel"):
+            load(holder, [other], model.adapters[0])
+        for path in model.adapters:
+            load(other, [], path)
+        answered = ask_client(other, model)
+        assert answered == expected_of(model, answered)
 
 
 def test_an_adapter_that_is_nowhere_fails_alone(served, tmp_path):  # noqa: F811
