@@ -233,15 +233,17 @@ class PoolAdapters(AdapterStore):
         reader = self.reader(content_hash) if found is None else None
 
         def share() -> None:
+            if content_hash in self._in_files:
+                return  # of another name or version, under load too
             packed = found if reader is None else fetch_whole(reader)
             assert packed is not None
             self.learn_tables(without_data(packed))
-            self._shared[content_hash] = packed
+            if self._sizes is None:
+                self._shared[content_hash] = packed
             try:
                 self._write(packed)
             except (AdapterError, StorageError) as error:
                 if self._sizes is not None:
-                    del self._shared[content_hash]
                     raise
                 logger.warning("adapter %s: its requests wait for the device: %s", packed.name, error)
                 return
@@ -252,15 +254,13 @@ class PoolAdapters(AdapterStore):
 
     def _write(self, packed: PackedAdapter) -> None:
         assert self._files is not None
-        content_hash, done = packed.content_hash, False
+        content_hash = packed.content_hash
         try:
             self._files.put(packed)
             self._shared[content_hash] = self._files.get(content_hash, packed.name)
-            done = not self._closed
+            self._in_files.add(content_hash)
         finally:
-            if done:
-                self._in_files.add(content_hash)
-            else:
+            if self._closed or content_hash not in self._in_files:
                 self._files.remove(content_hash)
 
     def unshare(self, content_hash: str) -> None:
