@@ -4,7 +4,8 @@
     python -m bench.cluster.bench_pool --out bench/results/pool.jsonl [--quick]
 
 Expected before the first run (reasons: README.md), as multiples of one memcpy of the adapter: shm by layer
-1.3, shm whole 2.3, gloo by layer 6, gloo whole 7, disk 10.
+1.3, shm whole 2.3, gloo by layer 6, gloo whole 7, disk 10; shm for two ranks 10: a read, its hash (5), a
+file, and a copy of each rank's part.
 """
 
 from __future__ import annotations
@@ -26,22 +27,27 @@ import torch
 from bench.harness.interleave import interleave, ratio, repeated
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_config
 from bench.harness.records import Recorder
-from moe_lora.adapters.host_store import adapter_without_data, facts_of, is_intact
-from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.host_store import HostStore, adapter_without_data, facts_of, is_intact
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts, shard_layer
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.request import AdapterFacts
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.transport import make_transport
+from moe_lora.engine.adapters.adapter_store import ShardSizes
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.verbs import Sources
 from moe_lora.families import shape_of
+from moe_lora.lora.local import part_bytes
 
 KINDS = ("shm", "gloo")
 RANKS = (8, 64)
 NUM_ROUNDS = 15
+BY_RANKS = "shm for two ranks"
 EXPECTED = {"shm by layer": 1.3, "shm whole": 2.3, "gloo by layer": 6.0, "gloo whole": 7.0, "disk": 10.0}
+EXPECTED |= {BY_RANKS: 10.0}
 _DTYPE = torch.bfloat16
 
 Bring = Callable[[], object]
@@ -67,11 +73,52 @@ def shape_in(model_dir: Path) -> ModelShape:
 
 
 @contextmanager
-def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolAdapters]:
+def pool_of(kind: str, name: str, path: Path, model_dir: Path, **options: Any) -> Iterator[PoolAdapters]:
     """One instance's adapters."""
     shape = shape_in(model_dir)
+
+    def read(_: str, adapter: str, content: str) -> PackedAdapter:
+        return read_adapter(path, shape, _DTYPE, adapter)
+
     with make_transport(kind, name=name) as transport:
-        yield PoolAdapters(transport, lambda _, adapter, content: read_adapter(path, shape, _DTYPE, adapter))
+        yield PoolAdapters(transport, read, **options)
+
+
+class TwoRanks:
+    """Ranks of tensor parallelism, one after the other: real ones copy at the same time."""
+
+    def __init__(self, packed: PackedAdapter, shape: ModelShape) -> None:
+        self._packed, self._shape = packed, shape
+        shards = [ModelShard(shape, 2, dist_rank=rank) for rank in range(2)]
+        self._parts = [
+            (shard, entries_of_experts(shape, shard.experts), torch.ones(packed.nbytes, dtype=torch.uint8))
+            for shard in shards
+        ]
+        kept = [of_rank for _, of_rank, _ in self._parts]
+        self.sizes = ShardSizes(shape, 1, kept, shards[0])
+
+    def bring(self, pool: PoolAdapters) -> None:
+        """Fetch once, and copy each rank's part."""
+        pool.sharing(self._packed.content_hash)()
+        packed = pool.at_hand(self._packed.content_hash)
+        assert packed is not None
+        for shard, kept, memory in self._parts:
+            self._copy(packed, shard, kept, memory)
+        pool.unshare(self._packed.content_hash)
+
+    def check(self, pool: PoolAdapters) -> None:
+        self.bring(pool)
+        for shard, kept, memory in self._parts:
+            found = memory.clone()
+            self._copy(self._packed, shard, kept, memory)
+            assert torch.equal(found, memory), "a rank has another part"
+
+    def _copy(self, packed: PackedAdapter, shard: ModelShard, kept: np.ndarray, memory: torch.Tensor) -> None:
+        start = 0
+        for layer in packed.layers:
+            data = part_bytes(layer, shard_layer(layer, self._shape, kept, shard))
+            np.copyto(memory[start : start + len(data)].numpy(), data.numpy())
+            start += len(data)
 
 
 class Arena:
@@ -140,6 +187,12 @@ def measure(size: ModelSize, lora_rank: int, num_rounds: int, folder: Path) -> d
         ways = contestants(pools, facts, arena, path, shape)
         for name, bring in ways.items():
             arena.check(bring, name)
+        ranks = TwoRanks(arena.packed, shape)
+        options = {"store": HostStore(folder / "files"), "sizes": ranks.sizes}
+        of_ranks = stack.enter_context(pool_of("shm", "ranks", path, folder, **options))
+        know(of_ranks, facts, (sources["shm"],))
+        ranks.check(of_ranks)
+        ways[BY_RANKS] = partial(ranks.bring, of_ranks)
         times = interleave(
             {name: (repeated(bring), 1, num_rounds) for name, bring in ways.items()}, num_rounds
         )

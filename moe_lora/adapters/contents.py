@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import bare_layers, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import COMPOSED
 from moe_lora.core.shape import ModelShape, rank_problem
 
 from .host_store import HostStore, is_intact
-from .packed import PackedAdapter
+from .packed import PackedAdapter, PackedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +145,17 @@ class AdapterContents:
                 logger.error("adapter %s is left out: %s", name, error)
         return found
 
-    def layer_bytes(self, adapters: Sequence[tuple[str, str]], *, leave_out_bad: bool) -> list[list[int]]:
-        """Bytes per layer of each adapter; see `read_all`."""
-        found = []
+    def bare_layers(
+        self, adapters: Sequence[tuple[str, str]], *, leave_out_bad: bool, tables: bool
+    ) -> Iterator[list[PackedLayer]]:
+        """Layers of each adapter, values unread; see `read_all`."""
         for _, path in adapters:
             try:
                 limits = self._root, self.max_lora_rank, self._base_dir
-                found.append(adapter_layer_bytes(path, self.shape, self.dtype, *limits))
+                yield bare_layers(path, self.shape, self.dtype, *limits, tables=tables)
             except (AdapterError, StorageError):
                 if not leave_out_bad:
                     raise
-        return found
 
     def serve(self, name: str, hash_now: str) -> None:
         """Record a new version's content; drops the version before the last."""

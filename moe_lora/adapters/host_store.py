@@ -152,7 +152,10 @@ class HostStore:
 
 
 _TABLE, _SCALE = torch.int64, torch.float32
-_SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invocation", "has_columns")
+_SHARED = (
+    *("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invocation", "has_columns"),
+    "shard_elements",
+)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class PackedAdapter:
     targets: module names with deltas.  content_hash: sha256 over dtype, data, offsets, ranks and scales:
     equal hashes compute equal deltas.  warnings: config fields without effect.  base_copies: keys of base
     weights to compare.  invocation: tokens of an activated LoRA: the adapter starts at their last occurrence
-    in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.
+    in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.  shard_elements:
+    elements of each layer on the rank with the most, where the adapter comes from a pool without its tables;
+    empty: by the tables.
     """
 
     name: str
@@ -61,6 +63,7 @@ class PackedAdapter:
     base_copies: tuple[str, ...] = ()
     invocation: tuple[int, ...] = ()
     has_columns: bool = False
+    shard_elements: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +90,34 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
     """
     offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
+    matrices = (matrix for pair in pairs for matrix in (pair.shrink, *pair.expands))
+    for matrix, (offset, stride) in zip(matrices, offsets, strict=True):
+        data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
+    if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
+        raise _not_finite(pairs, dtype, where)
+    table, scale = _tables(pairs, offsets, num_entries)
+    return PackedLayer(data=data, table=table, scale=scale)
+
+
+def bare_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype) -> PackedLayer:
+    """As `pack_layer`, with data on the device "meta": values unread.  num_entries 0: no table."""
+    offsets, size = _offsets(pairs, dtype.itemsize)
+    table, scale = _tables(pairs if num_entries else (), offsets, num_entries)
+    return PackedLayer(data=torch.empty(size, dtype=dtype, device="meta"), table=table, scale=scale)
+
+
+def _tables(
+    pairs: Sequence[Pair], offsets: Sequence[tuple[int, int]], num_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.zeros(num_entries, 3, dtype=torch.int64)
     scale = torch.zeros(num_entries, dtype=torch.float32)
     rows, scales = table.numpy(), scale.numpy()
     positions = iter(offsets)
     for pair in pairs:
-        placed = [(matrix, next(positions)) for matrix in (pair.shrink, *pair.expands)]
-        for matrix, (offset, stride) in placed:
-            data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
-        for module, expand in zip(pair.modules, placed[1:], strict=True):
-            _write_entries(pair, module, placed[0], expand, rows, scales)
-    if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
-        raise _not_finite(pairs, dtype, where)
-    return PackedLayer(data=data, table=table, scale=scale)
+        shrink, *expands = [(matrix, next(positions)) for matrix in (pair.shrink, *pair.expands)]
+        for module, expand in zip(pair.modules, expands, strict=True):
+            _write_entries(pair, module, shrink, expand, rows, scales)
+    return table, scale
 
 
 def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:
@@ -107,11 +125,6 @@ def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = Fa
     if has_columns:
         return shape.column_sites[-1].entry_base + shape.column_sites[-1].num_entries
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
-
-
-def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
-    """Data bytes of `pack_layer` without reading values."""
-    return _offsets(pairs, dtype.itemsize)[1] * dtype.itemsize
 
 
 def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:

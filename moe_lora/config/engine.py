@@ -369,12 +369,6 @@ class EngineConfig(Settings):
 
     def _check_ranks(self) -> None:
         tensor, expert = self.tensor_parallel, self.expert_parallel
-        if self.pool is not None and self.num_ranks > 1:
-            name = "expert_parallel" if expert > 1 else "tensor_parallel"
-            raise ConfigError(
-                f"pool and {name}={self.num_ranks} do not go together yet: the ranks of an instance read "
-                f"adapters from files of its own; leave the pool out, or use {name}=1"
-            )
         server = self.lora_server
         if server is not None and server.device_puts != "none":
             given = f"lora_server.device_puts={server.device_puts!r}"
@@ -406,11 +400,6 @@ class EngineConfig(Settings):
                 f"tensor_parallel={tensor} and expert_parallel={expert} are of other ranks; give the same "
                 "number twice, or leave one out"
             )
-        if self.host_workers:
-            raise ConfigError(
-                f"host_workers={self.host_workers} and tensor_parallel={tensor} do not go together yet: host "
-                "workers compute whole sites; leave one out, or use expert_parallel alone"
-            )
         if self.lora_server is not None and (expert == 1 or self.lora_server.sites == "all"):
             raise ConfigError(
                 f"a LoRA Server computes whole sites, and tensor_parallel={tensor} divides them; for a model "
@@ -434,7 +423,7 @@ class EngineConfig(Settings):
         if self.host_cores and (cores != wanted or cores % parts):
             raise ConfigError(
                 f"host_cores={self.host_cores} must name a core of its own for each of "
-                f"host_workers={number} of each of expert_parallel={self.expert_parallel} ranks of each of "
+                f"host_workers={number} of each of {self.num_ranks} ranks of each of "
                 f"num_instances={self.num_instances}"
             )
 

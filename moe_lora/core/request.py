@@ -535,6 +535,7 @@ class AdapterFacts:
     layer_elements: tuple[int, ...]
     invocation: tuple[int, ...] = ()
     has_columns: bool = False
+    shard_elements: tuple[int, ...] = ()
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:

@@ -118,8 +118,10 @@ class _Build:
             adapter_pages = [sum(self._sizes.layer_pages(packed)) for packed, _ in self._adapters]
         else:
             self._adapters = []
-            measured = self._contents.layer_bytes(config.adapters, leave_out_bad=config.leave_out_bad)
-            adapter_pages = [sum(-(-one // self._page_bytes) for one in layers) for layers in measured]
+            bare = self._contents.bare_layers(
+                config.adapters, leave_out_bad=config.leave_out_bad, tables=config.num_ranks > 1
+            )
+            adapter_pages = [sum(self._sizes.pages_of(layers)) for layers in bare]
         free = within_share(config, rank.device, rank.free_bytes())
         where = (rank.shard.shape, rank.layout, adapter_pages, rank.device, free, rank.local_sites)
         self._size = size = arena_size(config, *where, kept_bytes=self._kept_originals())
@@ -131,7 +133,7 @@ class _Build:
         """The core, warm, with the first adapters."""
         config, rank, followers, size = self._config, self._rank, self._followers, self._size
         with ExitStack() as undo:
-            store = make_store(config, rank, size, followers, self._contents, undo)
+            store = make_store(config, rank, size, followers, self._contents, self._sizes, undo)
             undo.callback(store.close)
             followers.settle()
             if config.num_ranks == 1:

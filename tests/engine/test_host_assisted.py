@@ -51,6 +51,8 @@ WAYS = {
     "ranks": {"expert_parallel": 2, "num_threads": 1, "host_workers": 1},
     "chunked_ranks": {"expert_parallel": 2, "num_threads": 1, "host_workers": 1}
     | {"max_num_batched_tokens": 9, "max_num_seqs": 8},
+    "divided": {"tensor_parallel": 2, "num_threads": 1, "host_workers": 1},
+    "divided_and_dealt": {"tensor_parallel": 2, "expert_parallel": 2, "num_threads": 1, "host_workers": 1},
 }
 
 
@@ -92,6 +94,11 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
             for family in MOE_FAMILIES
         ),
         ("mixtral", "chunked_ranks"),
+        *(
+            pytest.param(family, "divided", marks=() if family in ("llama", "gpt_oss") else pytest.mark.slow)
+            for family in FAMILIES
+        ),
+        ("qwen3_moe", "divided_and_dealt"),
     ],
 )
 def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811

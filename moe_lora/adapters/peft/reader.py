@@ -14,11 +14,12 @@ import torch
 
 from moe_lora.adapters.packed import (
     PackedAdapter,
+    PackedLayer,
     Pair,
     assemble,
+    bare_layer,
     num_table_entries,
     pack_layer,
-    packed_bytes,
 )
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.host import free_memory_bytes
@@ -51,7 +52,7 @@ def read_adapter(
     """
     folder = Path(path)
     with opened(folder, shape, called, root, max_lora_rank, base_dir=base_dir) as found:
-        needed = sum(_layer_bytes(found, shape, dtype))
+        needed = sum(layer.nbytes for layer in _bare_layers(found, shape, dtype, tables=False))
         if found.match.replaced:
             from .replaced import change_bytes
 
@@ -127,26 +128,34 @@ def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def adapter_layer_bytes(
+def bare_layers(
     path: str | Path,
     shape: ModelShape,
     dtype: torch.dtype,
     root: str | None = None,
     max_lora_rank: int | None = None,
     base_dir: Path | None = None,
-) -> list[int]:
-    """Packed bytes per layer of the PEFT directory; values unread.  Raises AdapterError."""
+    *,
+    tables: bool = True,
+) -> list[PackedLayer]:
+    """The packed layers of the PEFT directory, with data on the device "meta": values unread.
+
+    Raises AdapterError.
+    """
     with opened(Path(path), shape, root=root, max_lora_rank=max_lora_rank, base_dir=base_dir) as found:
-        return _layer_bytes(found, shape, dtype)
+        return _bare_layers(found, shape, dtype, tables=tables)
 
 
-def _layer_bytes(found: OpenAdapter, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+def _bare_layers(
+    found: OpenAdapter, shape: ModelShape, dtype: torch.dtype, *, tables: bool
+) -> list[PackedLayer]:
     tensors = {
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
     for column in found.match.columns:
         tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
-    return [packed_bytes(layer, dtype) for layer in _pairs(found.match, tensors, shape)]
+    num_entries = _num_entries(found.match, shape) if tables else 0
+    return [bare_layer(pairs, num_entries, dtype) for pairs in _pairs(found.match, tensors, shape)]
 
 
 def pack_state_dict(
@@ -203,10 +212,14 @@ def _pack(
         from .base_weights import with_columns
 
         tensors = with_columns(matched.columns, tensors, where)
-    num_entries = num_table_entries(shape, len(matched.layers), bool(matched.columns))
+    num_entries = _num_entries(matched, shape)
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
     packed = assemble(name, layers, shape, matched.warnings, matched.invocation, bool(matched.columns))
     return replace(packed, base_copies=matched.copies)
+
+
+def _num_entries(matched: Match, shape: ModelShape) -> int:
+    return num_table_entries(shape, len(matched.layers), bool(matched.columns))
 
 
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?:model|transformer|lm_head)\.")

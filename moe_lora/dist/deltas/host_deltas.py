@@ -17,17 +17,19 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts, shard_layer
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.kernels.lora import lora_delta, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable
+from moe_lora.lora.local import LayerPart, part_bytes
 from moe_lora.lora.row_routing import RoutedAdapter
 
 from .session import DeltaRequest
 
-_MAX_MAPPED = 64
-"""Most adapters mapped by an instance."""
+_MAX_MAPPED, _MAX_CUT = 64, 16
+"""Most adapters mapped by an instance; likewise copied, where ranks divide matrices."""
 _MAX_LOGGED = 256
 
 
@@ -92,12 +94,17 @@ class FailureLog:
 
 
 class HostDeltas:
-    """Deltas from adapters in host memory, bit-equal to a server on CPU, close to a server on CUDA."""
+    """Deltas from adapters in host memory, bit-equal to a server on CPU, close to a server on CUDA.
 
-    def __init__(self, shape: ModelShape, store: HostStore) -> None:
+    shard: computes a rank's part of each matrix, from copies; shape has the rank's sizes.
+    """
+
+    def __init__(self, shape: ModelShape, store: HostStore, shard: ModelShard | None = None) -> None:
         self._shape = shape
         self._store = store
-        self._adapter = lru_cache(_MAX_MAPPED)(self._map)
+        self._shard = shard
+        self._kept = None if shard is None else entries_of_experts(shard.whole, shard.experts)
+        self._adapter = lru_cache(_MAX_MAPPED if shard is None else _MAX_CUT)(self._map)
 
     def compute(
         self,
@@ -127,21 +134,23 @@ class HostDeltas:
             site = self._shape.sites[request.site]
             lora_expand(lora_shrink(LoraOperands(request.x, ids, site, 0, slot, table, arena)), deltas)
 
-    def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, SlotTable]]:
+    def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, tuple[torch.Tensor, SlotTable]]]:
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:
         """A layer's data, and its table of one slot.  Raises AdapterError."""
-        packed, tables = self._adapter(content_hash)
+        packed, layers = self._adapter(content_hash)
         try:
-            layer = packed.layers[number]
-            if number not in tables:
+            if number not in layers:
+                part: LayerPart = packed.layers[number]
+                if self._shard is not None and self._kept is not None:
+                    part = shard_layer(packed.layers[number], self._shard.whole, self._kept, self._shard)
+                data = part_bytes(packed.layers[number], part)
                 table = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
-                table.write_layer(
-                    0, 0, layer.table, layer.scale, layer.data.element_size(), range(layer.nbytes)
-                )
-                tables[number] = table
-            return layer.data.view(torch.uint8), tables[number]
+                itemsize = packed.layers[number].data.element_size()
+                table.write_layer(0, 0, part.table, part.scale, itemsize, range(len(data)))
+                layers[number] = data, table
+            return layers[number]
         except Exception as error:
             raise AdapterError(f"layer {number} of adapter {content_hash} can't be used: {error}") from error
 

@@ -157,7 +157,7 @@ class RemoteBackend(DividedBackend):
         super().__init__(shape, source, division)
         self._links = links
         self._layout = layout
-        self._host = HostDeltas(shape, store)
+        self._host = HostDeltas(shape, store, layout.shard)
 
     def abandon_step(self) -> None:
         for link in self._links.values():

@@ -20,6 +20,7 @@ import torch
 
 from moe_lora.core.errors import ConfigError, PeerGoneError, SignalTimeoutError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
 HEADER_BYTES = 64
@@ -41,12 +42,14 @@ def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
 class FrameLayout:
     """Frame sizes of a model, for `max_rows` rows of x and of the answer.
 
-    Raises ConfigError if one token's rows do not fit.
+    shard: of a rank with a part of each matrix; shape has its sizes.  Raises ConfigError if one token's rows
+    do not fit.
     """
 
     shape: ModelShape
     dtype: torch.dtype
     max_rows: int
+    shard: ModelShard | None = None
 
     def __post_init__(self) -> None:
         least = max(1, self.shape.num_experts_per_token)

@@ -21,6 +21,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.core.teardown import end_at_hang_up, run_child
 from moe_lora.dist.deltas.frame_slots import Compute, FrameSlots
 from moe_lora.dist.deltas.host_deltas import FailureLog, HostDeltas
@@ -41,9 +42,7 @@ class WorkerSetUp:
     """
 
     name: str
-    shape: ModelShape
-    dtype: torch.dtype
-    max_rows: int
+    layout: FrameLayout
     depth: int
     store_dir: Path
     answers: bytes
@@ -57,9 +56,9 @@ class WorkerSetUp:
 class StoreDeltas:
     """Answers requests from a store's adapters, named by `content_number`."""
 
-    def __init__(self, shape: ModelShape, store: HostStore) -> None:
+    def __init__(self, shape: ModelShape, store: HostStore, shard: ModelShard | None = None) -> None:
         self._store = store
-        self._deltas = HostDeltas(shape, store)
+        self._deltas = HostDeltas(shape, store, shard)
         self._hashes: dict[int, str] = {}
         self._failures = FailureLog(logger, "the engine computes its rows")
 
@@ -107,10 +106,10 @@ def serve(connection: Connection) -> None:
     if setup.core is not None:
         os.sched_setaffinity(0, {setup.core})
     torch.set_num_threads(1)
-    layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
+    layout = setup.layout
     transport = ShmTransport(name=setup.name)
     answers = transport.attach(setup.answers)
-    deltas = StoreDeltas(setup.shape, HostStore(setup.store_dir))
+    deltas = StoreDeltas(layout.shape, HostStore(setup.store_dir), layout.shard)
 
     def compute(request: DeltaRequest, out: torch.Tensor) -> int:
         started_ns = time.monotonic_ns()

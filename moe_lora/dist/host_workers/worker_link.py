@@ -117,9 +117,8 @@ class WorkerLink(threading.Thread):
         self._closing.wait(_GRACE_S)
 
     def _live(self, held: contextlib.ExitStack) -> None:
-        layout = self._layout
         label, answers, requests = self._windows(held)
-        facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
+        facts = (label, self._layout, DEPTH, self._store.directory)
         options = self._core, self._owned, os.getpid(), self._times.slowdown
         with self._child() as (child, connection):
             connection.send(WorkerSetUp(*facts, answers, *options, requests))
@@ -205,7 +204,7 @@ class StreamWorkerLink(WorkerLink):
         self.num_fallback_rows = 0
         self.problems: dict[int, Exception] = {}
         self.stream_session = StreamSession(self._slots, stream)
-        self._deltas = StoreDeltas(layout.shape, store)
+        self._deltas = StoreDeltas(layout.shape, store, layout.shard)
         super().__init__(number, transport, layout, store, *options)
 
     def end(self) -> None:

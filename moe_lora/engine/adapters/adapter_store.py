@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter, shard_layer
+from moe_lora.adapters.packed import PackedAdapter, PackedLayer, shard_layer
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import (
     AdapterError,
@@ -235,14 +235,27 @@ class ShardSizes:
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
-        sizes = [layer.nbytes for layer in packed.layers]
-        if not self._all_kept:
-            sizes = [
-                max(shard_layer(layer, self._shape, kept, self._shard).num_elements for kept in self._kept)
-                * layer.data.element_size()
-                for layer in packed.layers
-            ]
-        return [-(-num_bytes // self.page_bytes) for num_bytes in sizes]
+        return self.pages_of(packed.layers, packed.shard_elements)
+
+    def pages_of(self, layers: Sequence[PackedLayer], shard_elements: Sequence[int] = ()) -> list[int]:
+        """shard_elements: of layers without tables.  Raises AdapterError if needed and absent."""
+        counts = shard_elements if not self._all_kept else ()
+        if not (self._all_kept or counts) and layers[0].table.is_meta:
+            raise AdapterError(
+                "the adapter comes from an instance of one rank, which doesn't say what ranks hold; give all "
+                "instances of a pool the same tensor_parallel and expert_parallel"
+            )
+        sizes = zip(layers, counts or self.shard_elements(layers), strict=True)
+        return [-(-num * layer.data.element_size() // self.page_bytes) for layer, num in sizes]
+
+    def shard_elements(self, layers: Sequence[PackedLayer]) -> tuple[int, ...]:
+        """Elements of each layer on the rank with the most."""
+        if self._all_kept:
+            return tuple(layer.data.numel() for layer in layers)
+        return tuple(
+            max(shard_layer(layer, self._shape, kept, self._shard).num_elements for kept in self._kept)
+            for layer in layers
+        )
 
 
 def site_ranks(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> list[int]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 
+from moe_lora.adapters.host_store import without_data
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
@@ -33,7 +33,8 @@ class BringAdapter:
     """Load an adapter to the device and set `slot`.
 
     layer_first_pages: -1 for an empty layer.  pages: None: from the adapter's file.  first_group: number of
-    first layers loaded last; each layer serves at once (`load_order`); None: all serve at the end.
+    first layers loaded last; each layer serves at once (`load_order`); None: all serve at the end.  tables:
+    for pages of a pool's adapter, whose file is gone on all ranks; None: by content hash.
     """
 
     slot: int
@@ -41,6 +42,7 @@ class BringAdapter:
     layer_first_pages: tuple[int, ...]
     pages: Copy | None
     first_group: int | None = None
+    tables: PackedAdapter | None = None
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,22 @@ class RankCopier:
             self._staging = Staging()
         self._find = find
         self._pool = pool
-        assert pool is None or self._kept is None, "adapters are fetched whole"
 
     def fetches(self, order: RankOrder) -> bool:
         """True if the order waits for a process or disk."""
-        if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
+        if self._pool is None or not _is_outside(order):
             return False
-        return not self._pool.holds(order.content_hash)
+        return self._pool.at_hand(order.content_hash) is None
+
+    def shared_first(self, order: RankOrder) -> Steps | None:
+        """Steps before `begin`, on one rank alone: other processes will read the adapter from a file."""
+        if self._pool is None or not self._pool.shares or not _is_outside(order):
+            return None
+        return _alone(self._pool.sharing(order.content_hash))
+
+    def tables(self, content_hash: str) -> PackedAdapter | None:
+        """See `BringAdapter`."""
+        return None if self._pool is None or self._kept is None else without_data(self._find(content_hash))
 
     def begin(self, order: RankOrder) -> Steps:
         """Steps of the order, on the current CUDA stream.  The adapter may be forgotten meanwhile."""
@@ -110,26 +121,18 @@ class RankCopier:
             return self._copy(order)
         if isinstance(order, ClearSlot):
             return self._clear(order)
-        if self._pool is None or order.pages is not None:
-            return self._bring(order, self._find(order.content_hash))
-        if self._pool.holds(order.content_hash):
-            packed = self._find(order.content_hash)
-            return (
-                self._bring_through_host(order, lambda: packed)
-                if order.first_group is not None
-                else self._bring(order, packed)
-            )
-        reader = self._pool.reader(order.content_hash)
-        if order.first_group is not None:
-            from .pool_fetch import fetch_whole
-
-            return self._bring_through_host(order, partial(fetch_whole, reader))
-        return self._fetch(order, reader)
+        packed = order.tables
+        if self._pool is not None and _is_outside(order):
+            packed = self._pool.at_hand(order.content_hash)
+            if packed is None:
+                assert self._kept is None, "several ranks read a file"
+                return self._fetch(order, self._pool.reader(order.content_hash))
+        return self._bring(order, packed or self._find(order.content_hash))
 
     def ended(self, content_hash: str) -> None:
         """Orders for this adapter are over."""
         if self._pool is not None:
-            self._pool.take_from_host(content_hash)
+            self._pool.unshare(content_hash)
 
     def carry_out(self, order: RankOrder) -> None:
         """Execute the whole order now."""
@@ -157,17 +160,11 @@ class RankCopier:
         arena, sizes = self._arenas.device.view(-1), reader.layer_bytes
         offsets = [max(0, first) * self._arenas.page_bytes for first in order.layer_first_pages]
         targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
-        packed = fetch_layers(reader, targets)
         assert self._pool is not None
+        packed = fetch_layers(reader, targets)
         self._pool.learn_tables(packed)
         yield sum(sizes)
         point_slot(self._slots, order.slot, packed, offsets)
-
-    def _bring_through_host(self, order: BringAdapter, get: Callable[[], PackedAdapter]) -> Steps:
-        assert self._pool is not None
-        packed = self._pool.give_to_host(get())
-        yield 0
-        yield from self._bring(order, packed)
 
     def _bring(self, order: BringAdapter, packed: PackedAdapter) -> Steps:
         """Layer by layer; the table never points to absent bytes."""
@@ -199,6 +196,16 @@ class RankCopier:
                 point_layer(self._slots, order.slot, *pointed.pop())
         for place in pointed:
             point_layer(self._slots, order.slot, *place)
+
+
+def _is_outside(order: RankOrder) -> TypeGuard[BringAdapter]:
+    """True if the adapter comes from no arena."""
+    return isinstance(order, BringAdapter) and order.pages is None
+
+
+def _alone(work: Callable[[], None]) -> Steps:
+    work()
+    yield 0
 
 
 def _pages_of_layer(first_pages: Sequence[int], number: int, copy: Copy) -> slice:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.shape import rank_limit
 from moe_lora.engine.arena_size import ArenaSize
 from moe_lora.engine.ranks.followers import HOST_STORE, Followers, RankReport
 from moe_lora.engine.ranks.rank import Rank
 
-from .adapter_store import AdapterStore
+from .adapter_store import AdapterStore, ShardSizes
 
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
@@ -56,6 +57,7 @@ def make_store(
     size: ArenaSize,
     followers: Followers,
     contents: AdapterContents,
+    sizes: ShardSizes,
     undo: ExitStack,
 ) -> AdapterStore:
     """Adapters in files if other processes read them, or if memory is for the host arena."""
@@ -68,31 +70,36 @@ def make_store(
             undo.callback(host.close)
         return host
 
+    store = contents.store if config.pool is None else None
+    if config.num_ranks > 1:
+        store = HostStore(followers.directory / HOST_STORE)
+    host = started(store)
+
+    def all_read() -> None:
+        if host is not None:
+            host.settle()
+        followers.tell(RankReport())
+        followers.settle(followers.timeout_s)
+
     options: dict[str, Any] = {}
+    if config.num_ranks > 1:
+        options = {"store": store, "before_removal": all_read}
+    elif host is not None:
+        options = {"store": host.store, "before_removal": host.settle if store is None else None}
+    elif config.pool is None and rank.lora_server is None and size.num_host_pages:
+        options = {"in_files": True, "store": store}
+    if host is not None:
+        options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
     if config.pool is not None:
         from .pool_store import PoolAdapters
 
-        host = started(None)
+        def read(path: str, name: str, content: str) -> PackedAdapter:
+            return contents.read(name, path, content)
+
+        if host is None:  # a load that ended on all ranks needs no file
+            options.pop("before_removal", None)
         transport = instance_transport(config, config.instance)
-
-        return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
-    if config.num_ranks > 1:
-
-        def all_read() -> None:
-            if host is not None:
-                host.settle()
-            followers.tell(RankReport())
-            followers.settle(followers.timeout_s)
-
-        store = HostStore(followers.directory / HOST_STORE)
-        options = {"store": store, "before_removal": all_read}
-        if (host := started(store)) is not None:
-            options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
-    elif (host := started(contents.store)) is not None:
-        stays = None if contents.store is not None else host.settle
-        options = {"store": host.store, "before_removal": stays, "host": host}
-    elif rank.lora_server is None and size.num_host_pages:
-        options = {"in_files": True, "store": contents.store}
+        return PoolAdapters(transport, read, sizes=sizes if config.num_ranks > 1 else None, **options)
     if rank.lora_server is None:
         return AdapterStore(**options)
     from .leased_adapters import LeasedAdapters

@@ -9,10 +9,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_lora.adapters.host_store import (
+    HostStore,
     adapter_in,
     adapter_without_data,
     facts_of,
@@ -27,8 +28,8 @@ from moe_lora.core.host import allow_many_files, num_open_files
 from moe_lora.core.request import AdapterFacts, AdapterInfo, AdapterResidency
 from moe_lora.engine.client.messages import PoolEntry
 
-from .adapter_store import AdapterStore
-from .pool_fetch import LayerReader, Peers
+from .adapter_store import AdapterStore, ShardSizes
+from .pool_fetch import LayerReader, Peers, fetch_whole
 
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
@@ -53,16 +54,27 @@ class PoolAdapters(AdapterStore):
 
     `keep` holds an adapter's bytes in a window.  Of an adapter without bytes only the facts are kept, and
     each use fetches the bytes.  `fetch_held` and `hold` add the bytes later, `drop` drops them.  The engine's
-    thread calls all but `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and readers.
+    thread calls all but `prepare`, `undo_prepare`, `fetch_held`, readers, and what `sharing` returns.
+
+    store: files of adapters under load, for other processes of this instance: host workers, and ranks.
+    sizes: of several ranks.
     """
 
     def __init__(
         self,
         transport: Transport,
         read: Callable[[str, str, str], PackedAdapter],
+        *,
+        sizes: ShardSizes | None = None,
+        store: HostStore | None = None,
+        before_removal: Callable[[], None] | None = None,
         host: HostWorkers | None = None,
+        others_fallback_rows: Callable[[], int] = int,
     ) -> None:
-        super().__init__(host=host)
+        super().__init__(host=host, others_fallback_rows=others_fallback_rows)
+        self._files = store
+        self._before_unshare = before_removal
+        self._sizes = sizes
         self._transport = transport
         self._peers = Peers(transport)
         self._read = read
@@ -71,7 +83,9 @@ class PoolAdapters(AdapterStore):
         self._waiting: dict[str, Held] = {}
         self._sources: dict[str, tuple[bytes, ...]] = {}
         self._paths: dict[str, str] = {}
-        self._on_host: set[str] = set()
+        self._shared: dict[str, PackedAdapter] = {}
+        self._in_files: set[str] = set()
+        self._closed = False
         self._lock = threading.Lock()
         """Guards _waiting, and the tables in _kept."""
         self._max_files = allow_many_files()  # each shared-memory window takes two open files
@@ -105,7 +119,8 @@ class PoolAdapters(AdapterStore):
                 held = self._waiting.pop(content_hash, None)
             if held is not None or content_hash not in self._held:
                 self.hold(held or self._place(packed))
-            packed = adapter_without_data(facts_of(packed))
+            elements = self._held[content_hash].packed.shard_elements
+            packed = adapter_without_data(replace(facts_of(packed), shard_elements=elements))
         if path is not None:
             self._paths[content_hash] = path
         return super().keep(packed)
@@ -184,10 +199,6 @@ class PoolAdapters(AdapterStore):
         """Set an adapter's sources, in order of preference."""
         self._sources[content_hash] = tuple(sources)
 
-    def holds(self, content_hash: str) -> bool:
-        """True if the bytes are here."""
-        return content_hash in self._held
-
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
         """A reader for an adapter without bytes.  sources: None: current at the start."""
         facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
@@ -208,31 +219,67 @@ class PoolAdapters(AdapterStore):
             if packed.content_hash in self._kept:
                 self._kept[packed.content_hash] = packed
 
-    def give_to_host(self, packed: PackedAdapter) -> PackedAdapter:
-        """Copy an adapter to the host workers' store; without room, returns the adapter itself."""
-        assert self.host is not None
-        self.learn_tables(without_data(packed))
-        try:
-            self.host.store.put(packed)
-            packed = self.host.store.get(packed.content_hash, packed.name)
-        except (AdapterError, StorageError) as error:
-            logger.warning("adapter %s: its requests wait for the device: %s", packed.name, error)
-            return packed
-        self._on_host.add(packed.content_hash)
-        if self.on_change is not None:
-            self.on_change()
-        return packed
+    @property
+    def shares(self) -> bool:
+        """True if other processes of this instance read adapters under load."""
+        return self._files is not None
 
-    def take_from_host(self, content_hash: str) -> None:
-        """Undo `give_to_host`, if any."""
-        if content_hash in self._on_host:
-            assert self.host is not None
-            self._on_host.discard(content_hash)
-            self.host.settle()
-            self.host.store.remove(content_hash)
+    def sharing(self, content_hash: str) -> Callable[[], None]:
+        """A call for another thread: writes the adapter to a file, fetched unless at hand.
+
+        Without room ranks end the load (StorageError), and requests of host workers wait for the device.
+        """
+        found = self.at_hand(content_hash)
+        reader = self.reader(content_hash) if found is None else None
+
+        def share() -> None:
+            if content_hash in self._in_files:
+                return  # of another name or version, under load too
+            packed = found if reader is None else fetch_whole(reader)
+            assert packed is not None
+            self.learn_tables(without_data(packed))
+            if self._sizes is None:
+                self._shared[content_hash] = packed
+            try:
+                self._write(packed)
+            except (AdapterError, StorageError) as error:
+                if self._sizes is not None:
+                    raise
+                logger.warning("adapter %s: its requests wait for the device: %s", packed.name, error)
+                return
+            if self.on_change is not None:
+                self.on_change()
+
+        return share
+
+    def _write(self, packed: PackedAdapter) -> None:
+        assert self._files is not None
+        content_hash = packed.content_hash
+        try:
+            self._files.put(packed)
+            self._shared[content_hash] = self._files.get(content_hash, packed.name)
+            self._in_files.add(content_hash)
+        finally:
+            if self._closed or content_hash not in self._in_files:
+                self._files.remove(content_hash)
+
+    def unshare(self, content_hash: str) -> None:
+        """Undo `sharing`, if any."""
+        self._shared.pop(content_hash, None)
+        if content_hash in self._in_files:
+            assert self._files is not None
+            self._in_files.discard(content_hash)
+            if self._before_unshare is not None:
+                self._before_unshare()
+            self._files.remove(content_hash)
+
+    def at_hand(self, content_hash: str) -> PackedAdapter | None:
+        """The adapter with its bytes, held or shared."""
+        held = self._held.get(content_hash)
+        return self._shared.get(content_hash) if held is None else held.packed
 
     def host_has(self, content_hash: str) -> bool:
-        return content_hash in self._on_host and super().host_has(content_hash)
+        return content_hash in self._in_files and super().host_has(content_hash)
 
     def place(self, content_hash: str) -> AdapterResidency:
         if content_hash in self._held:
@@ -249,11 +296,14 @@ class PoolAdapters(AdapterStore):
         }
 
     def close(self) -> None:
+        self._closed = True
         super().close()
         self._transport.close()
 
     def _place(self, packed: PackedAdapter) -> Held:
         facts = facts_of(packed)
+        if self._sizes is not None:
+            facts = replace(facts, shard_elements=self._sizes.shard_elements(packed.layers))
         window = self._window(facts)
         write_adapter(packed, window.bytes)
         return Held(adapter_in(facts, window.bytes), window)

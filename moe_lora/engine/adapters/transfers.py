@@ -158,6 +158,8 @@ class Transfers:
         self._next_tick_s = clock.now_s()
         self._under_way: dict[int, AdapterVersion | None] = {}
         """Order number -> loading adapter, if any."""
+        self._sharing: dict[int, RankOrder] = {}
+        """Orders whose adapter is written to a file first."""
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(manager.num_slots - 1, -1, -1))
         cache.watch(self._clear_slot)
@@ -173,7 +175,8 @@ class Transfers:
             return
         ended = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
         lagged = self.followers.lagging
-        finished = self.followers.ended_everywhere(ended)
+        failed = self._begin_shared(ended)
+        finished = failed + self.followers.ended_everywhere(ended)
         if lagged and finished:
             self._tell()
         for number, error in finished:
@@ -271,14 +274,37 @@ class Transfers:
             group = None if self._host_loads is None else self._host_loads.first_group(adapter.uid)
             if self.followers.layers is not None:
                 self.followers.layers.clear(slot)
-            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, group)
+            content_hash = adapter.packed.content_hash
+            tables = None if pages is None else self._copier.tables(content_hash)
+            rank_order = BringAdapter(slot, content_hash, first_pages, pages, group, tables)
             self.on_bring(adapter)
         self._under_way[order.copy_id] = adapter
-        mover = self._mover
-        if self._copier.fetches(rank_order):
-            mover = self._fetcher = self._fetcher or self._make_mover(self._tell)
-        self.followers.tell(BeginOrder(order.copy_id, rank_order))
-        mover.submit(order.copy_id, self._copier.begin(rank_order))
+        if (steps := self._copier.shared_first(rank_order)) is not None:
+            self._sharing[order.copy_id] = rank_order
+            self._fetching.submit(order.copy_id, steps)
+        else:
+            self._begin_everywhere(order.copy_id, rank_order)
+
+    def _begin_everywhere(self, number: int, order: RankOrder) -> None:
+        self.followers.tell(BeginOrder(number, order))
+        mover = self._fetching if self._copier.fetches(order) else self._mover
+        mover.submit(number, self._copier.begin(order))
+
+    def _begin_shared(self, ended: list[tuple[int, Exception | None]]) -> list[tuple[int, Exception | None]]:
+        """Take adapters in files out of `ended`, and begin their loads; returns the failed."""
+        shared = [one for one in ended if one[0] in self._sharing]
+        for number, error in shared:
+            ended.remove((number, error))
+            order = self._sharing.pop(number)
+            if error is None:
+                self._begin_everywhere(number, order)
+        return [one for one in shared if one[1] is not None]
+
+    @property
+    def _fetching(self) -> Mover:
+        if self._fetcher is None:
+            self._fetcher = self._make_mover(self._tell)
+        return self._fetcher
 
     def _end_bringing(self, content_hash: str) -> None:
         others = (other for other in self._under_way.values() if other is not None)

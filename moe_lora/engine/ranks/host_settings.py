@@ -82,7 +82,8 @@ class HostSettings:
                 "leave one out"
             )
         tokens = self.tokens_per_worker
-        layout = FrameLayout(rank.shape, rank.dtype, tokens * max(1, rank.shape.num_experts_per_token))
+        max_rows = tokens * max(1, rank.shape.num_experts_per_token)
+        layout = FrameLayout(rank.shard.shape, rank.dtype, max_rows, rank.divides_adapters)
         times = WorkerTimes(slowdown=config.emulation.host_slowdown)
         return HostWorkers(
             layout, store, self.num_workers, tokens, cores=self.cores, times=times, stream=stream

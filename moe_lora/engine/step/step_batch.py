@@ -127,7 +127,7 @@ class _Pickler(pickle.Pickler):
     """Host tensors as numpy arrays: torch's way needs a storage object each."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
+        if isinstance(obj, torch.Tensor) and not obj.is_meta:
             return torch.from_numpy, (obj.numpy(),)
         return NotImplemented
 

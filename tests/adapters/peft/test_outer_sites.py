@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import bare_layers, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.families import ALL_FAMILIES, load_model, make_adapter
@@ -60,7 +60,9 @@ def test_pairs_outside_the_layers_pack_as_peft_merges(family, modules, checkpoin
     packed = read_adapter(adapter, shape, torch.float32)
     assert_same_deltas(packed_deltas(packed, shape), peft_deltas(family, checkpoint(family), adapter))
     assert set(modules) <= set(packed.targets)
-    assert adapter_layer_bytes(adapter, shape, torch.float32) == [layer.nbytes for layer in packed.layers]
+    bare = bare_layers(adapter, shape, torch.float32)
+    assert [layer.nbytes for layer in bare] == [layer.nbytes for layer in packed.layers]
+    assert all(torch.equal(one.table, layer.table) for one, layer in zip(bare, packed.layers, strict=True))
 
 
 def test_all_linear_leaves_both_out_and_a_pair_beyond_it_is_refused(checkpoint, shape_of, tmp_path):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft.file_check import bad_adapters, check_adapter
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import bare_layers, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.families import make_adapter
 
@@ -44,7 +44,7 @@ def ways(folder, family, shape_of) -> list[Callable[[int | None], object]]:
     return [
         lambda limit: read_adapter(folder, shape, torch.float32, max_lora_rank=limit),
         lambda limit: check_adapter(folder, shape, max_lora_rank=limit),
-        lambda limit: adapter_layer_bytes(folder, shape, torch.float32, max_lora_rank=limit),
+        lambda limit: bare_layers(folder, shape, torch.float32, max_lora_rank=limit),
         lambda limit: pack_state_dict(tensors, config, shape, torch.float32, "a", limit),
         lambda limit: AdapterContents(shape, torch.float32, max_lora_rank=limit).read("a", str(folder)),
     ]

@@ -18,7 +18,7 @@ from moe_lora.adapters.peft import base_weights, reader
 from moe_lora.adapters.peft.base_weights import check_copies_in
 from moe_lora.adapters.peft.file_check import bad_adapters
 from moe_lora.adapters.peft.files import WEIGHTS_FILE
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import bare_layers, pack_state_dict, read_adapter
 from moe_lora.cli.main import main
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.wrong_files import read_config
@@ -74,8 +74,8 @@ def test_replaced_rows_pack_as_peft_merges(form, tied, bases, tmp_path):
     packed = read(base, adapter)
     expected = peft_deltas("llama", base, adapter)
     assert_same_deltas(packed_deltas(packed, shape), expected)
-    sizes = adapter_layer_bytes(adapter, shape, torch.float32, base_dir=base)
-    assert sizes == [layer.nbytes for layer in packed.layers]
+    bare = bare_layers(adapter, shape, torch.float32, base_dir=base)
+    assert [layer.nbytes for layer in bare] == [layer.nbytes for layer in packed.layers]
     target = tmp_path / "converted"
     command = ["adapters", "convert", str(adapter), str(target), "--model", str(base)]
     assert CliRunner().invoke(main, command).exit_code == 0

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
+from moe_lora.adapters.peft.reader import bare_layers, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas
 from tests.families import MOE_FAMILIES, NUM_EXPERTS, PER_EXPERT_FAMILIES, make_adapter
@@ -84,7 +84,7 @@ def test_stacked_experts_are_the_experts_of_single_modules(
     tinker = rewritten(plain, tmp_path / "t", tensors, target_modules=targets)
     found, expected = (read_adapter(path, shape, torch.float32) for path in (tinker, plain))
     assert_same_deltas(packed_deltas(found, shape), packed_deltas(expected, shape))
-    assert found.nbytes == sum(adapter_layer_bytes(tinker, shape, torch.float32))
+    assert found.nbytes == sum(layer.nbytes for layer in bare_layers(tinker, shape, torch.float32))
     assert not shared or found.nbytes < 0.8 * expected.nbytes, "a shared matrix is stored once"
 
 

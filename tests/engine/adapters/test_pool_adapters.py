@@ -105,7 +105,7 @@ def counted(instance: PoolAdapters) -> tuple[int, int, int]:
 def test_what_one_holds_the_other_fetches_and_does_not_keep(instances, packed):
     one, two = instances(), instances()
     source = holder_of(one, packed)
-    assert one.holds(packed.content_hash)
+    assert one.at_hand(packed.content_hash) is not None
     assert has_data(one.find(packed.content_hash))
     kept = two.keep(bare(packed), "nowhere")
     two.set_sources(packed.content_hash, [source])

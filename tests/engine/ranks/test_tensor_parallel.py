@@ -8,7 +8,7 @@ import random
 import pytest
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.causal_lm import DividedNormedQkv
 from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, later
@@ -81,8 +81,6 @@ def test_compiled_ranks_give_the_same_tokens(family, expert, buckets, served):  
     ("given", "problem"),
     [
         ({"expert_parallel": 4}, "tensor_parallel=2 and expert_parallel=4 are of other ranks"),
-        ({"pool": PoolConfig(replicas=1)}, "pool and tensor_parallel=2 .* use tensor_parallel=1"),
-        ({"host_workers": 1}, "use expert_parallel alone"),
         ({"lora_server": LoraServerConfig()}, "give expert_parallel=2 too and lora_server.sites='experts'"),
         ({"expert_parallel": 2, "lora_server": LoraServerConfig(sites="all")}, "computes whole sites"),
     ],
