@@ -239,8 +239,8 @@ class LayerShard:
         for source, target, count in self.copies:
             out[target : target + count].copy_(data[source : source + count])
         for source, target, num_rows, width, stride, out_stride in self.divided:
-            part = data.as_strided((num_rows, width), (stride, 1), source)
-            out.as_strided((num_rows, width), (out_stride, 1), target).copy_(part)
+            part = data[source:].as_strided((num_rows, width), (stride, 1))
+            out[target:].as_strided((num_rows, width), (out_stride, 1)).copy_(part)
 
 
 @lru_cache(maxsize=8)
