@@ -255,13 +255,15 @@ class PoolAdapters(AdapterStore):
     def _write(self, packed: PackedAdapter) -> None:
         assert self._files is not None
         content_hash = packed.content_hash
+        self._files.put(packed)
         try:
-            self._files.put(packed)
             self._shared[content_hash] = self._files.get(content_hash, packed.name)
-            self._in_files.add(content_hash)
-        finally:
-            if self._closed or content_hash not in self._in_files:
-                self._files.remove(content_hash)
+        except AdapterError:
+            self._files.remove(content_hash)
+            raise
+        self._in_files.add(content_hash)
+        if self._closed:
+            self._files.remove(content_hash)
 
     def unshare(self, content_hash: str) -> None:
         """Undo `sharing`, if any."""

@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.host_store import HostStore, without_data
 from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.adapters.peft.reader import bare_layers, read_adapter
 from moe_lora.api import InProcessClient
+from moe_lora.cache.orders import Copy
 from moe_lora.config import EngineConfig, PoolConfig
 from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import AdapterError, StorageError
@@ -23,18 +26,23 @@ from moe_lora.core.request import EngineStats
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.adapters.adapter_store import ShardSizes
+from moe_lora.engine.adapters.copies import Arenas, BringAdapter, ClearSlot, RankCopier
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import PoolEntry
-from moe_lora.engine.ranks.followers import HOST_STORE
+from moe_lora.engine.ranks.followers import HOST_STORE, BeginOrder
+from moe_lora.engine.step.step_batch import packed_message
 from moe_lora.families import shape_of
+from moe_lora.kernels.operands import SlotTable
 from tests.engine.test_host_assisted import ask_client, expected_of
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS
 from tests.patience import PATIENCE_S
 
+PAGE_BYTES = 1024
+TABLES = ("lora_rank", "a_offset", "b_offset", "scale")
 TENSOR, EXPERTS = {"tensor_parallel": 2}, {"expert_parallel": 2}
-FEW_SLOTS = {"max_loras": 2, "host_arena_mb": 4.0}
-"""Adapters take turns, and come back from the host arena."""
+FEW_SLOTS = {"max_loras": 2}
+"""Adapters take turns."""
 SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
 
 
@@ -99,7 +107,6 @@ def test_tokens_are_those_of_peft_whoever_holds_the_adapters(family, numbers, tr
     assert found.pool_peer_fetches >= len(model.adapters)
     assert found.pool_disk_fetches == found.pool_adapters == 0
     assert found.adapter_evictions > 0
-    assert found.swapped_in_bytes > 0, "some came back from the host arena, without their file"
     assert sizes[0] == sizes[1], "a rank has room for its part alone, before it has seen the adapter too"
 
 
@@ -170,6 +177,35 @@ def test_an_adapter_that_is_nowhere_fails_alone(served, tmp_path):  # noqa: F811
         load(holder, [other], gone)
         answered = ask_client(other, model)
         assert answered == expected_of(model, answered)
+
+
+@pytest.mark.parametrize("dist_rank", [0, 1])
+def test_a_rank_takes_its_pages_back_without_the_file(dist_rank, served):  # noqa: F811
+    model = served("mixtral")
+    shape = shape_of(read_config(model.model_dir))
+    shards = [ModelShard(shape, 2, dist_rank=number) for number in range(2)]
+    kept = [entries_of_experts(shape, shard.experts) for shard in shards]
+    packed = read_adapter(model.adapters[0], shape, torch.float32)
+    layer_pages = ShardSizes(shape, PAGE_BYTES, kept, shards[0]).layer_pages(packed)
+    pages = tuple(range(sum(layer_pages)))
+    firsts = (0, *accumulate(layer_pages[:-1]))
+    arena, host = (torch.zeros(len(pages) * PAGE_BYTES, dtype=torch.uint8) for _ in range(2))
+    slots = SlotTable(1, shape.num_layers, shape.num_entries, torch.device("cpu"))
+    found = {packed.content_hash: packed}
+    places = Arenas(arena, host, PAGE_BYTES), slots, shape, kept[dist_rank]
+    copier = RankCopier(*places, found.pop, shard=shards[dist_rank])
+    copier.carry_out(BringAdapter(0, packed.content_hash, firsts, None))
+    bytes_before, tables_before = arena.clone(), [getattr(slots, name).clone() for name in TABLES]
+    assert tables_before[0].any()
+    copier.carry_out(Copy(0, 1, True, False, pages, pages))
+    copier.carry_out(ClearSlot(0))
+    arena.zero_()
+    back = Copy(1, 1, True, True, pages, pages)
+    order = BringAdapter(0, packed.content_hash, firsts, back, tables=without_data(packed))
+    copier.carry_out(pickle.loads(packed_message(BeginOrder(1, order))).order)
+    assert torch.equal(arena, bytes_before)
+    for name, before in zip(TABLES, tables_before, strict=True):
+        assert torch.equal(getattr(slots, name), before), name
 
 
 @pytest.mark.parametrize(
