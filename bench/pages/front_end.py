@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from bench.harness.interleave import ratio
-
 from .claims import failures
 from .evidence import Config, records
 from .markdown import table
@@ -21,7 +19,7 @@ BEFORE_TOOLS = "ab63d1aa"
 
 def summary() -> str:
     """Question, result and the record's file and commit."""
-    parts = (_front_end, _steps, _masks, _fairness, _attacks, _loads, _pool, _registry, _host)
+    parts = (_front_end, _steps, _masks, _fairness, _attacks, _loads, _pool, _registry)
     rows = (row for part in parts for row in part())
     return table(("question", "result", "record"), rows)
 
@@ -156,16 +154,3 @@ def _registry() -> Iterator[tuple[str, str, str]]:
         f"{times} ms; {over} times bare files and SQLite",
         f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
     )
-
-
-def _host() -> Iterator[tuple[str, str, str]]:
-    ways = {"ipc": ("UNIX socket", "shared memory"), "threads": ("workers", "torch's threads")}
-    questions = {
-        "ipc": "rows to one host worker and back: UNIX socket over shared memory",
-        "threads": "256 tokens by one host worker over torch on one core (Toppings' figure 17)",
-    }
-    for part, (way, usual) in ways.items():
-        (result,), link = _results("host_parts.jsonl", part=part)
-        seconds = result["found"][0]["seconds"]
-        over = ratio(seconds[way], seconds[usual])
-        yield questions[part], f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})", link

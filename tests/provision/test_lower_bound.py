@@ -26,6 +26,7 @@ SHAPE = ModelShape(
     max_position=64,
     dtype_bytes=2,
 )
+ATTENTION, EXPERTS = 2 * 2 * 4 * 2 * (2 + 1), 2 * 4 * 3 * 4 * 8
 TOKEN_FLOP = 2 * (2 * 4 * (4 + 2 + 2 + 4) + 2 * 2 * 3 * 4 * 8)  # q, k, v, o; three matrices of two experts
 
 
@@ -35,8 +36,9 @@ def bound(work: Work, **changes):
         "adapter_rank": 0.0,
         "flop_per_s": 1000.0,
         "bytes_per_s": 1e12,
-        "weight_bytes": 1.0,
-        "memory_bytes": 10.0,
+        "attention_bits": 8.0,
+        "expert_bits": 4.0,
+        "memory_bytes": 1e4,
     }
     return lower_bound(SHAPE, work, **given | changes)
 
@@ -67,7 +69,9 @@ def test_the_largest_term_is_rounded_up() -> None:
     assert found.byte_gpus == pytest.approx(3 * 100 * kv / 1000)
     assert found.gpus == 5
     assert bound(Work(computed_tokens=0, prompt_pairs=0, decode_pairs=0)).gpus == 1
-    assert bound(work, weight_bytes=99.0, flop_per_s=1e12).gpus == 10
+    in_memory = bound(work, memory_bytes=50.0, flop_per_s=1e12)
+    assert in_memory.memory_gpus == pytest.approx((ATTENTION + EXPERTS / 2) / 50)
+    assert in_memory.gpus == 10
     assert found.text.startswith("5 GPUs at peak rates")
 
 
