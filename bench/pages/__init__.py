@@ -52,7 +52,6 @@ TABLES = {
     "plans-qwen": "plans:qwen",
     "prefill-first": "serving:prefill_first",
     "quantised-amx": "quantised:with_amx",
-    "quantised-openvino": "quantised:beside_openvino",
     "quantised-isa": "quantised:by_isa",
     "quantised-quality": "quantised:quality",
     "restarts": "serving:restarts",

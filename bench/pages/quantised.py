@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .evidence import Config, records
+from .evidence import records
 from .markdown import table
 
 
@@ -62,33 +62,3 @@ def quality() -> str:
         rows.append((f"`{weights}`", *cells))
     head = ("weights", "demo: perplexity", "over unquantised", "answers exact", "bytes: perplexity")
     return table((*head, "over unquantised"), rows)
-
-
-def beside_openvino() -> str:
-    """Tokens/s over OpenVINO's base of as many bits, median (extremes): a row a model and format."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for one in records("quantised_openvino.jsonl"):
-        config, result = one["config"], one["result"]
-        requests, adapters = config["num_requests"], config["num_adapters"]
-        cell, over = f"{requests} + {adapters}" if adapters else str(requests), result["over_openvino"]
-        spread = f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})"
-        key = config["model"].capitalize(), config["quantize"]
-        found.setdefault(key, {})[cell] = f"{result['tokens_per_s']:.0f}; {spread}"
-    cells = list(dict.fromkeys(cell for found_cells in found.values() for cell in found_cells))
-    rows = [
-        (f"{model}, `{form}`", *(shown[cell] for cell in cells)) for (model, form), shown in found.items()
-    ]
-    return table(("requests + adapters", *cells), rows)
-
-
-def over_openvino(quantize: str) -> str:
-    """Over OpenVINO's base of as many bits, Llama without adapters, by requests."""
-    found = {
-        one["config"]["num_requests"]: one["result"]["over_openvino"]["median"]
-        for one in records("quantised_openvino.jsonl", lambda config, _: _is_plain_llama(config, quantize))
-    }
-    return " / ".join(f"{found[number]:.2f}" for number in sorted(found))
-
-
-def _is_plain_llama(config: Config, quantize: str) -> bool:
-    return config["model"] == "llama" and config["quantize"] == quantize and not config["num_adapters"]
