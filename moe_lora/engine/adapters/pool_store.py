@@ -84,7 +84,7 @@ class PoolAdapters(AdapterStore):
         self._sources: dict[str, tuple[bytes, ...]] = {}
         self._paths: dict[str, str] = {}
         self._shared: dict[str, PackedAdapter] = {}
-        self._in_files: set[str] = set()
+        self._with_file: set[str] = set()
         self._closed = False
         self._lock = threading.Lock()
         """Guards _waiting, and the tables in _kept."""
@@ -233,7 +233,7 @@ class PoolAdapters(AdapterStore):
         reader = self.reader(content_hash) if found is None else None
 
         def share() -> None:
-            if content_hash in self._in_files:
+            if content_hash in self._with_file:
                 return  # of another name or version, under load too
             packed = found if reader is None else fetch_whole(reader)
             assert packed is not None
@@ -261,16 +261,16 @@ class PoolAdapters(AdapterStore):
         except AdapterError:
             self._files.remove(content_hash)
             raise
-        self._in_files.add(content_hash)
+        self._with_file.add(content_hash)
         if self._closed:
             self._files.remove(content_hash)
 
     def unshare(self, content_hash: str) -> None:
         """Undo `sharing`, if any."""
         self._shared.pop(content_hash, None)
-        if content_hash in self._in_files:
+        if content_hash in self._with_file:
             assert self._files is not None
-            self._in_files.discard(content_hash)
+            self._with_file.discard(content_hash)
             if self._before_unshare is not None:
                 self._before_unshare()
             self._files.remove(content_hash)
@@ -281,7 +281,7 @@ class PoolAdapters(AdapterStore):
         return self._shared.get(content_hash) if held is None else held.packed
 
     def host_has(self, content_hash: str) -> bool:
-        return content_hash in self._in_files and super().host_has(content_hash)
+        return content_hash in self._with_file and super().host_has(content_hash)
 
     def place(self, content_hash: str) -> AdapterResidency:
         if content_hash in self._held:
