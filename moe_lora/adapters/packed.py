@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -49,8 +49,8 @@ class PackedAdapter:
     equal hashes compute equal deltas.  warnings: config fields without effect.  base_copies: keys of base
     weights to compare.  invocation: tokens of an activated LoRA: the adapter starts at their last occurrence
     in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.  shard_elements:
-    elements of each layer on the rank with the most, where the adapter comes from a pool without its tables;
-    empty: by the tables.
+    elements of each layer on the rank with the most, of a pool's adapter without tables; empty: by the
+    tables.
     """
 
     name: str
@@ -88,36 +88,30 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
 
     Raises AdapterError for NaN or infinity, also after conversion.
     """
-    offsets, size = _offsets(pairs, dtype.itemsize)
-    data = torch.zeros(size, dtype=dtype)
-    matrices = (matrix for pair in pairs for matrix in (pair.shrink, *pair.expands))
-    for matrix, (offset, stride) in zip(matrices, offsets, strict=True):
-        data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
-    if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
+    layer = bare_layer(pairs, num_entries, dtype)
+    data = torch.zeros(layer.data.numel(), dtype=dtype)
+    positions = iter(_offsets(pairs, dtype.itemsize)[0])
+    for pair in pairs:
+        for matrix in (pair.shrink, *pair.expands):
+            offset, stride = next(positions)
+            data.as_strided(matrix.shape, (stride, matrix.shape[2], 1), offset).copy_(matrix)
+    if len(data) and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
         raise _not_finite(pairs, dtype, where)
-    table, scale = _tables(pairs, offsets, num_entries)
-    return PackedLayer(data=data, table=table, scale=scale)
+    return replace(layer, data=data)
 
 
 def bare_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype) -> PackedLayer:
     """As `pack_layer`, with data on the device "meta": values unread.  num_entries 0: no table."""
     offsets, size = _offsets(pairs, dtype.itemsize)
-    table, scale = _tables(pairs if num_entries else (), offsets, num_entries)
-    return PackedLayer(data=torch.empty(size, dtype=dtype, device="meta"), table=table, scale=scale)
-
-
-def _tables(
-    pairs: Sequence[Pair], offsets: Sequence[tuple[int, int]], num_entries: int
-) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.zeros(num_entries, 3, dtype=torch.int64)
     scale = torch.zeros(num_entries, dtype=torch.float32)
     rows, scales = table.numpy(), scale.numpy()
     positions = iter(offsets)
-    for pair in pairs:
+    for pair in pairs if num_entries else ():
         shrink, *expands = [(matrix, next(positions)) for matrix in (pair.shrink, *pair.expands)]
         for module, expand in zip(pair.modules, expands, strict=True):
             _write_entries(pair, module, shrink, expand, rows, scales)
-    return table, scale
+    return PackedLayer(data=torch.empty(size, dtype=dtype, device="meta"), table=table, scale=scale)
 
 
 def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = False) -> int:

@@ -115,13 +115,13 @@ class _Build:
         self._sizes = ShardSizes(rank.shape, self._page_bytes, kept, rank.divides_adapters)
         if config.pool is None:
             self._adapters = self._contents.read_all(config.adapters, leave_out_bad=config.leave_out_bad)
-            adapter_pages = [sum(self._sizes.layer_pages(packed)) for packed, _ in self._adapters]
+            adapter_pages = [sum(self._sizes.layer_pages(packed.layers)) for packed, _ in self._adapters]
         else:
             self._adapters = []
             bare = self._contents.bare_layers(
                 config.adapters, leave_out_bad=config.leave_out_bad, tables=config.num_ranks > 1
             )
-            adapter_pages = [sum(self._sizes.pages_of(layers)) for layers in bare]
+            adapter_pages = [sum(self._sizes.layer_pages(layers)) for layers in bare]
         free = within_share(config, rank.device, rank.free_bytes())
         where = (rank.shard.shape, rank.layout, adapter_pages, rank.device, free, rank.local_sites)
         self._size = size = arena_size(config, *where, kept_bytes=self._kept_originals())

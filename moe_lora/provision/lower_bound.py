@@ -7,7 +7,7 @@ expert hidden, K experts per row, H query heads, G KV heads, d head size, l laye
     FLOP of a token    l (4 D d (H + G) + 6 K D F) + share of adapters * l 2 K (2 D + 3 F) R
     FLOP of a pair     4 l H d                          (a token and an attended token)
     bytes of a pair    KV of a token                    (decode reads the context of each row)
-    bytes in memory    l (2 D d (H + G) + 3 D F experts), in their formats
+    bytes in memory    l (2 D d (H + G) + 3 D F experts), by weight format
 
 The delta counts one A for gate and up.  Left out: windowed attention, output head, embedding, gate, norms,
 repeated weight reads, network, loads, goals.
@@ -74,14 +74,13 @@ def lower_bound(
     adapter_rank: float,
     flop_per_s: float,
     bytes_per_s: float,
-    attention_bits: float,
-    expert_bits: float,
+    weight_bits: tuple[float, float],
     memory_bytes: float,
 ) -> LowerBound:
     """The bound in GPUs.
 
-    rate_per_s: requests.  adapter_rank: mean, 0 for the base model.  attention_bits, expert_bits: of a
-    weight.  flop_per_s, bytes_per_s, memory_bytes: of a GPU.
+    rate_per_s: requests.  adapter_rank: mean, 0 for the base model.  weight_bits: of attention, of experts.
+    flop_per_s, bytes_per_s, memory_bytes: of a GPU.
     """
     width, inner, chosen = shape.hidden_size, shape.intermediate_size, max(1, shape.num_experts_per_token)
     heads = shape.num_heads + shape.num_kv_heads
@@ -94,7 +93,7 @@ def lower_bound(
     read = rate_per_s * work.decode_pairs * whole * shape.kv_bytes_per_token()
     attention = shape.num_layers * 2 * width * shape.head_dim * heads
     experts = shape.num_layers * 3 * width * inner * max(1, shape.num_experts)
-    weights = (attention * attention_bits + experts * expert_bits) / 8
+    weights = (attention * weight_bits[0] + experts * weight_bits[1]) / 8
     terms = flop / flop_per_s, read / bytes_per_s, weights / memory_bytes
     return LowerBound(
         gpus=max(1, math.ceil(max(terms))),

@@ -46,7 +46,7 @@ class RankOfLayers:
         by_rank = [experts_of_rank(NUM_EXPERTS, size, other) for other in range(size)]
         kept = [entries_of_experts(shape, held) for held in by_rank]
         sizes = ShardSizes(shape, PAGE_BYTES, kept)
-        num_pages = sum(sum(sizes.layer_pages(p)) for p in packed)
+        num_pages = sum(sum(sizes.layer_pages(p.layers)) for p in packed)
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, CPU)
         by_hash = {p.content_hash: p for p in packed}
@@ -56,7 +56,7 @@ class RankOfLayers:
         page = 0
         for slot, adapter in enumerate(packed):
             firsts = []
-            for length in sizes.layer_pages(adapter):
+            for length in sizes.layer_pages(adapter.layers):
                 firsts.append(page)
                 page += length
             copier.carry_out(BringAdapter(slot, adapter.content_hash, tuple(firsts), None))

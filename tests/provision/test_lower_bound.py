@@ -36,8 +36,7 @@ def bound(work: Work, **changes):
         "adapter_rank": 0.0,
         "flop_per_s": 1000.0,
         "bytes_per_s": 1e12,
-        "attention_bits": 8.0,
-        "expert_bits": 4.0,
+        "weight_bits": (8.0, 4.0),
         "memory_bytes": 1e4,
     }
     return lower_bound(SHAPE, work, **given | changes)

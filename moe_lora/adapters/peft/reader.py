@@ -154,8 +154,9 @@ def _bare_layers(
     }
     for column in found.match.columns:
         tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
-    num_entries = _num_entries(found.match, shape) if tables else 0
-    return [bare_layer(pairs, num_entries, dtype) for pairs in _pairs(found.match, tensors, shape)]
+    matched = found.match
+    num_entries = num_table_entries(shape, len(matched.layers), bool(matched.columns)) if tables else 0
+    return [bare_layer(pairs, num_entries, dtype) for pairs in _pairs(matched, tensors, shape)]
 
 
 def pack_state_dict(
@@ -212,14 +213,10 @@ def _pack(
         from .base_weights import with_columns
 
         tensors = with_columns(matched.columns, tensors, where)
-    num_entries = _num_entries(matched, shape)
+    num_entries = num_table_entries(shape, len(matched.layers), bool(matched.columns))
     layers = [pack_layer(pairs, num_entries, dtype, where) for pairs in _pairs(matched, tensors, shape)]
     packed = assemble(name, layers, shape, matched.warnings, matched.invocation, bool(matched.columns))
     return replace(packed, base_copies=matched.copies)
-
-
-def _num_entries(matched: Match, shape: ModelShape) -> int:
-    return num_table_entries(shape, len(matched.layers), bool(matched.columns))
 
 
 _BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?:model|transformer|lm_head)\.")

@@ -96,7 +96,7 @@ class FailureLog:
 class HostDeltas:
     """Deltas from adapters in host memory, bit-equal to a server on CPU, close to a server on CUDA.
 
-    shard: computes a rank's part of each matrix, from copies; shape has the rank's sizes.
+    shard: of a rank with a part of each matrix, sized by `shape`; parts are copies.
     """
 
     def __init__(self, shape: ModelShape, store: HostStore, shard: ModelShard | None = None) -> None:

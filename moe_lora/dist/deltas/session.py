@@ -42,7 +42,7 @@ def starts(first: int, *sizes: int, align: int = _ALIGN) -> list[int]:
 class FrameLayout:
     """Frame sizes of a model, for `max_rows` rows of x and of the answer.
 
-    shard: of a rank with a part of each matrix; shape has its sizes.  Raises ConfigError if one token's rows
+    shard: of a rank with a part of each matrix, sized by `shape`.  Raises ConfigError if one token's rows
     do not fit.
     """
 

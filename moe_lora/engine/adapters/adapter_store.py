@@ -234,24 +234,20 @@ class ShardSizes:
         """True for pairs on head or embedding, and scaled columns: no host worker computes these."""
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
-    def layer_pages(self, packed: PackedAdapter) -> list[int]:
-        return self.pages_of(packed.layers, packed.shard_elements)
-
-    def pages_of(self, layers: Sequence[PackedLayer], shard_elements: Sequence[int] = ()) -> list[int]:
+    def layer_pages(self, layers: Sequence[PackedLayer], shard_elements: Sequence[int] = ()) -> list[int]:
         """shard_elements: of layers without tables.  Raises AdapterError if needed and absent."""
-        counts = shard_elements if not self._all_kept else ()
-        if not (self._all_kept or counts) and layers[0].table.is_meta:
+        if self._all_kept:
+            return [-(-layer.nbytes // self.page_bytes) for layer in layers]
+        if not shard_elements and layers[0].table.is_meta:
             raise AdapterError(
-                "the adapter comes from an instance of one rank, which doesn't say what ranks hold; give all "
+                "the adapter comes from an instance of one rank, without the sizes of ranks; give all "
                 "instances of a pool the same tensor_parallel and expert_parallel"
             )
-        sizes = zip(layers, counts or self.shard_elements(layers), strict=True)
-        return [-(-num * layer.data.element_size() // self.page_bytes) for layer, num in sizes]
+        itemsize, counts = layers[0].data.element_size(), shard_elements or self.shard_elements(layers)
+        return [-(-num * itemsize // self.page_bytes) for num in counts]
 
     def shard_elements(self, layers: Sequence[PackedLayer]) -> tuple[int, ...]:
-        """Elements of each layer on the rank with the most."""
-        if self._all_kept:
-            return tuple(layer.data.numel() for layer in layers)
+        """Elements of each layer on the rank with the most, of several."""
         return tuple(
             max(shard_layer(layer, self._shape, kept, self._shard).num_elements for kept in self._kept)
             for layer in layers

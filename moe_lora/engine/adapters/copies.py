@@ -34,7 +34,7 @@ class BringAdapter:
 
     layer_first_pages: -1 for an empty layer.  pages: None: from the adapter's file.  first_group: number of
     first layers loaded last; each layer serves at once (`load_order`); None: all serve at the end.  tables:
-    for pages of a pool's adapter, whose file is gone on all ranks; None: by content hash.
+    for pages of a pool's adapter, without a file on any rank; None: by content hash.
     """
 
     slot: int
@@ -106,7 +106,7 @@ class RankCopier:
         return self._pool.at_hand(order.content_hash) is None
 
     def shared_first(self, order: RankOrder) -> Steps | None:
-        """Steps before `begin`, on one rank alone: other processes will read the adapter from a file."""
+        """Steps before `begin`, on one rank alone: a file for other processes."""
         if self._pool is None or not self._pool.shares or not _is_outside(order):
             return None
         return _alone(self._pool.sharing(order.content_hash))

@@ -54,9 +54,9 @@ class PoolAdapters(AdapterStore):
 
     `keep` holds an adapter's bytes in a window.  Of an adapter without bytes only the facts are kept, and
     each use fetches the bytes.  `fetch_held` and `hold` add the bytes later, `drop` drops them.  The engine's
-    thread calls all but `prepare`, `undo_prepare`, `fetch_held`, readers, and what `sharing` returns.
+    thread calls all but `prepare`, `undo_prepare`, `fetch_held`, readers, and the result of `sharing`.
 
-    store: files of adapters under load, for other processes of this instance: host workers, and ranks.
+    store: files of adapters under load, for host workers and ranks.
     sizes: of several ranks.
     """
 
@@ -221,7 +221,7 @@ class PoolAdapters(AdapterStore):
 
     @property
     def shares(self) -> bool:
-        """True if other processes of this instance read adapters under load."""
+        """True if host workers or ranks read adapters under load."""
         return self._files is not None
 
     def sharing(self, content_hash: str) -> Callable[[], None]:

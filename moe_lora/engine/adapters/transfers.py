@@ -159,7 +159,7 @@ class Transfers:
         self._under_way: dict[int, AdapterVersion | None] = {}
         """Order number -> loading adapter, if any."""
         self._sharing: dict[int, RankOrder] = {}
-        """Orders whose adapter is written to a file first."""
+        """Orders with an adapter on the way to a file."""
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(manager.num_slots - 1, -1, -1))
         cache.watch(self._clear_slot)
@@ -291,7 +291,7 @@ class Transfers:
         mover.submit(number, self._copier.begin(order))
 
     def _begin_shared(self, ended: list[tuple[int, Exception | None]]) -> list[tuple[int, Exception | None]]:
-        """Take adapters in files out of `ended`, and begin their loads; returns the failed."""
+        """Take adapters in files out of `ended`, and begin the loads; returns the failed."""
         shared = [one for one in ended if one[0] in self._sharing]
         for number, error in shared:
             ended.remove((number, error))

@@ -38,8 +38,7 @@ def bound_of(inputs: PlanInputs, rate_per_s: float) -> LowerBound | None:
         adapter_rank=inputs.mix.mean_rank * inputs.adapter_share,
         flop_per_s=gpu.flop_per_s,
         bytes_per_s=gpu.bytes_per_s,
-        attention_bits=weights.attention_bits or unquantised,
-        expert_bits=weights.expert_bits or unquantised,
+        weight_bits=(weights.attention_bits or unquantised, weights.expert_bits or unquantised),
         memory_bytes=gpu.memory_bytes,
     )
 

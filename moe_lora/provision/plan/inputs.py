@@ -52,7 +52,7 @@ class PromptLoad:
     work: Work
     """For the lower bound."""
     computed_pairs: float
-    """Mean pairs of a computed prompt token and a token that it attends to."""
+    """Mean pairs of a computed prompt token and an attended token."""
     stated: bool
     """hit_share comes from an option."""
     longest: int

@@ -131,7 +131,7 @@ def _unmeasured_network(profile: Profile) -> list[str]:
     fixed, net = ("receive", "send", "sync_per_rank"), profile.efficiency.net
     zeros = [f"fixed_us.{name}=0" for name in fixed if not getattr(profile.fixed_us, name)]
     found = [*zeros, *([] if net is not None else ["efficiency.net=1"])]
-    return [f"profile {profile.name} has no network times of its own: {', '.join(found)}"] if found else []
+    return [f"profile {profile.name} lacks network times: {', '.join(found)}"] if found else []
 
 
 def _load(inputs: PlanInputs, global_batch: float) -> str:

@@ -63,7 +63,7 @@ def test_pages_go_to_the_host_and_back():
 def test_every_kept_entry_leads_to_its_matrices(experts, through_host, shape_and_adapter):
     shape, packed = shape_and_adapter
     kept = entries_of_experts(shape, experts)
-    layer_pages = ShardSizes(shape, PAGE_BYTES, [kept]).layer_pages(packed)
+    layer_pages = ShardSizes(shape, PAGE_BYTES, [kept]).layer_pages(packed.layers)
     total = sum(layer_pages)
     device = torch.full((2 * total * PAGE_BYTES,), 0x7F, dtype=torch.uint8)
     host = torch.zeros(total * PAGE_BYTES, dtype=torch.uint8)

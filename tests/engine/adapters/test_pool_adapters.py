@@ -301,7 +301,7 @@ class Device:
     """A small arena and the copier over it."""
 
     def __init__(self, pool: PoolAdapters, shape: ModelShape, packed: PackedAdapter) -> None:
-        self.layer_pages = ShardSizes(shape, PAGE_BYTES, [np.ones(1, bool)]).layer_pages(packed)
+        self.layer_pages = ShardSizes(shape, PAGE_BYTES, [np.ones(1, bool)]).layer_pages(packed.layers)
         total = sum(self.layer_pages)
         self.arena = torch.full((total * PAGE_BYTES,), 0x7F, dtype=torch.uint8)
         self.host = torch.zeros(total * PAGE_BYTES, dtype=torch.uint8)

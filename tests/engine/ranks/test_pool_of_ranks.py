@@ -186,7 +186,7 @@ def test_a_rank_takes_its_pages_back_without_the_file(dist_rank, served):  # noq
     shards = [ModelShard(shape, 2, dist_rank=number) for number in range(2)]
     kept = [entries_of_experts(shape, shard.experts) for shard in shards]
     packed = read_adapter(model.adapters[0], shape, torch.float32)
-    layer_pages = ShardSizes(shape, PAGE_BYTES, kept, shards[0]).layer_pages(packed)
+    layer_pages = ShardSizes(shape, PAGE_BYTES, kept, shards[0]).layer_pages(packed.layers)
     pages = tuple(range(sum(layer_pages)))
     firsts = (0, *accumulate(layer_pages[:-1]))
     arena, host = (torch.zeros(len(pages) * PAGE_BYTES, dtype=torch.uint8) for _ in range(2))
@@ -219,7 +219,7 @@ def test_files_tell_the_pages_of_a_rank_before_their_values_are_read(family, num
     sizes = ShardSizes(shape, 64, kept, shards[0] if numbers[0] > 1 else None)
     for path in model.adapters:
         packed = read_adapter(path, shape, torch.float32)
-        pages = sizes.pages_of(bare_layers(path, shape, torch.float32))
-        assert pages == sizes.layer_pages(packed)
-        whole = ShardSizes(shape, 64, [np.ones(1, bool)]).layer_pages(packed)
+        pages = sizes.layer_pages(bare_layers(path, shape, torch.float32))
+        assert pages == sizes.layer_pages(packed.layers)
+        whole = ShardSizes(shape, 64, [np.ones(1, bool)]).layer_pages(packed.layers)
         assert sum(pages) < sum(whole)
