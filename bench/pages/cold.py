@@ -27,15 +27,18 @@ WORDS = {
 
 
 def settings() -> str:
-    """Over resident adapters, median (quartiles): mean TTFT, whole requests, warm requests' time a token."""
+    """Over resident adapters, median (quartiles): mean TTFT, whole requests, warm requests' time a token.
+
+    A setting's last record counts.
+    """
     found = {one["config"]["name"]: one for one in records(FILE, lambda config, _: config["name"] in WORDS)}
     rows = []
     for name, words in WORDS.items():
         if (one := found.get(name)) is None:
             continue
-        ttft = (_spread(one, "ttft_s", system, CACHED) for system in (ON_DEMAND, ASYNCHRONOUS, OURS))
-        whole = (_median(one, "e2e_s", system, CACHED) for system in (ON_DEMAND, ASYNCHRONOUS, OURS))
-        warm = (_median(one, "warm_tpot_s", system, CACHED) for system in (ON_DEMAND, OURS))
+        ttft = (_spread(one, system) for system in (ON_DEMAND, ASYNCHRONOUS, OURS))
+        whole = (_median(one, "e2e_s", system) for system in (ON_DEMAND, ASYNCHRONOUS, OURS))
+        warm = (_median(one, "warm_tpot_s", system) for system in (ON_DEMAND, OURS))
         rows.append((words, *ttft, " / ".join(whole), " / ".join(warm)))
     head = ("mean TTFT: loads block steps (S-LoRA)", "loads beside steps", "host-assisted", "whole requests")
     return table(("", *head, "warm requests"), rows)
@@ -47,10 +50,10 @@ def of_resident(system: str) -> float:
     return over(one, "ttft_s", system, CACHED)["median"]
 
 
-def _spread(one: Record, figure: str, system: str, other: str) -> str:
-    ratio = over(one, figure, system, other)
+def _spread(one: Record, system: str) -> str:
+    ratio = over(one, "ttft_s", system, CACHED)
     return f"{ratio['median']:.2f} ({ratio['p25']:.2f} to {ratio['p75']:.2f})"
 
 
-def _median(one: Record, figure: str, system: str, other: str) -> str:
-    return f"{over(one, figure, system, other)['median']:.2f}"
+def _median(one: Record, figure: str, system: str) -> str:
+    return f"{over(one, figure, system, CACHED)['median']:.2f}"

@@ -154,7 +154,7 @@ class HostStore:
 _TABLE, _SCALE = torch.int64, torch.float32
 _SHARED = (
     *("name", "content_hash", "max_lora_rank", "nbytes", "targets", "invocation", "has_columns"),
-    "shard_elements",
+    *("shard_elements", "of_ranks"),
 )
 
 

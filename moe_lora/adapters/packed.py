@@ -50,7 +50,7 @@ class PackedAdapter:
     weights to compare.  invocation: tokens of an activated LoRA: the adapter starts at their last occurrence
     in the prompt; part of the hash.  has_columns: with entries of `ModelShape.column_sites`.  shard_elements:
     elements of each layer on the rank with the most, of a pool's adapter without tables; empty: by the
-    tables.
+    tables.  of_ranks: expert_parallel and tensor_parallel of shard_elements.
     """
 
     name: str
@@ -64,6 +64,7 @@ class PackedAdapter:
     invocation: tuple[int, ...] = ()
     has_columns: bool = False
     shard_elements: tuple[int, ...] = ()
+    of_ranks: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -536,6 +536,7 @@ class AdapterFacts:
     invocation: tuple[int, ...] = ()
     has_columns: bool = False
     shard_elements: tuple[int, ...] = ()
+    of_ranks: tuple[int, int] = (1, 1)
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:

@@ -229,19 +229,25 @@ class ShardSizes:
         self._kept = kept
         self._shard = shard
         self._all_kept = all(entries.all() for entries in kept) and shard is None
+        self.ranks = (len(kept), 1) if shard is None else (shard.expert_parallel, shard.tensor_parallel)
 
     def is_computed_here(self, packed: PackedAdapter) -> bool:
         """True for pairs on head or embedding, and scaled columns: no host worker computes these."""
         return len(packed.layers) > self._shape.num_layers or packed.has_columns
 
-    def layer_pages(self, layers: Sequence[PackedLayer], shard_elements: Sequence[int] = ()) -> list[int]:
-        """shard_elements: of layers without tables.  Raises AdapterError if needed and absent."""
+    def layer_pages(
+        self,
+        layers: Sequence[PackedLayer],
+        shard_elements: Sequence[int] = (),
+        of_ranks: tuple[int, int] = (1, 1),
+    ) -> list[int]:
+        """shard_elements, of_ranks: of layers without tables.  Raises AdapterError for other ranks."""
         if self._all_kept:
             return [-(-layer.nbytes // self.page_bytes) for layer in layers]
-        if not shard_elements and layers[0].table.is_meta:
+        if layers[0].table.is_meta and of_ranks != self.ranks:
             raise AdapterError(
-                "the adapter comes from an instance of one rank, without the sizes of ranks; give all "
-                "instances of a pool the same tensor_parallel and expert_parallel"
+                "the adapter comes from an instance of other ranks; give all instances of a pool the same "
+                "tensor_parallel and expert_parallel"
             )
         itemsize, counts = layers[0].data.element_size(), shard_elements or self.shard_elements(layers)
         return [-(-num * itemsize // self.page_bytes) for num in counts]

@@ -348,7 +348,8 @@ class AdapterManager:
     def _admit(self, adapter: AdapterVersion) -> None:
         """Admit an adapter; `adapter.packed` becomes the kept form.  Raises CapacityError."""
         with ExitStack() as undo:
-            layer_pages = self._sizes.layer_pages(adapter.packed.layers, adapter.packed.shard_elements)
+            packed = adapter.packed
+            layer_pages = self._sizes.layer_pages(packed.layers, packed.shard_elements, packed.of_ranks)
             adapter.num_pages = sum(layer_pages)
             self._check_fits(adapter)
             adapter.packed = self.store.keep(adapter.packed, adapter.path)

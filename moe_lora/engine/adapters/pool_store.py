@@ -119,8 +119,9 @@ class PoolAdapters(AdapterStore):
                 held = self._waiting.pop(content_hash, None)
             if held is not None or content_hash not in self._held:
                 self.hold(held or self._place(packed))
-            elements = self._held[content_hash].packed.shard_elements
-            packed = adapter_without_data(replace(facts_of(packed), shard_elements=elements))
+            there = self._held[content_hash].packed
+            facts, elements = facts_of(packed), there.shard_elements
+            packed = adapter_without_data(replace(facts, shard_elements=elements, of_ranks=there.of_ranks))
         if path is not None:
             self._paths[content_hash] = path
         return super().keep(packed)
@@ -305,7 +306,8 @@ class PoolAdapters(AdapterStore):
     def _place(self, packed: PackedAdapter) -> Held:
         facts = facts_of(packed)
         if self._sizes is not None:
-            facts = replace(facts, shard_elements=self._sizes.shard_elements(packed.layers))
+            elements = self._sizes.shard_elements(packed.layers)
+            facts = replace(facts, shard_elements=elements, of_ranks=self._sizes.ranks)
         window = self._window(facts)
         write_adapter(packed, window.bytes)
         return Held(adapter_in(facts, window.bytes), window)

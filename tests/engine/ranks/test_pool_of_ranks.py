@@ -145,9 +145,10 @@ def test_a_full_disk_ends_a_load_and_the_next_one_succeeds(served, monkeypatch):
     assert left[0] < 0
 
 
-def test_instances_of_other_ranks_are_told_apart(served):  # noqa: F811
-    model = served("llama")
-    with engines(model, {}, TENSOR) as (holder, other):
+@pytest.mark.parametrize("numbers", [{}, EXPERTS])
+def test_instances_of_other_ranks_are_told_apart(numbers, served):  # noqa: F811
+    model = served("mixtral")
+    with engines(model, numbers, TENSOR) as (holder, other):
         with pytest.raises(AdapterError, match="give all instances of a pool the same tensor_parallel"):
             load(holder, [other], model.adapters[0])
         for path in model.adapters:
