@@ -192,7 +192,6 @@ def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_fi
             [model_dir, "--lora-server", "EP1-PP1", "--set", "pool.replicas=1"],
             "LoRA Server do not go together",
         ),
-        ([model_dir, "--expert-parallel", "2", "--set", "pool.replicas=1"], "use expert_parallel=1"),
     ):
         result = run(*words)
         assert result.exit_code == 1
