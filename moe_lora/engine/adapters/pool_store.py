@@ -132,7 +132,7 @@ class PoolAdapters(AdapterStore):
         return super().find(content_hash) if held is None else held.packed
 
     def forget(self, packed: PackedAdapter) -> None:
-        """A held adapter stays as an orphan: other instances may still compute that version."""
+        """A held adapter stays as an orphan: other instances may still compute the version."""
         with self._lock:
             super().forget(packed)
         content_hash = packed.content_hash
@@ -167,7 +167,7 @@ class PoolAdapters(AdapterStore):
             held.window.free()
 
     def drop(self, content_hash: str) -> None:
-        """Drop the bytes.  Running copies end with their first bytes."""
+        """Drop the bytes.  Running copies keep the first bytes."""
         held = self._held.pop(content_hash, None)
         if held is not None:
             if self.knows(content_hash):
