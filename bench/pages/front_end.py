@@ -12,7 +12,7 @@ from .evidence import Config, records
 from .markdown import table
 
 CROWDS = ("1000 streams", "10000 connections")
-WAYS = ("shm by layer", "shm whole", "gloo by layer", "disk")
+WAYS = ("shm by layer", "shm whole", "shm for two ranks", "gloo by layer", "disk")
 BEFORE_TOOLS = "ab63d1aa"
 """The commit that the front end is compared with."""
 
