@@ -81,22 +81,19 @@ def exceptions() -> dict[str, dict[str, int]]:
     return found
 
 
-def is_dirty(value: Any) -> bool:
-    """The value names a changed tree, at any depth."""
+def _dicts(value: Any) -> Iterator[Config]:
+    """The value and its parts, as far as they are dicts."""
     if isinstance(value, dict):
-        return any(bool(inner) if key == "git_dirty" else is_dirty(inner) for key, inner in value.items())
-    return isinstance(value, list) and any(map(is_dirty, value))
-
-
-def states(value: Any) -> Iterator[Config]:
-    """The states of copies in a value, at any depth."""
-    if isinstance(value, dict):
-        if "git_commit" in value:
-            yield value
+        yield value
         value = list(value.values())
     if isinstance(value, list):
         for inner in value:
-            yield from states(inner)
+            yield from _dicts(inner)
+
+
+def is_dirty(value: Any) -> bool:
+    """The value names a changed tree, at any depth."""
+    return any(part.get("git_dirty") for part in _dicts(value))
 
 
 def is_stateless(record: Record) -> bool:
@@ -115,8 +112,8 @@ def problem(name: str, record: Record, known: History | None) -> str | None:
     if known is None:
         return None
     env = record["env"]
-    named = (env, *(one for one in states(record) if one is not env))
-    return next((reason for state in named if (reason := _lost(name, state, known))), None)
+    states = (env, *(part for part in _dicts(record) if "git_commit" in part and part is not env))
+    return next((reason for state in states if (reason := _lost(name, state, known))), None)
 
 
 def _lost(name: str, state: Config, known: History) -> str | None:

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from bench.harness.records import Record
+
 from .claims import failures
 from .evidence import Config, records
 from .markdown import table
@@ -27,8 +29,11 @@ def summary() -> str:
 def _results(name: str, **wanted: Any) -> tuple[list[Config], str]:
     """Results of the records with these settings, and a link with the last one's commit."""
     found = records(name, lambda config, result: all(config.get(key) == one for key, one in wanted.items()))
-    commit = found[-1]["env"]["git_commit"][:7]
-    return [one["result"] for one in found], f"[{name}](../../bench/results/{name}), `{commit}`"
+    return [one["result"] for one in found], _link(name, found[-1])
+
+
+def _link(name: str, one: Record) -> str:
+    return f"[{name}](../../bench/results/{name}), `{one['env']['git_commit'][:7]}`"
 
 
 def _front_end() -> Iterator[tuple[str, str, str]]:
@@ -43,7 +48,7 @@ def _front_end() -> Iterator[tuple[str, str, str]]:
         "front end's CPU time a token, 64 streams of completions / of chats",
         f"{times} µs; {ratios} of the commit before tools, goal 1.05; with keys {keys:.2f}; one tree against "
         f"itself {itself:.2f}",
-        f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
+        _link(name, found[0]),
     )
 
 
@@ -101,7 +106,7 @@ def _attacks() -> Iterator[tuple[str, str, str]]:
             f"{found['wrong_5xx']} statuses from 500 on but 503; {found['failed']} streams failed; front end "
             f"{found['rss_mb']} MB; longest wait {wait if found['longest_wait_s'] < 1 else f'**{wait}**'}, "
             "goal 1 s",
-            f"[{name}](../../bench/results/{name}), `{one['env']['git_commit'][:7]}`",
+            _link(name, one),
         )
 
 
@@ -138,7 +143,7 @@ def _pool() -> Iterator[tuple[str, str, str]]:
         yield (
             f"an adapter of {ways[WAYS[0]]['nbytes'] / 1e6:.0f} MB over {' / '.join(WAYS)}, in memcpys",
             times,
-            f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
+            _link(name, found[0]),
         )
 
 
@@ -152,5 +157,5 @@ def _registry() -> Iterator[tuple[str, str, str]]:
     yield (
         "registry of 40,000 adapters: add the last / look up / resolve",
         f"{times} ms; {over} times bare files and SQLite",
-        f"[{name}](../../bench/results/{name}), `{found[0]['env']['git_commit'][:7]}`",
+        _link(name, found[0]),
     )

@@ -32,7 +32,6 @@ STATELESS = {
 }
 """The exceptions of 26 November 2026.  Numbers may fall; device runs pass a state."""
 PLANS = ROOT / "docs" / "results" / "plans.md"
-WHOLE = pytest.mark.skipif(evidence.history() is None, reason="this copy has no whole history")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +105,6 @@ def test_a_changed_digit_in_any_block_fails(page: Path, tmp_path: Path) -> None:
         assert "bench.pages.blocks --write" in complaint
 
 
-@WHOLE
 def test_the_command_fails_on_a_difference_and_writes_it_anew(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("| M* 75 ", "| M* 76 ", 1), encoding="utf-8")
@@ -321,7 +319,7 @@ def test_a_copy_without_history_compares_its_blocks(
         evidence.history.cache_clear()
 
 
-@WHOLE
+@pytest.mark.skipif(evidence.history() is None, reason="this copy has no whole history")
 def test_a_table_of_invalid_records_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (RESULTS / "provision_plans.jsonl").read_text(encoding="utf-8").splitlines()
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)

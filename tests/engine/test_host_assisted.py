@@ -42,6 +42,7 @@ NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
 """An adapter of a tiny model takes about a third of a second."""
+HOST = {"host_workers": 2, "host_tokens_per_worker": 8, **SLOW}
 QUICK = ("llama", "gpt_oss")
 """Families of the default run: one alone, one of several ranks; mixtral has its prompts in chunks."""
 WAYS = {
@@ -117,14 +118,13 @@ def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
 
 
 @contextmanager
-def pool_engines(model, transport: str) -> Iterator[list[InProcessClient]]:
-    """An engine without host workers, and one with."""
+def pool_engines(model, transport: str, *settings: dict) -> Iterator[list[InProcessClient]]:
+    """An engine for each of the settings."""
     options = {"dtype": "float32", "eager": True, "num_threads": 1, "pool": PoolConfig(transport=transport)}
-    host = {"host_workers": 2, "host_tokens_per_worker": 8, **SLOW}
     with ExitStack() as ends:
         clients = []
-        for settings in ({}, host):
-            core = build_engine(EngineConfig(model_dir=str(model.model_dir), **options, **settings))
+        for changes in settings:
+            core = build_engine(EngineConfig(model_dir=str(model.model_dir), **options, **changes))
             clients.append(InProcessClient(core))
             ends.callback(clients[-1].shut_down)
         yield clients
@@ -161,7 +161,7 @@ def ask_client(client: InProcessClient, model, sampling: SamplingParams = GREEDY
 )
 def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, holder, transport, served):  # noqa: F811
     model = served(family)
-    with pool_engines(model, transport) as (peer, engine):
+    with pool_engines(model, transport, {}, HOST) as (peer, engine):
         for path in model.adapters:
             loads = engine if holder == "itself" else peer
             entry = loads.start_call("pool_load", path.name, str(path), False, 1).result(PATIENCE_S)
@@ -264,7 +264,7 @@ def test_host_workers_with_nothing_to_compute_are_refused(served):  # noqa: F811
 
 def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(served):  # noqa: F811
     model = served("mixtral")
-    with pool_engines(model, "shm") as (_, engine):
+    with pool_engines(model, "shm", {}, HOST) as (_, engine):
         for path in model.adapters:
             engine.start_call("pool_load", path.name, str(path), False, 1).result(PATIENCE_S)
         folder = engine.core.adapters.store.host.store.directory

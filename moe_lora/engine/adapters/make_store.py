@@ -83,7 +83,9 @@ def make_store(
 
     options: dict[str, Any] = {}
     if config.num_ranks > 1:
-        options = {"store": store, "before_removal": all_read}
+        options = {"store": store}
+        if host is not None or config.pool is None:  # all ranks read a pool's file within a load
+            options["before_removal"] = all_read
     elif host is not None:
         options = {"store": host.store, "before_removal": host.settle if store is None else None}
     elif config.pool is None and rank.lora_server is None and size.num_host_pages:
@@ -96,8 +98,6 @@ def make_store(
         def read(path: str, name: str, content: str) -> PackedAdapter:
             return contents.read(name, path, content)
 
-        if host is None:  # a load that ended on all ranks needs no file
-            options.pop("before_removal", None)
         transport = instance_transport(config, config.instance)
         return PoolAdapters(transport, read, sizes=sizes if config.num_ranks > 1 else None, **options)
     if rank.lora_server is None:

@@ -52,7 +52,7 @@ class PromptLoad:
     work: Work
     """For the lower bound."""
     computed_pairs: float
-    """Mean pairs of a computed prompt token and an attended token."""
+    """Mean pairs of a computed prompt token and an attended token, counted apart from the bound's."""
     stated: bool
     """hit_share comes from an option."""
     longest: int

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,47 +17,27 @@ from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.adapters.peft.reader import bare_layers, read_adapter
 from moe_lora.api import InProcessClient
 from moe_lora.cache.orders import Copy
-from moe_lora.config import EngineConfig, PoolConfig
-from moe_lora.config.optional_parts import EmulationConfig
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import EngineStats
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.adapters.adapter_store import ShardSizes
 from moe_lora.engine.adapters.copies import Arenas, BringAdapter, ClearSlot, RankCopier
-from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.engine.ranks.followers import HOST_STORE, BeginOrder
 from moe_lora.engine.step.step_batch import packed_message
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import SlotTable
-from tests.engine.test_host_assisted import ask_client, expected_of
+from tests.engine.adapters.test_pool_calls import call
+from tests.engine.test_host_assisted import SLOW, ask_client, expected_of, pool_engines
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS
-from tests.patience import PATIENCE_S
 
 PAGE_BYTES = 1024
 TABLES = ("lora_rank", "a_offset", "b_offset", "scale")
 TENSOR, EXPERTS = {"tensor_parallel": 2}, {"expert_parallel": 2}
 FEW_SLOTS = {"max_loras": 2}
 """Adapters take turns."""
-SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
-
-
-@contextmanager
-def engines(model, *settings: dict, transport: str = "shm") -> Iterator[list[InProcessClient]]:
-    options = {"dtype": "float32", "eager": True, "num_threads": 1, "pool": PoolConfig(transport=transport)}
-    with ExitStack() as ends:
-        clients = []
-        for changes in settings:
-            core = build_engine(EngineConfig(model_dir=str(model.model_dir), **options, **changes))
-            clients.append(InProcessClient(core))
-            ends.callback(clients[-1].shut_down)
-        yield clients
-
-
-def call(client: InProcessClient, method: str, *args):
-    return client.start_call(method, *args).result(PATIENCE_S)
 
 
 def load(holder: InProcessClient, others: list[InProcessClient], path: Path) -> PoolEntry:
@@ -91,7 +69,7 @@ def files(client: InProcessClient) -> list[Path]:
 )
 def test_tokens_are_those_of_peft_whoever_holds_the_adapters(family, numbers, transport, served):  # noqa: F811
     model = served(family)
-    with engines(model, numbers, numbers | FEW_SLOTS, transport=transport) as (holder, other):
+    with pool_engines(model, transport, numbers, numbers | FEW_SLOTS) as (holder, other):
         for path in model.adapters:
             load(holder, [other], path)
         for client in (holder, other):
@@ -113,7 +91,7 @@ def test_tokens_are_those_of_peft_whoever_holds_the_adapters(family, numbers, tr
 def test_host_workers_of_ranks_compute_what_is_fetched(served):  # noqa: F811
     model = served("mixtral")
     host = TENSOR | SLOW | {"host_workers": 1, "host_tokens_per_worker": 8}
-    with engines(model, TENSOR, host) as (holder, other):
+    with pool_engines(model, "shm", TENSOR, host) as (holder, other):
         for path in model.adapters:
             load(holder, [other], path)
         answered = ask_client(other, model)
@@ -135,7 +113,7 @@ def test_a_full_disk_ends_a_load_and_the_next_one_succeeds(served, monkeypatch):
             raise StorageError("no room")
         put(store, packed)
 
-    with engines(model, TENSOR) as (engine,):
+    with pool_engines(model, "shm", TENSOR) as (engine,):
         monkeypatch.setattr(HostStore, "put", full)
         for path in model.adapters:
             load(engine, [], path)
@@ -148,7 +126,7 @@ def test_a_full_disk_ends_a_load_and_the_next_one_succeeds(served, monkeypatch):
 @pytest.mark.parametrize("numbers", [{}, EXPERTS])
 def test_instances_of_other_ranks_are_told_apart(numbers, served):  # noqa: F811
     model = served("mixtral")
-    with engines(model, numbers, TENSOR) as (holder, other):
+    with pool_engines(model, "shm", numbers, TENSOR) as (holder, other):
         with pytest.raises(AdapterError, match="give all instances of a pool the same tensor_parallel"):
             load(holder, [other], model.adapters[0])
         for path in model.adapters:
@@ -161,7 +139,7 @@ def test_an_adapter_that_is_nowhere_fails_alone(served, tmp_path):  # noqa: F811
     model = served("llama")
     gone, *stay = model.adapters
     copy = Path(shutil.copytree(gone, tmp_path / gone.name))
-    with engines(model, TENSOR, TENSOR) as (holder, other):
+    with pool_engines(model, "shm", TENSOR, TENSOR) as (holder, other):
         load(holder, [other], copy)
         call(holder, "unload_adapter", gone.name)
         for content_hash in call(holder, "pool_orphans"):
