@@ -15,6 +15,14 @@ class ConfigError(MoeLoraError, ValueError):
     """An invalid setting, found at start."""
 
 
+class FieldError(ValueError):
+    """The field `param` of a request is wrong, or contradicts another."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
+        self.param = param.encode("utf-8", "backslashreplace").decode()
+
+
 class AdapterError(MoeLoraError, ValueError):
     """An adapter with unusable files; names the file and the key."""
 

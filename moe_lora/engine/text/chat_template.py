@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe_lora.core.errors import FieldError
+
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -51,14 +53,6 @@ _MARK = "zxkq"
 """A key of a probed part.  A template that prints whole parts shows the key: in JSON between double quotes,
 else as Python.
 """
-
-
-class TemplateFieldError(ValueError):
-    """The field `param` beside the messages is wrong."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class ContentForms:
@@ -191,9 +185,9 @@ class ChatTemplates:
         extra = {**self._usual, **(variables or {})}
         if reserved := sorted(extra.keys() & RESERVED):
             what = f"chat_template_kwargs may not set {', '.join(reserved)}; leave them out"
-            raise TemplateFieldError("chat_template_kwargs", what)
+            raise FieldError("chat_template_kwargs", what)
         if continue_final_message and add_generation_prompt:
-            raise TemplateFieldError(
+            raise FieldError(
                 "continue_final_message",
                 "Cannot set both `continue_final_message` and `add_generation_prompt` to True. "
                 "Leave add_generation_prompt out, or send false",
@@ -214,7 +208,7 @@ class ChatTemplates:
         names = ", ".join(sorted(self.sources))
         if name is not None:
             if name not in self.sources:
-                raise TemplateFieldError(
+                raise FieldError(
                     "chat_template",
                     f"chat_template={name[:100]!r} must be a name of the model's chat templates ({names}); "
                     "leave it out for the default one",

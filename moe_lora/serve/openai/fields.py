@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from moe_lora.core.errors import FieldError
+
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "X-Ignored-Fields"
@@ -144,14 +146,6 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
 }
 """Fields of OpenAI's messages, and their unused values."""
-
-
-class FieldError(ValueError):
-    """The field `param` is wrong, or contradicts another."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message.encode("utf-8", "backslashreplace").decode())
-        self.param = param.encode("utf-8", "backslashreplace").decode()
 
 
 def drop_neutral(

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from starlette.types import Scope
 
 from moe_lora.config import LimitsConfig
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import ConfigError, FieldError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.text.text import LONG_TEXT_CHARS
@@ -355,7 +355,7 @@ def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
         )
         return whole_characters(text)
     except (ValueError, RecursionError) as error:
-        raise bad_request(str(error), getattr(error, "param", "messages")) from error
+        raise bad_request(str(error), error.param if isinstance(error, FieldError) else "messages") from error
 
 
 def _check_work(
