@@ -116,7 +116,7 @@ def test_a_stream_has_the_same_text(served):
         ({"structured_outputs": {"jsonn": {}}}, "jsonn"),
         ({"structured_outputs": {"regex": 5}}, "regex"),
         ({"structured_outputs": {"choice": [5]}}, "choice"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "json and regex both give"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern"),
         ({"regex": "a", "ebnf": "b"}, "ebnf"),
         ({"guided_json": BOMB}, "guided_json"),

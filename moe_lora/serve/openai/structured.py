@@ -214,7 +214,7 @@ def _asked(body: SamplingFields) -> list[BodyGrammar]:
     if body.response_format is not None:
         found.append(("response_format", *_of_format(body.response_format)))
     if body.structured_outputs is not None:
-        found += _of_outputs(body.structured_outputs)
+        found.append(_of_outputs(body.structured_outputs))
     chat = body.as_chat
     if chat is not None and chat.tools:
         parallel = chat.parallel_tool_calls is not False
@@ -243,16 +243,18 @@ def _of_format(given: Mapping[str, Any]) -> tuple[str, Any]:
     return "json", schema
 
 
-def _of_outputs(given: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+def _of_outputs(given: Mapping[str, Any]) -> tuple[str, str, Any]:
     for name, value in given.items():
         if name in _OPTIONS and value not in (None, False):
             raise _refused(f"{name} is not supported; leave it out")
         if name not in (*KINDS, *_OPTIONS, "disable_fallback"):
             raise _refused(f"{name[:64]!r} is unknown; allowed are {', '.join(KINDS)}")
-    found = [("structured_outputs", kind, given.get(kind)) for kind in KINDS]
-    if all(value in (None, "", [], False) for _, _, value in found):
+    found = [kind for kind in KINDS if given.get(kind) not in (None, "", [], False)]
+    if len(found) > 1:
+        raise _refused(f"{found[0]} and {found[1]} both give a grammar; send one of them")
+    if not found:
         raise _refused(f"no grammar is given; give one of {', '.join(KINDS)}")
-    return found
+    return "structured_outputs", found[0], given[found[0]]
 
 
 def _refused(what: str) -> ApiError:
