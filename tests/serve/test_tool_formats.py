@@ -189,6 +189,23 @@ def test_a_malformed_call_is_content(name, text):
     assert content == text
 
 
+@pytest.mark.parametrize(
+    ("name", "opening", "closing"),
+    [
+        ("hermes", "<tool_call>", "</tool_call>"),
+        ("mistral", "[TOOL_CALLS]", ""),
+        ("granite", "<tool_call>", ""),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_list_with_a_malformed_call_is_content(name, opening, closing, is_first):
+    """Neither is a call's text sent twice, nor is one lost."""
+    good, malformed = '{"arguments": {}, "name": "now"}', '{"arguments": "Oslo", "name": "weather"}'
+    listed = f"[{malformed}, {good}]" if is_first else f"[{good}, {malformed}]"
+    text = f"{opening}{listed}{closing}"
+    assert assert_same_for_all_cuts(parsers(name), text) == whole(parsers(name), text) == (text, "", [])
+
+
 @pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_call_cut_short_is_content_of_a_whole_answer(name, text, step):

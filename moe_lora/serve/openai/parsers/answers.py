@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from moe_lora.serve.openai.endpoints import ChatFormat
 from moe_lora.serve.openai.generation import Delta
 
 from .choice import AnswerParsers
-from .machine import Event
+from .machine import Event, is_object
 
 
 class MarkedText:
@@ -58,10 +57,7 @@ class ToolCall:
 
     def is_valid(self) -> bool:
         """True for an ended call with an object as arguments."""
-        try:
-            return not self.is_cut and isinstance(json.loads(self.arguments), dict)
-        except (ValueError, RecursionError):
-            return False
+        return not self.is_cut and is_object(self.arguments)
 
 
 @dataclass

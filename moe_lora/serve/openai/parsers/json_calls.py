@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, MAX_HELD_CHARS, JsonScan, Parser
+from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, MAX_HELD_CHARS, JsonScan, Parser, is_object
 
 OBJECT = (
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,'
@@ -154,7 +154,7 @@ class ListedCalls(JsonCalls):
 
 
 def _calls_in(text: str) -> list[tuple[str, str]]:
-    """Names and arguments in JSON; empty for other text."""
+    """Names and arguments in JSON; empty for plain text and malformed calls."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -163,13 +163,11 @@ def _calls_in(text: str) -> list[tuple[str, str]]:
     for one in found if isinstance(found, list) else [found]:
         if not isinstance(one, dict) or not isinstance(name := one.get("name"), str) or not name:
             return []
-        arguments = one.get("arguments", one.get("parameters", {}))
-        if isinstance(arguments, str):
-            calls.append((name, arguments))
-        elif isinstance(arguments, dict):
-            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
-        else:
+        given = one.get("arguments", one.get("parameters", {}))
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        if not is_object(arguments):
             return []
+        calls.append((name, arguments))
     return calls
 
 

@@ -7,6 +7,7 @@ change the result.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,14 @@ def without_gap(text: str, gap: str | None) -> str:
     """The text without up to MAX_GAP_CHARS of these characters at its end.  gap: None: white space."""
     head = text[:-MAX_GAP_CHARS]
     return head + text[len(head) :].rstrip(gap)
+
+
+def is_object(text: str) -> bool:
+    """True for an object in JSON."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class JsonScan:
