@@ -52,7 +52,8 @@ SGLANG = {
     **{"routed_experts_start_len": 0, "separate_reasoning": True, "session_id": None},
     **{"session_params": None, "stop_regex": None, "stream_reasoning": True, "task": None},
     **{"use_audio_in_video": False, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": -1},
-    **{"frequency_penalty": 0.0, "presence_penalty": 0.0},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "return_logprob": False, "top_logprobs_num": 0},
+    **{"token_ids_logprob": None},
 }
 WITHOUT_EFFECT = {
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "extra_key")),
