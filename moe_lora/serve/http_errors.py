@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from anyio import move_on_after
@@ -34,6 +35,9 @@ from moe_lora.core.errors import (
     StorageError,
     UnreadError,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +137,17 @@ class ApiError(Exception):
     def __reduce__(self) -> Any:
         made = partial(type(self), retry_s=self.retry_s, closes=self.closes, limit=self.limit)
         return made, (self.status, self.message, self.param)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The error with a client's names.  names: own field -> client's field.
+
+        A name without "_" is also a word: a field only at the start of a clause.
+        """
+        self.param = names.get(self.param or "", self.param)
+        for name, given in names.items():
+            start = "" if "_" in name else "(?:^|(?<=; ))"
+            self.message = re.sub(rf"{start}\b{name}\b", given, self.message)
+        return self
 
     @property
     def body(self) -> dict[str, Any]:

@@ -240,8 +240,8 @@ def test_a_model_of_several_widths_shortens_its_embeddings(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/tokenize", {}, "give either prompt or messages"),
-        ("/tokenize", {"prompt": "a", "messages": CHAT}, "give either prompt or messages"),
+        ("/tokenize", {}, "prompt or messages must be given, and not both"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt or messages must be given, and not both"),
         ("/tokenize", {"prompt": [5]}, "prompt"),
         ("/tokenize", {"prompt": ["a"] * 2049}, "at most 2048"),
         ("/tokenize", {"messages": [{"role": 1}]}, "messages"),

@@ -119,7 +119,7 @@ def test_all_sampling_parameters_of_vllm_s_clients_are_taken(demo):  # noqa: F81
         ({"token_ids": "hello"}, "token_ids"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"token_ids": [10**6]}, "token_ids"),
-        ({"token_ids": IDS, "prompt": "x"}, "token_ids"),
+        ({"token_ids": IDS, "prompt": "x"}, "prompt"),
         ({"token_ids": IDS, "sampling_params": [1]}, "sampling_params"),
         ({"token_ids": IDS, "sampling_params": {"token_ids": [1]}}, "token_ids"),
         ({"token_ids": IDS, "temperature": 0, "sampling_params": {"temperature": 1}}, "temperature"),

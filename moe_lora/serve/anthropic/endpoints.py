@@ -14,14 +14,14 @@ from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import ABORTED, Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, anthropic_body
-from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat, renaming
+from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
 from moe_lora.serve.openai.generation import Delta
 from moe_lora.serve.openai.parsers.answers import AnswerPart
 from moe_lora.serve.openai.preparing import Prepared, Preparer
 from moe_lora.serve.openai.prompt_bodies import check_model, check_total
 
-from .request import CHAT_NAMES, CountedChat, MessagesChat
+from .request import CountedChat, MessagesChat
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -122,15 +122,13 @@ class Endpoints:
         self._frontend, self._preparer = frontend, preparer
 
     async def create(self, request: Request) -> Response:
-        with renaming(CHAT_NAMES):
-            return await prepared_answer(
-                self._frontend, self._preparer.prepare, MessagesChat, self._answer, request
-            )
+        return await prepared_answer(
+            self._frontend, self._preparer.prepare, MessagesChat, self._answer, request
+        )
 
     async def count(self, request: Request) -> Response:
         """Tokens of the prompt, also beyond the context."""
-        with renaming(CHAT_NAMES):
-            return await prepared_answer(self._frontend, self._prepare, CountedChat, self._counted, request)
+        return await prepared_answer(self._frontend, self._prepare, CountedChat, self._counted, request)
 
     async def _answer(self, body: MessagesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None

@@ -76,7 +76,7 @@ class CountBody(MessagesBody):
 class MessagesChat(ConvertedChat):
     """The chat of a message."""
 
-    CHAT_NAMES = CHAT_NAMES
+    NAMES = CHAT_NAMES
     BODY: ClassVar[type[MessagesBody]] = MessagesBody
 
     @classmethod

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -148,7 +147,4 @@ class Endpoints(EmbeddingEndpoints):
         try:
             return await self._answer(request, CohereFormat, CohereRequest)
         except ApiError as error:
-            error.param = NAMES.get(error.param or "", error.param)
-            for name, given in NAMES.items():
-                error.message = re.sub(rf"\b{name}\b", given, error.message)
-            raise
+            raise error.renamed(NAMES) from error.__cause__

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +14,7 @@ from fastapi import Request
 from pydantic import PrivateAttr, ValidationError, model_validator
 from starlette.responses import Response
 
-from moe_lora.serve.http_errors import ApiError, JsonResponse, describe_validation, to_json
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, describe_validation, to_json
 
 from .endpoints import ChatFormat, EventStream, while_connected
 from .fields import MAX_NAMED, NEUTRAL, FieldError, check_unknown, drop_neutral
@@ -169,7 +168,6 @@ class ConvertedBody(ApiRequest):
 class ConvertedChat(ChatRequest):
     """A chat from another interface's body."""
 
-    CHAT_NAMES: ClassVar[Mapping[str, str]] = {}
     shows_experts: ClassVar[bool] = False
     _shown: dict[str, Any] = PrivateAttr(default_factory=dict)
     """Fields that the answer repeats."""
@@ -180,23 +178,18 @@ class ConvertedChat(ChatRequest):
         return data
 
     @property
-    def client_names(self) -> Mapping[str, str]:
-        return {**super().client_names, **self.CHAT_NAMES}
-
-    @property
     def shown(self) -> dict[str, Any]:
         return self._shown
 
     @classmethod
     def model_validate(cls, obj: Any, **words: Any) -> Self:
-        """The chat of a body.  Raises ApiError, as BodyError for a wrong field."""
+        """The chat of a body.  Raises ApiError."""
         try:
             return cls.converted(obj)
         except FieldError as error:
-            raise BodyError(400, str(error), error.param) from error
+            raise bad_request(str(error), error.param) from error
         except ValidationError as error:
-            found = describe_validation(error)
-            raise BodyError(400, found.message, found.param) from error
+            raise describe_validation(error) from error
 
     @classmethod
     def converted(cls, data: Any) -> Self:
@@ -205,7 +198,7 @@ class ConvertedChat(ChatRequest):
 
     @classmethod
     def from_chat(cls, chat: Mapping[str, Any], unknown: Sequence[str], shown: dict[str, Any]) -> Self:
-        """The chat of these fields.  Raises FieldError, and ApiError by the chat's names."""
+        """The chat of these fields.  Raises FieldError and ApiError."""
         if len(unknown) > MAX_NAMED:
             what = f"{len(unknown)} fields of the request are unknown; send at most {MAX_NAMED}"
             raise FieldError(unknown[0], what)
@@ -213,34 +206,9 @@ class ConvertedChat(ChatRequest):
         try:
             found = super().model_validate({**given, **dict.fromkeys(unknown)})
         except ValidationError as error:
-            raise describe_validation(error) from error
+            raise describe_validation(error).renamed(cls.NAMES) from error
         found._shown = shown
         return found
-
-
-class BodyError(ApiError):
-    """An error by another interface's names."""
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error with another interface's names."""
-    if isinstance(error, BodyError):
-        return error
-    if error.param is not None and error.param in names:
-        error.param = names[error.param]
-    for name, here in names.items():
-        if "_" in name:  # other names are words too
-            error.message = re.sub(rf"\b{name}\b", here, error.message)
-    return error
-
-
-@contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames fields in errors; names: see `renamed`."""
-    try:
-        yield
-    except ApiError as error:
-        raise renamed(error, names) from None
 
 
 def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +241,8 @@ class BlockFormat(ChatFormat):
 
     def __init__(self, tokenizer: Tokenizer, prepared: Prepared) -> None:
         super().__init__(tokenizer, with_token_ids=False)
-        self.prepared = prepared
+        assert isinstance(prepared.body, ConvertedChat)
+        self.prepared, self.chat = prepared, prepared.body
         self._parsers = prepared.parsers
         self._choice: ParsedChoice | None = None
         if self._parsers is not None:
@@ -291,7 +260,7 @@ class BlockFormat(ChatFormat):
         self, request: Request, generation: Generation, head: dict[str, Any], headers: dict[str, str]
     ) -> Response:
         self.generation, self.head = generation, head
-        if self.prepared.body.stream:
+        if self.chat.stream:
             return BlockEvents(generation, self, {**headers, **self.headers()})
         await while_connected(request, self._collect())
         return JsonResponse(self.whole_answer(), headers={**headers, **self.headers()})

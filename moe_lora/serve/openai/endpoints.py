@@ -364,7 +364,10 @@ async def prepared_answer(
     request.state.prepared = prepared
     if prepared.granted:
         request.state.caller = request.state.caller.with_right(*prepared.granted)
-    return await endpoint(prepared.body, request)
+    try:
+        return await endpoint(prepared.body, request)
+    except ApiError as error:
+        raise prepared.body.renamed(error) from error.__cause__
 
 
 async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Response:

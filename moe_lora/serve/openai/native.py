@@ -12,16 +12,15 @@ from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from starlette.responses import Response
 
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import SamplingParams, TokenLogprobs
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.admin.controls import read_json, scope_of
-from moe_lora.serve.http_errors import JsonResponse, bad_request
+from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_validation
 
-from .converted import BodyError, renaming
 from .endpoints import (
     LEAST_LOGPROB,
     CompletionFormat,
@@ -88,6 +87,7 @@ class NativeRequest(CompletionRequest):
     logprob_start_len: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     return_text_in_logprobs: bool | None = None
     _is_batch: bool = PrivateAttr(default=False)
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def as_chat(self) -> ChatRequest | None:
@@ -99,7 +99,19 @@ class NativeRequest(CompletionRequest):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        return _NAMES
+        return self._names
+
+    @classmethod
+    def model_validate(cls, obj: Any, **words: Any) -> Self:
+        """The body.  Raises ApiError."""
+        is_text = isinstance(obj, dict) and obj.get("text") is not None
+        names = {**_NAMES, "prompt": "text"} if is_text else _NAMES
+        try:
+            found = super().model_validate(obj)
+        except ValidationError as error:
+            raise describe_validation(error).renamed(names) from None
+        found._names = names
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -154,7 +166,7 @@ def _converted(data: dict[str, Any]) -> dict[str, Any]:
             own = _RENAMED.get(name, name)
             if own in NativeRequest.model_fields and name not in (*allowed, *_RENAMED, *_NEUTRAL):
                 what = f"{name} is not a field of this request; use /v1/completions"
-                raise BodyError(400, what, name)
+                raise bad_request(what, name)
             found[own] = value
     return found
 
@@ -330,9 +342,8 @@ class Endpoints:
         self._running: Running = WeakValueDictionary()
 
     async def generate(self, request: Request) -> Response:
-        with renaming(_NAMES):
-            prepare = self._preparer.prepare
-            return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
+        prepare = self._preparer.prepare
+        return await prepared_answer(self._frontend, prepare, NativeRequest, self._answer, request)
 
     async def abort(self, request: Request) -> Response:
         """End the caller's requests by id, or all."""

@@ -250,7 +250,7 @@ def parse(kind: type[SamplingFields], content: bytes | bytearray, bounds: Bounds
     try:
         body = kind.model_validate(data)
     except ValidationError as error:
-        raise describe_validation(error) from None
+        raise describe_validation(error).renamed(kind.NAMES) from None
     if bounds.limits.unknown_fields == "error":
         refuse_unknown(body)
     if bounds.aliases is not None:
@@ -516,7 +516,7 @@ def check_prompt(
     limit, num_tokens = info.max_model_len, len(token_ids)
     num_read = num_tokens - sampling.hidden_state
     if not token_ids:
-        raise bad_request(f"the {name} has no tokens; give at least one", name)
+        raise bad_request(f"{name} has no tokens; give at least one", name)
     length = f"This model's maximum context length is {limit} tokens."
     if num_read >= limit:
         what = f"{length} However, the {name} has {num_tokens} tokens"

@@ -65,7 +65,7 @@ class PromptBody(ApiRequest):
         """Prompts as texts or token ids.  Raises ApiError."""
         given = getattr(self, self.prompt_field)
         if (given is None) == (self.messages is None):
-            what = f"give either {self.prompt_field} or messages"
+            what = f"{self.prompt_field} or messages must be given, and not both"
             raise bad_request(what, self.prompt_field if given is None else "messages")
         if given is None:
             if tokenizer is None:

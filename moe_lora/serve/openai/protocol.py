@@ -108,8 +108,9 @@ def _show_foreign(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 class ApiRequest(PeerModel):
-    """A body of the OpenAI interface."""
+    """A body of the OpenAI interface.  NAMES: own field -> client's field."""
 
+    NAMES: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(json_schema_extra=_show_foreign)
 
     @model_validator(mode="before")
@@ -122,14 +123,11 @@ class ApiRequest(PeerModel):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        """Own field -> client's field."""
-        return {}
+        return self.NAMES
 
     def renamed(self, error: ApiError) -> ApiError:
         """The error with the client's names of fields."""
-        from .converted import renamed
-
-        return renamed(error, self.client_names)
+        return error.renamed(self.client_names)
 
 
 MAX_STOP_STRINGS = 32
@@ -310,9 +308,7 @@ class SamplingFields(StructuredFields):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )
         except ValueError as error:
-            name = re.split(r"\W", str(error), maxsplit=1)[0]
-            given_as = self.client_names.get(name, name)
-            raise bad_request(re.sub(rf"\b{name}\b", given_as, str(error)), given_as) from error
+            raise bad_request(str(error), re.split(r"\W", str(error), maxsplit=1)[0]) from error
         return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
 
     def _edits(self) -> dict[str, Any]:
@@ -348,7 +344,7 @@ class CompletionRequest(SamplingFields):
         else:
             prompts = list(self.prompt)
         if not prompts or not all(prompts):
-            raise bad_request("the prompt is empty; give at least one token or character", "prompt")
+            raise bad_request("prompt is empty; give at least one token or character", "prompt")
         return prompts
 
     def without_prompt(self) -> Self:
@@ -443,7 +439,7 @@ class ChatRequest(SamplingFields):
     @property
     def client_names(self) -> Mapping[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"logprobs": "top_logprobs", "max_tokens": limit}
+        return {"logprobs": "top_logprobs", "max_tokens": limit, **self.NAMES}
 
     @property
     def conversations(self) -> Sequence[ChatRequest]:

@@ -10,15 +10,13 @@ from fastapi import Request
 from starlette.responses import Response
 
 from moe_lora.serve.access import caller_of
-from moe_lora.serve.anthropic.request import CHAT_NAMES as MESSAGES_NAMES
 from moe_lora.serve.anthropic.request import MessagesChat
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 
-from .converted import renaming
 from .endpoints import name_request, prepared_answer
 from .prompt_bodies import check_model
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
-from .responses.request import CHAT_NAMES, PreviousNeeded, ResponsesChat
+from .responses.request import PreviousNeeded, ResponsesChat
 from .structured import outputs_of
 from .token_ids import CONTEXT
 
@@ -83,14 +81,12 @@ class Endpoints:
         return await self._render(RenderedChat, request)
 
     async def message(self, request: Request) -> Response:
-        with renaming(MESSAGES_NAMES):
-            return await self._render(RenderedMessages, request)
+        return await self._render(RenderedMessages, request)
 
     async def response(self, request: Request) -> Response:
         """Raises ApiError for a continued response."""
         try:
-            with renaming(CHAT_NAMES):
-                return await self._render(RenderedResponse, request)
+            return await self._render(RenderedResponse, request)
         except PreviousNeeded:
             what = "previous_response_id is not supported for a rendered prompt; send the whole input"
             raise InvalidRequestError(400, what, "previous_response_id") from None

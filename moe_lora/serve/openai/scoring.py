@@ -14,9 +14,8 @@ from starlette.responses import Response
 
 from moe_lora.core.request import MAX_LOGPROB_IDS, SamplingParams
 from moe_lora.serve.frontend import ABORTED
-from moe_lora.serve.http_errors import ApiError, JsonResponse
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
 
-from .converted import renaming
 from .endpoints import CompletionFormat, answer, prepared_answer, while_connected
 from .fields import FieldError, check_unknown, drop_neutral
 from .generation import Generation
@@ -40,6 +39,7 @@ class ScoreRequest(CompletionRequest):
     apply_softmax: an item's scores sum to 1.  item_first: before the query.
     """
 
+    NAMES: ClassVar = {"prompt": "query", "logprob_token_ids": "label_token_ids"}
     default_max_tokens: ClassVar[int | None] = 1
 
     label_token_ids: Annotated[Listed[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]
@@ -55,7 +55,7 @@ class ScoreRequest(CompletionRequest):
         check_unknown(given, (*own, *_ITEMS))
         for name in given:
             if name in CompletionRequest.model_fields and name not in own:
-                raise FieldError(name, f"{name} is not a field of this request; use /v1/completions")
+                raise bad_request(f"{name} is not a field of this request; use /v1/completions", name)
         query, items, first = (given.pop(name, None) for name in _ITEMS)
         if first not in (None, False, True):
             raise FieldError("item_first", "item_first must be true or false")
@@ -114,7 +114,4 @@ class Endpoints:
         async def respond(body: ScoreRequest, request: Request) -> Response:
             return await answer(self._frontend, request, ScoreFormat(body))
 
-        with renaming({"prompt": "query", "logprob_token_ids": "label_token_ids"}):
-            return await prepared_answer(
-                self._frontend, self._preparer.prepare, ScoreRequest, respond, request
-            )
+        return await prepared_answer(self._frontend, self._preparer.prepare, ScoreRequest, respond, request)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from io import BytesIO
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -22,7 +22,6 @@ from moe_lora.engine.client.messages import PauseScope
 from moe_lora.serve.access import Caller, caller_of
 from moe_lora.serve.http_errors import JsonResponse, bad_request, describe_validation
 
-from .converted import renaming
 from .endpoints import (
     ALL_USAGE,
     LEAST_LOGPROB,
@@ -80,6 +79,7 @@ class TokensRequest(CompletionRequest):
     prompt shows.
     """
 
+    NAMES: ClassVar = {"prompt": "token_ids"}
     default_max_tokens = None
     adapts_parsers = True
 
@@ -167,7 +167,7 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
     found = {**outer, **{name: value for name, value in sampling.items() if name not in _UNUSED}}
     for name in _FOREIGN:
         if found.pop(name, None) not in (None, False):
-            raise FieldError(name, f"{name} is not a field of this request; send token_ids alone")
+            raise bad_request(f"{name} is not a field of this request; send token_ids alone", name)
     if "token_ids" not in found:
         raise FieldError("token_ids", "token_ids is missing; send a list of token ids")
     return {"prompt": found.pop("token_ids"), **found}
@@ -330,9 +330,8 @@ class Endpoints:
         self._running: Running = WeakValueDictionary()
 
     async def generate(self, request: Request) -> Response:
-        with renaming({"prompt": "token_ids"}):
-            prepare = self._preparer.prepare
-            return await prepared_answer(self._frontend, prepare, TokensRequest, self._answer, request)
+        prepare = self._preparer.prepare
+        return await prepared_answer(self._frontend, prepare, TokensRequest, self._answer, request)
 
     async def _answer(self, body: TokensRequest, request: Request) -> Response:
         """Raises ApiError."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.converted import AnswerBlock, BlockFormat
 
-from .request import ENCRYPTED, ID_PREFIX, ResponsesChat, encrypted, messages_of
+from .request import ENCRYPTED, ID_PREFIX, encrypted, messages_of
 from .store import STORE_HEADERS, Stored
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ class ResponseFormat(BlockFormat):
 
     def __init__(self, tokenizer: Tokenizer, prepared: Prepared, store: ResponseStore, owner: str) -> None:
         super().__init__(tokenizer, prepared)
-        assert isinstance(prepared.body, ResponsesChat)
-        self._echoed = prepared.body.shown
+        self._echoed = self.chat.shown
         self.response_id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._store = None if self._echoed["input"] is None else store
         self.owner = owner

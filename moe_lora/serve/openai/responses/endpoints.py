@@ -17,12 +17,11 @@ from moe_lora.core.request import ModelInfo
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
-from moe_lora.serve.openai.converted import renaming
 from moe_lora.serve.openai.endpoints import answer, prepared_answer
 from moe_lora.serve.openai.preparing import Prepared, Preparer
 
 from .answer import ResponseFormat
-from .request import CHAT_NAMES, ContinuedChat, PreviousNeeded, ResponsesChat
+from .request import ContinuedChat, PreviousNeeded, ResponsesChat
 from .store import ResponseStore
 
 if TYPE_CHECKING:
@@ -41,7 +40,10 @@ class Continuing:
         try:
             return await self.preparer.prepare(kind, content, info, scope)
         except PreviousNeeded as needed:
-            previous = self.messages_of(needed.message)
+            try:
+                previous = self.messages_of(needed.message)
+            except ApiError as error:
+                raise error.renamed({"response_id": "previous_response_id"}) from None
         text = bytes(content).decode(json.detect_encoding(content), "surrogatepass")
         both = bytearray(b'{"previous":%s,"body":%s}' % (previous, text.encode("utf-8", "surrogatepass")))
         if len(both) > self.most_bytes:
@@ -61,10 +63,7 @@ class Endpoints:
     async def create(self, request: Request) -> Response:
         owner, most = _owner(request), self._frontend.limits.config.max_body_bytes
         continuing = Continuing(self._preparer, partial(self._messages_of, owner), most)
-        with renaming({**CHAT_NAMES, "response_id": "previous_response_id"}):
-            return await prepared_answer(
-                self._frontend, continuing.prepare, ResponsesChat, self._answer, request
-            )
+        return await prepared_answer(self._frontend, continuing.prepare, ResponsesChat, self._answer, request)
 
     async def _answer(self, body: ResponsesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None

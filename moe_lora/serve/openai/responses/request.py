@@ -20,6 +20,7 @@ from moe_lora.serve.openai.converted import (
     wrong,
 )
 from moe_lora.serve.openai.fields import MAX_NAME_CHARS
+from moe_lora.serve.openai.protocol import Text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,7 +64,7 @@ class ResponsesBody(ConvertedBody):
     background: bool | None = None
     enable_response_messages: bool | None = None
     include: list[str] | None = None
-    instructions: str | None = None
+    instructions: Text | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -85,7 +86,7 @@ class PreviousNeeded(ApiError):
 class ResponsesChat(ConvertedChat):
     """The chat of a response.  `shown["input"]`: its messages as JSON, for the store; or None."""
 
-    CHAT_NAMES = CHAT_NAMES
+    NAMES = CHAT_NAMES
 
     @classmethod
     def converted(cls, data: Any) -> Self:
