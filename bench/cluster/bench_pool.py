@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from bench.harness.interleave import interleave, ratio, repeated
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_config
 from bench.harness.records import Recorder
 from moe_lora.adapters.host_store import HostStore, adapter_without_data, facts_of, is_intact
-from moe_lora.adapters.packed import PackedAdapter, entries_of_experts, shard_layer
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.request import AdapterFacts
 from moe_lora.core.shape import ModelShape
@@ -36,11 +37,12 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.adapter_store import ShardSizes
+from moe_lora.engine.adapters.copies import Arenas, BringAdapter, RankCopier
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.verbs import Sources
 from moe_lora.families import shape_of
-from moe_lora.lora.local import part_bytes
+from moe_lora.kernels.operands import SlotTable
 
 KINDS = ("shm", "gloo")
 RANKS = (8, 64)
@@ -54,6 +56,7 @@ EXPECTED = {
     "gloo whole": 7.0,
     "disk": 10.0,
 }
+PAGE_BYTES = 1 << 16
 _DTYPE = torch.bfloat16
 
 Bring = Callable[[], object]
@@ -94,37 +97,44 @@ class TwoRanks:
     """Ranks of tensor parallelism, one after the other: real ones copy at the same time."""
 
     def __init__(self, packed: PackedAdapter, shape: ModelShape) -> None:
-        self._packed, self._shape = packed, shape
+        self._packed = self._given = packed
         shards = [ModelShard(shape, 2, dist_rank=rank) for rank in range(2)]
-        self._parts = [
-            (shard, entries_of_experts(shape, shard.experts), torch.ones(packed.nbytes, dtype=torch.uint8))
-            for shard in shards
+        kept = [entries_of_experts(shape, shard.experts) for shard in shards]
+        self.sizes = ShardSizes(shape, PAGE_BYTES, kept, shards[0])
+        num_pages = self.sizes.layer_pages(packed.layers)
+        firsts = (0, *accumulate(num_pages[:-1]))
+        self._order = BringAdapter(0, packed.content_hash, firsts, None)
+        self._memories = [torch.ones(sum(num_pages) * PAGE_BYTES, dtype=torch.uint8) for _ in shards]
+        self._copiers = [
+            RankCopier(
+                Arenas(memory, None, PAGE_BYTES),
+                SlotTable(1, shape.num_layers, shape.num_entries, memory.device),
+                shape,
+                of_rank,
+                lambda _: self._given,
+                shard=shard,
+            )
+            for memory, of_rank, shard in zip(self._memories, kept, shards, strict=True)
         ]
-        kept = [of_rank for _, of_rank, _ in self._parts]
-        self.sizes = ShardSizes(shape, 1, kept, shards[0])
 
     def bring(self, pool: PoolAdapters) -> None:
         """Fetch once, and copy each rank's part."""
         pool.sharing(self._packed.content_hash)()
         packed = pool.at_hand(self._packed.content_hash)
         assert packed is not None
-        for shard, kept, memory in self._parts:
-            self._copy(packed, shard, kept, memory)
+        self._copy(packed)
         pool.unshare(self._packed.content_hash)
 
     def check(self, pool: PoolAdapters) -> None:
         self.bring(pool)
-        for shard, kept, memory in self._parts:
-            found = memory.clone()
-            self._copy(self._packed, shard, kept, memory)
-            assert torch.equal(found, memory), "a rank has another part"
+        found = [memory.clone() for memory in self._memories]
+        self._copy(self._packed)
+        assert all(map(torch.equal, found, self._memories)), "a rank has another part"
 
-    def _copy(self, packed: PackedAdapter, shard: ModelShard, kept: np.ndarray, memory: torch.Tensor) -> None:
-        start = 0
-        for layer in packed.layers:
-            data = part_bytes(layer, shard_layer(layer, self._shape, kept, shard))
-            np.copyto(memory[start : start + len(data)].numpy(), data.numpy())
-            start += len(data)
+    def _copy(self, packed: PackedAdapter) -> None:
+        self._given = packed
+        for copier in self._copiers:
+            copier.carry_out(self._order)
 
 
 class Arena:
