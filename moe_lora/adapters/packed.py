@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ import torch
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape, Site
 from moe_lora.core.shard import ModelShard
+
+Places: TypeAlias = tuple[list[tuple[int, int]], int]
+"""(first element, stride) of each matrix, and the number of elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +93,10 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
 
     Raises AdapterError for NaN or infinity, also after conversion.
     """
-    layer = bare_layer(pairs, num_entries, dtype)
+    places = _offsets(pairs, dtype.itemsize)
+    layer = bare_layer(pairs, num_entries, dtype, places)
     data = torch.zeros(layer.data.numel(), dtype=dtype)
-    positions = iter(_offsets(pairs, dtype.itemsize)[0])
+    positions = iter(places[0])
     for pair in pairs:
         for matrix in (pair.shrink, *pair.expands):
             offset, stride = next(positions)
@@ -101,9 +106,11 @@ def pack_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, wher
     return replace(layer, data=data)
 
 
-def bare_layer(pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype) -> PackedLayer:
+def bare_layer(
+    pairs: Sequence[Pair], num_entries: int, dtype: torch.dtype, places: Places | None = None
+) -> PackedLayer:
     """As `pack_layer`, with data on the device "meta": values unread.  num_entries 0: no table."""
-    offsets, size = _offsets(pairs, dtype.itemsize)
+    offsets, size = places or _offsets(pairs, dtype.itemsize)
     table = torch.zeros(num_entries, 3, dtype=torch.int64)
     scale = torch.zeros(num_entries, dtype=torch.float32)
     rows, scales = table.numpy(), scale.numpy()
@@ -122,7 +129,7 @@ def num_table_entries(shape: ModelShape, num_layers: int, has_columns: bool = Fa
     return shape.num_entries + (len(shape.outer_sites) if num_layers > shape.num_layers else 0)
 
 
-def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:
+def _offsets(pairs: Sequence[Pair], itemsize: int) -> Places:
     offsets: list[tuple[int, int]] = []
     size = 0
     align = MATRIX_ALIGN_BYTES // itemsize
