@@ -10,6 +10,7 @@ import pytest
 from moe_lora.policies.admission.host_start import HostLoads, HostStart
 from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.timing.host_times import CacheCosts, HostTimes, PartTime
+from tests.grids import diagonal
 from tests.scheduling.parts import Parts as SimulatedParts
 
 from .parts import PAGE_BYTES, Parts, packed
@@ -56,12 +57,7 @@ class CountedLoads(HostLoads):
 
 @pytest.mark.parametrize(
     ("policy", "seed", "host"),
-    [
-        pytest.param(policy, seed, host, marks=() if (number + host - seed) % 3 == 0 else pytest.mark.slow)
-        for number, policy in enumerate(("fastlibra", "cost-aware", "lru", "slora"))
-        for seed in range(3)
-        for host in (False, True)
-    ],
+    diagonal(("fastlibra", "cost-aware", "lru", "slora"), range(3), (False, True)),
 )
 def test_engine_and_simulator_compute_the_same_steps(policy, seed, host):
     """host: workers compute prompts of loading adapters, where the profile says that it pays."""
