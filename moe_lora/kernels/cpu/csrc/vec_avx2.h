@@ -132,7 +132,7 @@ struct Avx2 {
             return load(padded);
         }
         static inline void store(bf16* p, Raw raw) { _mm256_storeu_si256((__m256i*)p, raw); }
-        // The upper half of each sum is rounded to nearest, ties to even. A NaN of unpacking has a low half of zero.
+        // To nearest, ties to even. Scales are finite, and E4M3's NaN has a low half of zero.
         static inline __m256i rounded(V value) {
             const __m256i bits = _mm256_castps_si256(value);
             const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
