@@ -53,6 +53,8 @@ TABLES = {
     "prefill-first": "serving:prefill_first",
     "quantised-amx": "quantised:with_amx",
     "quantised-isa": "quantised:by_isa",
+    "quantised-openvino": "quantised:beside_openvino",
+    "quantised-openvino-readme": "quantised:beside_openvino_in_short",
     "quantised-quality": "quantised:quality",
     "restarts": "serving:restarts",
     "server-overlap": "server:overlap",

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised bases on a processor with AMX, whole steps and layers alone: docs/results/quantised.md."""
+"""Quantised bases on a CPU, whole steps and layers alone: docs/results/quantised.md."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from .evidence import records
 from .markdown import table
+
+_ISAS = ("amx_bf16", "avx512_bf16", "avx2")
 
 
 def with_amx() -> str:
@@ -25,7 +30,7 @@ def with_amx() -> str:
 
 
 def by_isa() -> str:
-    """Layers' speed over bf16 by rows, with AMX / AVX-512 and dots of bf16: the lower of both layers."""
+    """Layers over bf16 by rows, with AMX / AVX-512 and dots of bf16 / AVX2: the lower of both layers."""
     found: dict[tuple[str, str, str], float] = {}
     for one in records("quantised_isa.jsonl"):
         config, over = one["config"], one["result"]["over_bf16"]["median"]
@@ -34,7 +39,7 @@ def by_isa() -> str:
     cells = list(dict.fromkeys(rows for _, rows, _ in found))
     formats = dict.fromkeys(form for form, _, _ in found if form != "bf16")
     pairs = {
-        (form, rows): " / ".join(f"{found[form, rows, isa]:.2f}" for isa in ("amx_bf16", "avx512_bf16"))
+        (form, rows): " / ".join(f"{found[form, rows, isa]:.2f}" for isa in _ISAS)
         for form in formats
         for rows in cells
     }
@@ -62,3 +67,32 @@ def quality() -> str:
         rows.append((f"`{weights}`", *cells))
     head = ("weights", "demo: perplexity", "over unquantised", "answers exact", "bytes: perplexity")
     return table((*head, "over unquantised"), rows)
+
+
+def beside_openvino() -> str:
+    """Tokens/s, and over OpenVINO's base of as many bits, median (extremes): a row a format."""
+
+    def shown(result: Any) -> str:
+        over = result["over_openvino"]
+        spread = f"{over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})"
+        return f"{result['tokens_per_s']:.0f}; {spread}"
+
+    return _by_format("tokens/s; over OpenVINO", shown)
+
+
+def beside_openvino_in_short() -> str:
+    """Speed over OpenVINO's base of as many bits, medians: a row a format."""
+    return _by_format("tokens/s over OpenVINO's", lambda result: f"{result['over_openvino']['median']:.2f}")
+
+
+def _by_format(title: str, shown: Callable[[Any], str]) -> str:
+    """By requests, with adapters in brackets."""
+    found: dict[str, dict[str, str]] = {}
+    for one in records("quantised_openvino.jsonl"):
+        config = one["config"]
+        requests, adapters = config["num_requests"], config["num_adapters"]
+        cell = f"{requests} ({adapters} adapters)" if adapters else str(requests)
+        found.setdefault(config["quantize"], {})[cell] = shown(one["result"])
+    cells = list(next(iter(found.values())))
+    rows = [(f"`{form}`", *(by_cell[cell] for cell in cells)) for form, by_cell in found.items()]
+    return table((f"{title}, requests", *cells), rows)

@@ -9,8 +9,10 @@
 #include "kernels.h"
 #include "tiles.h"
 
-#ifdef MOE_LORA_AMX
+#ifdef MOE_LORA_X86
 #include <cpuid.h>
+#endif
+#ifdef MOE_LORA_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -22,6 +24,13 @@ bool has_avx512() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq");
+}
+
+// Older compilers don't know f16c by name.
+bool has_avx2() {
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+           (c & bit_F16C);
 }
 
 bool has_avx512_dots() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); }
@@ -174,8 +183,7 @@ const IsaTable* table_of(const char* name) {
     if (!strcmp(name, "avx512_bf16"))
         return avx512 && has_avx512_dots() ? avx512_bf16_table() : nullptr;
     if (!strcmp(name, "avx512")) return avx512 ? avx512_table() : nullptr;
-    if (!strcmp(name, "avx2"))
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2_table() : nullptr;
+    if (!strcmp(name, "avx2")) return has_avx2() ? avx2_table() : nullptr;
 #endif
     if (!strcmp(name, "amx_emulated"))
         return tiles_pass_self_test(*amx_emulated_table()) ? amx_emulated_table() : nullptr;

@@ -5,7 +5,7 @@
 
 #ifdef MOE_LORA_X86
 #include "target.h"
-MOE_LORA_TARGET("avx2,fma")
+MOE_LORA_TARGET("avx2,fma,f16c")
 
 namespace {
 #include "tiles.inl"

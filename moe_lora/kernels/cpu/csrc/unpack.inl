@@ -5,8 +5,8 @@
 // Bytes: [rows][width], int8 or E4M3. Four bits: 64 codes in 32 bytes (byte i: element i low, element 32 + i high;
 // where width ends at a half, its bytes' high bits are 0). Scales: per row and group; a group is a multiple of 32.
 
-// Most rows of x for a single unpacking of weights, by twos.
-constexpr int kPackedPairs = 8;
+// Most rows of x for a single unpacking of weights, by twos; the same with few registers.
+constexpr int kPackedPairs = 8, kPackedFew = 4;
 
 // Rows of x and of weights per call: the call converts the scales of its weights to fp32.
 constexpr int64_t kPackedRows = 12, kPackedColumns = 48;
@@ -184,7 +184,9 @@ static void packed_columns(const PackedTile& t) {
 // A few rows of x: weights are unpacked in registers, once if all sums fit there too.
 template <class W>
 static void packed_tile(const PackedTile& t) {
-    if (t.rows > W::I::kMaxRows && t.rows <= kPackedPairs)
+    if constexpr (W::I::kTallRows < kPackedPairs)
+        packed_columns<W, 2, kPackedFew>(t);
+    else if (t.rows > W::I::kMaxRows && t.rows <= kPackedPairs)
         packed_columns<W, 2, kPackedPairs>(t);
     else
         packed_columns<W, 4, W::I::kMaxRows>(t);
@@ -196,6 +198,8 @@ constexpr PackedDot packed() {
     constexpr bool is_dear = W::kBits == 8 && sizeof(typename W::T) == 2;
     if constexpr (W::I::kTallRows >= kPackedPairs)
         return {packed_tile<W>, is_dear ? kPackedPairs : kPackedRows, kPackedColumns};
+    else if constexpr (W::I::kMaxRows > 2)
+        return {packed_tile<W>, kPackedFew, kPackedColumns};
     else
         return {};
 }

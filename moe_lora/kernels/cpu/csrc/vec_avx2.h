@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector operations of AVX2 with FMA (8 fp32 lanes).
+// Vector operations of AVX2 with FMA and conversions of fp16 (8 fp32 lanes).
 
 struct Avx2 {
     using V = __m256;
@@ -78,8 +78,13 @@ struct Avx2 {
         store(lanes, value);
         store_bytes_plainly(to, lanes, count);
     }
+    // By way of fp16: its exponent has four spare bits and is larger by 8.
     static inline V load_fp8(const uint8_t* p) {
-        return _mm256_i32gather_ps(kFp8Values.of, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 4);
+        const __m128i codes = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+        const __m128i size = _mm_and_si128(codes, _mm_set1_epi16(127));
+        const __m128i is_nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(127));
+        const __m128i half = _mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(short(0xbfff)));
+        return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00))));
     }
     static inline V load(const float* p) { return _mm256_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm_loadu_si128((const __m128i*)p)); }
@@ -103,12 +108,16 @@ struct Avx2 {
         static inline Raw load_part(const float* p, int count) { return load_part_of(p, count); }
         static inline void store(float* p, Raw raw) { _mm256_storeu_ps(p, raw); }
         static inline Raw pack(const V* v) { return v[0]; }
-        using Table = CodeTable<float>;
-        static inline void fill(Table& table, const V* v) { store(table.of, v[0]), store(table.of + 8, v[1]); }
+        struct Table {
+            V low, high;  // of codes below 8, and the others
+        };
+        static inline void fill(Table& table, const V* v) { table = {v[0], v[1]}; }
         static inline Raw look_up(const uint8_t* bytes, int shift, const Table& table) {
             const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
-            const __m256i code = _mm256_and_si256(_mm256_srli_epi32(wide, shift), _mm256_set1_epi32(15));
-            return _mm256_i32gather_ps(table.of, code, 4);
+            const __m256i code = _mm256_srli_epi32(wide, shift);  // permutations read three bits
+            const V is_high = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));
+            return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, code),
+                                    _mm256_permutevar8x32_ps(table.high, code), is_high);
         }
         static inline V dot(Raw x, Raw w, V acc) { return _mm256_fmadd_ps(x, w, acc); }
     };
@@ -123,13 +132,30 @@ struct Avx2 {
             return load(padded);
         }
         static inline void store(bf16* p, Raw raw) { _mm256_storeu_si256((__m256i*)p, raw); }
-        static inline Raw pack(const V* v) { return _mm256_setr_m128i(to_half(v[0]), to_half(v[1])); }
-        using Table = CodeTable<bf16>;
-        static inline void fill(Table& table, const V* v) { store(table.of, pack(v)); }
+        // To nearest, ties to even. Scales are finite, and E4M3's NaN has a low half of zero.
+        static inline __m256i rounded(V value) {
+            const __m256i bits = _mm256_castps_si256(value);
+            const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+            return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+        }
+        static inline Raw pack(const V* v) {
+            return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(v[0]), rounded(v[1])), 0xd8);
+        }
+        struct Table {
+            __m128i low, high;  // bytes of the 16 values
+        };
+        static inline void fill(Table& table, const V* v) {
+            const Raw all = pack(v);
+            const __m128i a = _mm256_castsi256_si128(all), b = _mm256_extracti128_si256(all, 1);
+            const __m128i byte = _mm_set1_epi16(255);
+            table.low = _mm_packus_epi16(_mm_and_si128(a, byte), _mm_and_si128(b, byte));
+            table.high = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
+        }
         static inline Raw look_up(const uint8_t* bytes, int shift, const Table& table) {
-            bf16 out[kStep];
-            table.look_up(bytes, shift, out, kStep);
-            return load(out);
+            const __m128i both = _mm_srli_epi16(_mm_loadu_si128((const __m128i*)bytes), shift);
+            const __m128i code = _mm_and_si128(both, _mm_set1_epi8(15));
+            const __m128i low = _mm_shuffle_epi8(table.low, code), high = _mm_shuffle_epi8(table.high, code);
+            return _mm256_setr_m128i(_mm_unpacklo_epi8(low, high), _mm_unpackhi_epi8(low, high));
         }
         static inline V even(Raw a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
         static inline V odd(Raw a) {
