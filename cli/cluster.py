@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -33,3 +34,49 @@ def init(folder: Path) -> None:
     make_keys(folder)
     print(f"{folder}: copy {AUTHORITY} and {MEMBER} to every host, and name the folder as `certificates`.")
     print(f"{AUTHORITY_KEY} signs further members; no host needs it.")
+
+
+def _by_name(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """NAME -> PATH."""
+    found = {}
+    for text in given:
+        name, separator, path = text.partition("=")
+        if not (name and separator and path) or name in found:
+            raise click.BadParameter(f"{text!r}: give NAME=PATH, a name once")
+        found[name] = path
+    return found
+
+
+@cluster.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--image", required=True, help="Image with moe-lora.")
+@click.option("--name", default="moe-lora", help="Start of the objects' names.")
+@click.option("--namespace", default="default", help="Namespace of the objects.")
+@click.option("--domain", default="cluster.local", help="Domain of the Kubernetes cluster.")
+@click.option("--front-ends", "num_front_ends", type=click.IntRange(1, 64), default=1, help="Pods for HTTP.")
+@click.option(
+    "--claim",
+    "claims",
+    metavar="NAME=PATH",
+    multiple=True,
+    callback=_by_name,
+    help="PersistentVolumeClaim and folder in the pods; repeatable.",
+)
+@click.option(
+    "--secret",
+    "secrets",
+    metavar="NAME=PATH",
+    multiple=True,
+    callback=_by_name,
+    help="Secret and folder in the pods, for API keys; repeatable.",
+)
+@user_errors
+def manifests(file: str, **options: Any) -> None:
+    """Print FILE's cluster as Kubernetes objects, for kubectl apply -f -.
+
+    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as in the pods and without addresses.
+    """
+    from moe_lora.config.cluster import read_content
+    from moe_lora.dist.launch.kubernetes import Pods, manifests_text
+
+    print(manifests_text(read_content(file), Pods(**options)), end="")

@@ -45,12 +45,22 @@ class Host:
 class Job:
     """A running command; `log` holds what it wrote."""
 
-    def __init__(self, host: Host, name: str, words: Sequence[str]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        words: Sequence[str],
+        *,
+        python: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """python: `words` are Python's.  environment: in place of this process's."""
         self.log = host.folder / f"{name}.log"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if environment is None:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as file:
             self.process = processes.subprocess.Popen(  # may fork, see `tests.forked_children`
-                [*host.prefix, sys.executable, *words],
+                [*host.prefix, *((sys.executable,) if python else ()), *words],
                 stdout=file,
                 stderr=file,
                 cwd=host.folder,

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster's Kubernetes objects: valid for the API, consistent among themselves, and run as pods."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from moe_lora.cli.cluster import cluster as cluster_command
+from moe_lora.cli.provision_result import plan_yaml
+from moe_lora.config.cluster import cluster_of, read_cluster
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.launch.kubernetes import CERTIFICATES, CONFIG, STATE, Pods, manifests, manifests_text
+from moe_lora.dist.net.keys import make_keys
+from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, local_answers, make_requests
+from tests.dist.launch import pods as standing_in
+from tests.dist.namespaces import Unavailable
+from tests.provision.plan.plans import planned
+
+CONTENT: dict[str, Any] = {
+    "model_dir": "/srv/models/model",
+    "served_model_name": "demo",
+    "adapters": {name: f"/srv/models/adapters/{name}" for name in ADAPTERS},
+    "engine": {"num_instances": 2, "dtype": "float32", "eager": True, "num_threads": 1, "device": "cpu"},
+    "lora_server": {"layout": "EP2-PP1", "capacity": 4},
+    "front_end": {"routing": "round_robin"},
+}
+PODS = Pods(image="registry.example/moe-lora:1", claims={"models": "/srv/models"})
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] == kind}
+
+
+def roles(objects: list[dict[str, Any]]) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Replicas and container of each StatefulSet."""
+    found = {}
+    for name, one in of_kind(objects, "StatefulSet").items():
+        [container] = one["spec"]["template"]["spec"]["containers"]
+        found[name] = one["spec"]["replicas"], container
+    return found
+
+
+def in_pods(objects: list[dict[str, Any]]) -> Any:
+    [file] = of_kind(objects, "ConfigMap").values()
+    return yaml.safe_load(file["data"]["cluster.yaml"])
+
+
+@pytest.mark.parametrize("num_front_ends", [1, 2])
+@pytest.mark.parametrize("version", ["1.28", "1.37"])
+def test_objects_follow_the_schemas_of_the_api(num_front_ends, version):
+    validate = pytest.importorskip("kubernetes_validate")
+    pods = Pods(
+        image="image",
+        num_front_ends=num_front_ends,
+        claims={"models": "/srv/models"},
+        secrets={"api-keys": "/srv/keys"},
+    )
+    content = {**CONTENT, "engine": {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}}
+    for one in yaml.safe_load_all(manifests_text(content, pods)):
+        validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("num_front_ends", [1, 3])
+def test_addresses_are_those_of_pods_behind_headless_services(num_front_ends):
+    objects = manifests(CONTENT, Pods(image="image", num_front_ends=num_front_ends))
+    cluster = cluster_of(in_pods(objects), Path(CONFIG))
+    services, hosts = of_kind(objects, "Service"), set()
+    for name, one in of_kind(objects, "StatefulSet").items():
+        service = services[one["spec"]["serviceName"]]["spec"]
+        labels = one["spec"]["template"]["metadata"]["labels"]
+        assert service["clusterIP"] == "None"
+        assert service["publishNotReadyAddresses"]
+        assert service["selector"].items() <= labels.items()
+        assert one["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        hosts |= {
+            f"{name}-{number}.{one['spec']['serviceName']}.default.svc.cluster.local"
+            for number in range(one["spec"]["replicas"])
+        }
+    dialled = {address.host for address in cluster.dialled_addresses().values()}
+    assert len(dialled) == num_front_ends + (num_front_ends > 1)
+    assert cluster.lora_server is not None
+    assert dialled | {cluster.lora_server.address.partition(":")[0]} <= hosts
+
+
+def test_instances_and_ranks_are_pods_with_the_gpus_of_their_ranks():
+    engine = {"num_instances": 6, "expert_parallel": 2}
+    found = roles(manifests({**CONTENT, "engine": engine}, PODS))
+    replicas, instance = found["moe-lora-instance"]
+    assert (replicas, instance["resources"]) == (6, {"limits": {"nvidia.com/gpu": "2"}})
+    replicas, rank = found["moe-lora-lora-server"]
+    assert (replicas, rank["resources"]) == (2, {"limits": {"nvidia.com/gpu": "1"}})
+    assert "resources" not in found["moe-lora-front-end"][1]
+
+
+def test_commands_are_those_of_the_roles():
+    for _, container in roles(manifests(CONTENT, Pods(image="image", num_front_ends=2))).values():
+        command = container["command"]
+        assert command[command.index("--config") + 1] == f"{CONFIG}/cluster.yaml"
+        if command[0] == "moe-lora":
+            assert command[1] == "serve"
+            assert command[command.index("--role") + 1] in (
+                "front-end",
+                "controller",
+            )
+        else:
+            assert command[:3] == ["python3", "-m", "moe_lora.dist.launch.run_role"]
+            parser = argparse.ArgumentParser()
+            for option in ("--config", "--role", "--name"):
+                parser.add_argument(option)
+            assert parser.parse_args(command[3:]).role in ("lora-server", "instance")
+
+
+def test_every_folder_that_a_role_writes_to_is_a_volume():
+    cluster = cluster_of(in_pods(manifests(CONTENT, PODS)), Path(CONFIG))
+    assert cluster.engine.state_dir == STATE
+    assert cluster.certificates == CERTIFICATES
+    assert cluster.lora_server is not None
+    assert cluster.lora_server.store_dir.startswith(f"{STATE}/")
+    for _, container in roles(manifests(CONTENT, PODS)).values():
+        places = {one["mountPath"] for one in container["volumeMounts"]}
+        assert {CONFIG, CERTIFICATES, STATE, "/tmp", "/dev/shm", "/srv/models"} == places
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_a_changed_file_starts_the_pods_anew():
+    def noted(content: dict[str, Any]) -> set[str]:
+        found = of_kind(manifests(content, PODS), "StatefulSet").values()
+        return {one["spec"]["template"]["metadata"]["annotations"]["moe-lora/cluster-file"] for one in found}
+
+    changed = {**CONTENT, "front_end": {"routing": "random"}}
+    assert noted(CONTENT) == noted(CONTENT) != noted(changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_dir": "models/base"}, "model_dir: models/base is a relative path"),
+        ({"adapters": {"a": "adapters/a"}}, "adapters.a: adapters/a is a relative path"),
+        ({"certificates": "certificates"}, "certificates follows from the pods; leave the setting out"),
+        ({"front_end": {"engines_address": "a:1"}}, "front_end.engines_address follows from the pods"),
+        ({"front_end": {"host": "127.0.0.1"}}, "front_end.host follows from the pods"),
+        ({"front_end": {"port": 0}}, "front_end.port=0 takes a free port"),
+        ({"front_end": {"api_keys": "keys.json"}}, "front_end.api_keys: keys.json is a relative path"),
+        ({"lora_server": {"address": "10.0.0.2:7500"}}, "lora_server.address follows from the pods"),
+        ({"lora_server": {"transport": "shm"}}, "lora_server.transport=shm joins processes of one host"),
+        ({"lora_server": {"layout": "EP2"}, "devices": {"lora_server": [0, 1]}}, "devices follows from"),
+        ({"engine": {"max_loras": 0}}, "engine.max_loras"),
+        ({"engine": {"no_such": 1}}, "no_such"),
+    ],
+)
+def test_a_file_that_no_pod_could_use_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        manifests({**CONTENT, **change}, PODS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "Moe_Lora"}, "name='Moe_Lora' is no name for Kubernetes"),
+        ({"namespace": "1-a"}, "namespace='1-a' is no name for Kubernetes"),
+        ({"claims": {"models": "models"}}, "models=models: give an absolute folder"),
+        ({"claims": {"models": "/srv/../models"}}, "give an absolute folder"),
+        ({"claims": {"models": "/"}}, "give an absolute folder"),
+        ({"claims": {"models": "/srv"}}, "contain each other"),
+        ({"claims": {"models": "/srv/a"}, "secrets": {"keys": "/srv/a/keys"}}, "contain each other"),
+    ],
+)
+def test_pods_that_kubernetes_would_refuse_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Pods(image="image", **given)
+
+
+def test_a_plan_of_provision_becomes_pods(tmp_path):
+    plan, file = planned(), tmp_path / "plan.yaml"
+    file.write_text(plan_yaml(plan, "/srv/models/base"))
+    made = CliRunner().invoke(
+        cluster_command, ["manifests", str(file), "--image", "image", "--claim", "models=/srv/models"]
+    )
+    assert made.exit_code == 0, made.output
+    found = {name: one for name, (one, _) in roles(list(yaml.safe_load_all(made.output))).items()}
+    assert found == {
+        "moe-lora-front-end": 1,
+        "moe-lora-lora-server": plan.lora_server_gpus,
+        "moe-lora-instance": plan.instances,
+    }
+
+
+@pytest.mark.parametrize("claim", ["models", "models=", "=/srv/models"])
+def test_a_claim_without_a_place_is_told(tmp_path, claim):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(CONTENT))
+    made = CliRunner().invoke(cluster_command, ["manifests", str(file), "--image", "i", "--claim", claim])
+    assert made.exit_code == 2
+    assert "give NAME=PATH" in made.output
+
+
+@pytest.mark.slow
+def test_the_pods_answer_and_outlive_the_end_of_each_role(tmp_path):
+    requests = make_requests(16)
+    with ExitStack() as stack:
+        models = tmp_path / "models"
+        shutil.copytree(DEMO / "model", models / "model")
+        shutil.copytree(DEMO / "adapters", models / "adapters")
+        keys = make_keys(tmp_path / "certificates")
+        objects = list(yaml.safe_load_all(manifests_text(CONTENT, PODS)))
+        claims = {"models": models, "moe-lora-certificates": keys.folder}
+        pods = standing_in.Pods(objects, tmp_path / "pods", claims)
+        try:
+            stack.enter_context(pods)
+        except Unavailable as reason:
+            pytest.skip(f"network namespaces can't be made here: {reason}")
+        pods.start()
+        front_end = "moe-lora-front-end-0"
+        pods.wait_for(front_end, "startupProbe")
+        pods.wait_for(front_end, "readinessProbe")
+        host = pods.network.hosts[front_end]
+        log = pods.pods[front_end].job
+        assert log is not None
+        log.wait_for("dialled in", 2)
+
+        def drive(times: int) -> Drive:
+            bodies = [
+                {
+                    "model": model or "demo",
+                    "prompt": prompt,
+                    "max_tokens": 8,
+                    "ignore_eos": True,
+                    "temperature": 0,
+                    "return_token_ids": True,
+                }
+                for model, prompt in requests * times
+            ]
+            return Drive(host, {"url": f"http://{host.address}:8000", "bodies": bodies, "pause_s": 0.0})
+
+        expected = local_answers(requests)
+        assert drive(1).answers() == expected
+        running = drive(4)
+        assert pods.delete("moe-lora-instance-1") == 0
+        pods.start("moe-lora-instance-1")
+        assert running.answers() == expected * 4
+        log.wait_for("instance instance-1 dialled in", 2)
+        running = drive(4)
+        pods.delete("moe-lora-lora-server-1")
+        pods.start("moe-lora-lora-server-1")
+        assert running.answers() == expected * 4
+        assert pods.delete(front_end) in (0, 143)
+        pods.start(front_end)
+        pods.wait_for(front_end, "readinessProbe")
+        assert drive(1).answers() == expected
+        assert read_cluster(tmp_path / "pods" / "config" / "moe-lora" / "cluster.yaml")
