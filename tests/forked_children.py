@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -59,7 +59,10 @@ _LOADED = (
     "uvicorn.protocols.http.auto",
 )
 """Modules of a server, its instances and its workers: a server's imports take two seconds of CPU time."""
-_FORKED = ("moe_lora.", "tests.", "anyio.to_process")
+_TORCHRUN = "torch.distributed.run"
+_TORCHRUN_STARTS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+"""The module of torchrun that starts a job's ranks."""
+_FORKED = ("moe_lora.", "tests.", "anyio.to_process", _TORCHRUN)
 _FIRST_HIGH_FD = 512
 _START_AWAITED = asyncio.create_subprocess_exec
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -73,6 +76,7 @@ class ForkedChild(subprocess.Popen[bytes]):
         self.stdin = self.stdout = self.stderr = None
         self._child_created = True
         self._waitpid_lock = threading.Lock()
+        self._communication_started, self._input, self.text_mode = False, None, None
 
 
 class _AwaitedChild:
@@ -117,7 +121,10 @@ class Forks:
         stderr: Any = None,
         start_new_session: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Stands in for subprocess.Popen; forks what is a module of the product or of its tests."""
+        """Stands in for subprocess.Popen; forks what is a module of the product or of its tests.
+
+        A file may be PIPE.
+        """
         if not _is_forked(args):
             return subprocess.Popen(
                 args,
@@ -130,18 +137,25 @@ class Forks:
                 start_new_session=start_new_session,
             )
         env = os.environ if env is None else env
-        files = enumerate((stdin, stdout, stderr))
-        fds = [own if file is None else file.fileno() for own, file in files]
+        with ExitStack() as theirs:
+            files, ours = _with_pipes((stdin, stdout, stderr), theirs)
+            fds = [own if file is None else file.fileno() for own, file in enumerate(files)]
+            child = self._forked(args, fds, pass_fds, env, str(cwd or os.getcwd()), start_new_session)
+        child.stdin, child.stdout, child.stderr = ours
+        return child
+
+    def _forked(
+        self,
+        args: Sequence[str],
+        fds: Sequence[int],
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        folder: str,
+        start_new_session: bool,
+    ) -> ForkedChild:
         # The fork becomes our child when who forked it ends.
         with self._lock, _orphans_become_ours():
-            facts = (
-                list(args),
-                list(pass_fds),
-                dict(env),
-                str(cwd or os.getcwd()),
-                start_new_session,
-                os.getpid(),
-            )
+            facts = (list(args), list(pass_fds), dict(env), folder, start_new_session, os.getpid())
             socket.send_fds(self._asks, [pickle.dumps(facts)], [*fds, *pass_fds])
             answer = self._asks.recv(64)
         assert answer, "the process that forks is gone"
@@ -157,12 +171,19 @@ class Forks:
         """Stands in for asyncio's subprocess.Popen, for the process of `anyio.to_process`."""
         if not _is_forked(args):
             return subprocess.Popen(args, **options)
-        (stdin, to), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
-        with open(stdin, "rb") as first, open(stdout, "wb") as second, open(stderr, "wb") as third:
-            child = self.start(args, stdin=first, stdout=second, stderr=third)
-        child.stdin = io.FileIO(to, "w")
-        child.stdout, child.stderr = (io.FileIO(one) for one in (from_stdout, from_stderr))
-        return child
+        return self.start(args, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE))
+
+
+def _with_pipes(files: Sequence[Any], theirs: ExitStack) -> tuple[list[Any], list[io.FileIO | None]]:
+    """The child's files, and our ends of pipes; the child's ends close with the stack."""
+    given, ours = list(files), list[io.FileIO | None]([None] * len(files))
+    for place, file in enumerate(files):
+        if file == subprocess.PIPE:
+            read, write = os.pipe()
+            child, our = (read, write) if place == 0 else (write, read)
+            given[place] = theirs.enter_context(io.FileIO(child, "r" if place == 0 else "w"))
+            ours[place] = io.FileIO(our, "w" if place == 0 else "r")
+    return given, ours
 
 
 @contextmanager
@@ -307,7 +328,10 @@ def _become(
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     module, sys.argv = words[2], words[2:]
     sys.modules.pop(module, None)
-    with _starting_by(Forks(own_asks)):
+    forks = Forks(own_asks)
+    if module == _TORCHRUN:
+        importlib.import_module(_TORCHRUN_STARTS).Popen = forks.start
+    with _starting_by(forks):
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as ended:

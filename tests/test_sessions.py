@@ -14,14 +14,18 @@ from bench.pages.sessions import alike, differences, rewritten
 ROOT = Path(__file__).parents[1]
 SLOW = {
     "adapters.md",
+    "batches.md",
     "cluster.md",
+    "host_assisted.md",
     "limits.md",
     "lora_server.md",
     "migration.md",
+    "parallel.md",
     "provisioning.md",
     "quantised.md",
     "registry.md",
     "troubleshooting.md",
+    "tutorial.md",
 }
 """Pages that take over 5 s of a processor, and whose behaviour other tests of the default run hold."""
 PAGES = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import interface, language, shape
-from .sources import code_lines, package_of, read_sources
+from .sources import PACKAGE, code_lines, read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ROOT / "tests" / "house_limits.json"
@@ -102,7 +102,7 @@ class Found:
 
 def counts(tree: Path = ROOT) -> dict[str, Found]:
     """The measures without a server, of the installed checkout."""
-    package = package_of(read_sources(tree))
+    package = read_sources(tree, PACKAGE)
     parameters = shape.Parameters(package)
     fan_out, widest = shape.fan_out(package)
     divided = shape.divided_files(package)

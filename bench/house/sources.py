@@ -13,7 +13,8 @@ from pathlib import Path
 
 import networkx
 
-PARTS = ("moe_lora", "cli", "bench", "demo")
+PACKAGE = ("moe_lora", "cli")
+PARTS = (*PACKAGE, "bench", "demo")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _NO_CODE = {
@@ -51,10 +52,10 @@ class Source:
         return list(_functions_below(self.tree, ""))
 
 
-def read_sources(tree: Path) -> dict[str, Source]:
-    """The files of all parts by module name; `cli` is the package moe_lora.cli."""
+def read_sources(tree: Path, parts: Iterable[str] = PARTS) -> dict[str, Source]:
+    """The files of the parts by module name; `cli` is the package moe_lora.cli."""
     found = {}
-    for part in PARTS:
+    for part in parts:
         for path in sorted((tree / part).rglob("*.py")):
             relative = path.relative_to(tree)
             words = relative.with_suffix("").parts
@@ -85,11 +86,6 @@ def is_text(node: ast.AST) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
-
-
-def package_of(sources: dict[str, Source]) -> dict[str, Source]:
-    """The files of moe_lora and cli."""
-    return {name: one for name, one in sources.items() if one.path.startswith(("moe_lora/", "cli/"))}
 
 
 def _functions_below(node: ast.AST, prefix: str) -> Iterator[tuple[str, FunctionNode]]:

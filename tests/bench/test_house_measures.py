@@ -10,7 +10,7 @@ import pytest
 
 from bench.house import interface, language, shape
 from bench.house.measures import Found, Limits, limits_table
-from bench.house.sources import Source, package_of, read_sources
+from bench.house.sources import PACKAGE, Source, read_sources
 
 
 def _package(folder: Path, **files: str) -> dict[str, Source]:
@@ -18,7 +18,7 @@ def _package(folder: Path, **files: str) -> dict[str, Source]:
         path = folder / "moe_lora" / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return package_of(read_sources(folder))
+    return read_sources(folder, PACKAGE)
 
 
 def _first(package: dict[str, Source]) -> Source:

@@ -29,9 +29,13 @@ from tests.provision.plan.conftest import shares_computed_once  # noqa: F401  (t
 ROOT = Path(__file__).parents[2]
 
 
+FEW = 600
+"""Requests of a check."""
+
+
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replayed, "NUM_REQUESTS", 1500)
+    monkeypatch.setattr(replayed, "NUM_REQUESTS", FEW)
 
 
 @pytest.fixture
@@ -294,7 +298,7 @@ def verified_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[s
     trace, out = write_trace(folder / "trace.jsonl", [{} for _ in range(100)]), folder / "plan.yaml"
     words = ("--adapters", "64", "--verify", "--prefix-hit-share", "0.3")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replayed, "NUM_REQUESTS", 1500)
+        patch.setattr(replayed, "NUM_REQUESTS", FEW)
         result = run(trace, *words, "--out", str(out))
         assert result.exit_code == 0, result.output
         return result.output, planned(trace, *words), out
@@ -316,7 +320,7 @@ def test_verified_plan_is_shown_on_both_simulators(verified_plan: tuple[str, dic
     names = ["provision.replayed", "moe_lora.sim"]
     assert [one["simulator"] for one in content["simulators"]] == names
     assert all(one["in_slo"] > 0.9 and one["p50_ttft_s"] > 0 for one in content["simulators"])
-    heading = "provision.replayed and moe_lora.sim, Poisson arrivals of the plan's rate (1500 requests):"
+    heading = f"provision.replayed and moe_lora.sim, Poisson arrivals of the plan's rate ({FEW} requests):"
     for text in (heading, "P99 TTFT", "within SLOs", "does not replay", "the stated 30.0% are one prefix"):
         assert text in output
     assert [output.count(f"\n{name:<20}") for name in names] == [1, 1]
@@ -331,7 +335,7 @@ def test_interrupt_of_the_second_simulator_leaves_plan_and_check(
     assert result.exit_code == 0, result.output
     assert result.output.startswith("GPUs in all")
     assert "Targets (within" in result.output
-    assert "moe_lora.sim: Ctrl-C stopped the replay of 1500 requests" in result.output
+    assert f"moe_lora.sim: Ctrl-C stopped the replay of {FEW} requests" in result.output
     assert out.exists()
 
 
@@ -406,7 +410,8 @@ def test_unknown_model_is_refused_and_a_folder_needs_a_rank(trace: Path) -> None
 
 def test_planning_never_imports_torch(trace: Path) -> None:
     program = (
-        "import sys\nfrom moe_lora.cli.main import main\n"
+        "import sys\nfrom moe_lora.cli.main import main\nfrom moe_lora.provision.plan import verify\n"
+        f"verify.NUM_REQUESTS = {FEW}\n"
         f"try:\n    main(['provision', '--trace', {str(trace)!r}, '--model', 'DBRX', '--adapters', '9'])\n"
         "except SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules"

@@ -14,7 +14,7 @@ import pytest
 from tests.dist.cluster_jobs import Cluster, Host, alive, local_answers, make_requests, until
 from tests.patience import PATIENCE_S
 
-REQUESTS = make_requests(16)
+REQUESTS = make_requests(12)
 NOBODY = "no LLM instance is running: none has dialled in"
 
 

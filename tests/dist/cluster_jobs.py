@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,8 +82,8 @@ class Job:
         until(said, lambda: f"{pattern!r} in {self.log.read_text()}")
 
     def workers(self) -> list[int]:
-        """Processes that this one started, the oldest first."""
-        return sorted(children(self.process.pid))
+        """Processes of ranks that this one started, the oldest first."""
+        return sorted(pid for pid in children(self.process.pid) if is_rank(pid))
 
     def stop(self) -> int:
         """SIGTERM to the job; asserts that it leaves no process behind."""
@@ -194,21 +195,21 @@ class Drive:
     """Requests under way (see `drive_requests`)."""
 
     def __init__(self, host: Host, work: dict[str, Any]) -> None:
-        self._process = subprocess.Popen(
+        self._process = processes.subprocess.Popen(  # may fork, see `tests.forked_children`
             [*host.prefix, sys.executable, "-m", "tests.dist.drive_requests"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            text=True,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(work))
-        self._process.stdin.close()
+        with self._process.stdin as given:
+            given.write(json.dumps(work).encode())
 
     def done(self) -> list[tuple[int, Any]]:
         """(status, token ids or error message) of each request, in order."""
         assert self._process.stdout is not None
-        text = self._process.stdout.read()
+        with self._process.stdout as answers:
+            text = answers.read()
         assert self._process.wait(PATIENCE_S) == 0
         return [(status, answer) for status, answer in json.loads(text)]
 
@@ -226,6 +227,11 @@ def make_requests(count: int) -> list[tuple[str | None, str]]:
 
 def local_answers(requests: Sequence[tuple[str | None, str]]) -> list[list[int]]:
     """What one engine with the adapters beside its weights answers."""
+    return _local_answers(tuple(requests))
+
+
+@cache
+def _local_answers(requests: tuple[tuple[str | None, str], ...]) -> list[list[int]]:
     from moe_lora import LLM
 
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -256,6 +262,14 @@ def until(condition: Callable[[], object], what: Callable[[], str], limit_s: flo
 def alive(pid: int) -> bool:
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def is_rank(pid: int) -> bool:
+    """False for the process that forks in a forked job's place."""
+    try:
+        return b"run_role" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -13,7 +13,7 @@ from tests.patience import PATIENCE_S
 
 from .cluster_jobs import ADAPTERS, Cluster, Host, Job, local_answers, make_requests, until
 
-REQUESTS = make_requests(16)
+REQUESTS = make_requests(12)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError
 from moe_lora.serve import composing
@@ -37,6 +36,8 @@ ATTENTION = {"wide": 5, "narrow": 2}
 
 def make_attention(folder: Path) -> None:
     """Adapters of attention alone, large enough to change tokens."""
+    from peft import LoraConfig, get_peft_model
+
     for seed, (name, lora_rank) in enumerate(ATTENTION.items()):
         torch.manual_seed(seed)
         targets = ["q_proj", "v_proj", "o_proj"][seed:]
@@ -58,6 +59,8 @@ def greedy(model: Any, token_ids: list[int]) -> list[int]:
 
 def peft_sum(folder: Path, weights: Mapping[str, float]) -> Any:
     """peft's own sum of concatenated ranks.  The first adapter is without rslora, else peft scales twice."""
+    from peft import PeftModel
+
     names = list(weights)
     model = PeftModel.from_pretrained(
         load_model(DEMO / "model", torch.float32), folder / names[0], adapter_name=names[0]
@@ -71,6 +74,8 @@ def peft_sum(folder: Path, weights: Mapping[str, float]) -> Any:
 
 def merged_sum(weights: Mapping[str, float]) -> Any:
     """W + sum of w (W_k - W), as peft merges one adapter at a time: its sums refuse `target_parameters`."""
+    from peft import PeftModel
+
     made = load_model(DEMO / "model", torch.float32)
     base = {name: value.clone() for name, value in made.state_dict().items()}
     for adapter, weight in weights.items():

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 
@@ -73,7 +73,7 @@ def check(response):
 
 
 @SCHEMA.parametrize()
-@settings(LIMITED, max_examples=3)
+@settings(LIMITED, max_examples=4, phases=[Phase.generate])
 def test_cases_from_the_openapi_document(case):
     case.call_and_validate(checks=[not_a_server_error], timeout=PATIENCE_S)
 

@@ -207,7 +207,7 @@ def test_a_list_with_a_malformed_call_is_content(name, opening, closing, is_firs
 
 
 @pytest.mark.parametrize(("name", "text"), FORMATS, ids=IDS)
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_call_cut_short_is_content_of_a_whole_answer(name, text, step):
     for end in range(0, len(text), step):
         cut = text[:end]
@@ -353,7 +353,7 @@ def held_most(found, pieces):
     return most
 
 
-sizes = pytest.mark.parametrize("num_chars", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+sizes = pytest.mark.parametrize("num_chars", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
 
 
 def worst(num_chars: int) -> list[tuple[str, str]]:

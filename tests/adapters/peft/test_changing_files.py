@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
 from tests.adapters.peft_folders import alter
 from tests.families import make_adapter
+from tests.forked_programs import start_program
 
 READER = """
 import sys, torch, json
@@ -59,9 +59,9 @@ def test_file_rewritten_in_place_while_it_is_read_is_refused_and_the_process_liv
     content = (adapter / WEIGHTS_FILE).read_bytes()
     done = tmp_path / "done"
     words = (str(adapter), str(checkpoint("mixtral") / "config.json"), str(done))
-    reader = subprocess.Popen([sys.executable, "-c", READER, *words], stdout=subprocess.PIPE, text=True)
+    reader = start_program(READER, *words, stdout=subprocess.PIPE)
     assert reader.stdout is not None
-    assert reader.stdout.readline() == "ready\n"
+    assert reader.stdout.readline() == b"ready\n"
     for _ in range(1000):
         if reader.poll() is not None:
             break
@@ -192,9 +192,7 @@ HostStore(sys.argv[1]).adopt("0" * 64, blocks())
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_that_opens_the_store_and_no_sooner(tmp_path):
-    writer = subprocess.Popen(
-        [sys.executable, "-c", KILLED_WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    writer = start_program(KILLED_WRITER, str(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert writer.stdout is not None
     try:
         assert writer.stdout.readline() == b"writing\n"
@@ -246,10 +244,7 @@ for number in range(100):
 
 
 def test_processes_that_open_and_write_a_store_at_once_lose_nothing(tmp_path):
-    writers = [
-        subprocess.Popen([sys.executable, "-c", OPENS_AND_WRITES, str(tmp_path), str(number)])
-        for number in range(2)
-    ]
+    writers = [start_program(OPENS_AND_WRITES, str(tmp_path), str(number)) for number in range(2)]
     assert [writer.wait() for writer in writers] == [0, 0]
     assert len(list(tmp_path.glob("*.packed.safetensors"))) == len(list(tmp_path.iterdir())) == 200
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from moe_lora.adapters.registry.registry import DATABASE_FILE, Registry
+from moe_lora.core import processes
 from tests.adapters.peft_folders import BASE, peft_folder
 from tests.patience import PATIENCE_S
 
@@ -33,7 +34,7 @@ def sources(tmp_path_factory) -> Path:
 
 def start(what: str, folder: Path, sources: Path, number: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.adapters.registry.registry_worker", what, folder, sources, number]
-    return subprocess.Popen(
+    return processes.subprocess.Popen(  # may fork, see `tests.forked_children`
         [str(word) for word in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 

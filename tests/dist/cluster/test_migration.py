@@ -9,7 +9,6 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +39,8 @@ from moe_lora.engine.moving import KvTransfer, Outgoing
 from moe_lora.engine.text.grammars import regex_grammar
 from moe_lora.policies.routing.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
+from tests.forked_programs import start_program
+from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
@@ -188,7 +188,7 @@ async def until_idle(engines) -> None:
 
 
 KINDS = ("tokens", "kv")
-CUTS = ({7}, {1, 40}, {1, 5, 6, 20, 33})
+CUTS = ({1, 5, 6, 20, 33}, {1, 40}, {7})
 SAMPLINGS = (
     {},
     {"temperature": 1.0, "seed": 3, "top_p": 0.9},
@@ -197,13 +197,7 @@ SAMPLINGS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "cuts", "sampling"),
-    [
-        pytest.param(KINDS[i], CUTS[j], SAMPLINGS[k], marks=pytest.mark.slow if (i + j + k) % 3 else ())
-        for i, j, k in product(range(2), range(3), range(3))
-    ],
-)
+@pytest.mark.parametrize(("kind", "cuts", "sampling"), diagonal(KINDS, CUTS, SAMPLINGS))
 def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sampling, kind):
     """With its KV to the last bit, so that logprobs are equal; by tokens up to rounding."""
 
@@ -299,7 +293,7 @@ def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines, kind)
 
     async def run() -> None:
         requests = [
-            ask(f"r{i}", [None, "upper"][i % 2], temperature=float(i % 3 > 0), seed=i) for i in range(12)
+            ask(f"r{i}", [None, "upper"][i % 2], temperature=float(i % 3 > 0), seed=i) for i in range(8)
         ]
         alone = [tokens(await answer(fleet, request)) for request in requests]
         names, over = [one.request_id for one in requests], asyncio.Event()
@@ -561,12 +555,12 @@ with make_transport("gloo", name="target") as transport:
 
 
 @contextmanager
-def window_owner(page_bytes: int) -> Iterator[tuple[list[bytes], subprocess.Popen[str]]]:
+def window_owner(page_bytes: int) -> Iterator[tuple[list[bytes], subprocess.Popen[bytes]]]:
     """A process that has two windows, of 16 pages each."""
-    command = [sys.executable, "-c", WINDOW_OWNER, str(16 * page_bytes)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = start_program(WINDOW_OWNER, str(16 * page_bytes), **pipes)
     try:
-        yield [process.stdout.readline().strip().encode() for _ in range(2)], process
+        yield [process.stdout.readline().strip() for _ in range(2)], process
     finally:
         process.send_signal(signal.SIGCONT)
         process.communicate()
@@ -579,7 +573,7 @@ def test_steps_go_on_while_kv_is_put_to_a_target_that_stands_still():
     kv = client.core.moves._kv
     kv._open_transport = lambda: make_transport("gloo", name="source", timeout_s=120.0)
 
-    async def run(descriptors: list[bytes], target: subprocess.Popen[str]) -> None:
+    async def run(descriptors: list[bytes], target: subprocess.Popen[bytes]) -> None:
         layout = repr(kv._layout)
         moved, left = (client.generate(ask(name, max_tokens=200)) for name in ("moved", "left"))
         for stream, name, descriptor in zip((moved, left), ("moved", "left"), descriptors, strict=True):

@@ -78,9 +78,16 @@ async def moved(fleet: FleetClient, kind: str, published: tuple[str, ...], after
     return outputs, problem
 
 
-@pytest.mark.parametrize("after_hold", [False, True], ids=["before_hold", "after_hold"])
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("kind", ["tokens", "kv"])
+@pytest.mark.parametrize(
+    ("kind", "where", "after_hold"),
+    [
+        # The default run has each pair of two values.
+        pytest.param(kind, where, after_hold, marks=pytest.mark.slow if (i + j + k) % 2 else ())
+        for i, kind in enumerate(["tokens", "kv"])
+        for j, where in enumerate(PLACES)
+        for k, after_hold in enumerate([False, True])
+    ],
+)
 def test_a_publication_during_a_move_mixes_no_versions(fleet, engines, kind, where, after_hold):  # noqa: F811
     async def run() -> tuple[list[TokenOutput], str | None]:
         await fleet.call("load_adapter", "policy", str(FOLDERS[1]))

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lora.config.cluster import read_cluster
+from moe_lora.core import processes
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch import roles, server_role
 from moe_lora.dist.launch.roles import JobPlace, serve_instance
 from moe_lora.dist.launch.server_role import serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Pulse
+from tests.forked_programs import start_program
 from tests.virtual_clock import VirtualClock
 
 ROOT = Path(__file__).parents[3]
@@ -105,10 +107,11 @@ def test_command_ends_with_one_line(write, options, code, reason):
         str(write(SERVER)),
         *options,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = processes.subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT)
+    _, said = done.communicate()
     assert done.returncode == code
-    assert reason in done.stderr
-    assert "Traceback" not in done.stderr
+    assert reason in said.decode()
+    assert "Traceback" not in said.decode()
 
 
 HANGS = """
@@ -164,9 +167,10 @@ asyncio.run(roles.end_stuck(pulse, 0.1))
     ids=["told", "stuck"],
 )
 def test_a_process_whose_engine_hangs_ends_for_its_restart(program, code, said):
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == code, ended.stderr
-    assert said in ended.stderr
+    ended = start_program(program, stderr=subprocess.PIPE)
+    _, words = ended.communicate()
+    assert ended.returncode == code, words
+    assert said in words.decode()
 
 
 class Ended(Exception):

@@ -21,6 +21,7 @@ from moe_lora.policies.migration.problem import (
     lower_bound,
 )
 from moe_lora.policies.migration.programs import plan_exact, plan_relaxed
+from tests.grids import diagonal
 from tests.policies.migration_cases import check_plan, problems
 
 
@@ -59,17 +60,12 @@ def test_the_bound_counts_adapters_copies_loads_and_what_finds_no_room():
     assert bound(50.0, {"a"}) == pytest.approx(4.5, rel=1e-5)  # 20 of 120 bytes are swapped
 
 
-GRID = [
-    # The default run has each pair of two values.
-    pytest.param(*size, affinity_s, device_bytes, marks=() if (i + j + k) % 2 else pytest.mark.slow)
-    for i, size in enumerate(((2, 8), (2, 16), (3, 6), (4, 5)))
-    for j, affinity_s in enumerate((0.0, 0.05, 0.5))
-    for k, device_bytes in enumerate((150.0, 400.0))
-]
-
-
-@pytest.mark.parametrize(("num_replicas", "requests", "affinity_s", "device_bytes"), GRID)
-def test_the_fast_plan_is_within_5_percent_of_the_exact_one(num_replicas, requests, affinity_s, device_bytes):
+@pytest.mark.parametrize(
+    ("size", "affinity_s", "device_bytes"),
+    diagonal(((2, 8), (2, 16), (3, 6), (4, 5)), (0.0, 0.05, 0.5), (150.0, 400.0)),
+)
+def test_the_fast_plan_is_within_5_percent_of_the_exact_one(size, affinity_s, device_bytes):
+    num_replicas, requests = size
     problem = uneven_problem(
         num_replicas,
         seed=num_replicas + requests,

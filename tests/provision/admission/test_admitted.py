@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from moe_lora.provision.admission.admitted import ADMITTED, smallest_capacity_of
+from tests.grids import diagonal
 from tests.provision.plan.plans import zipf
 
 POPULARITIES = {
@@ -19,8 +20,7 @@ POPULARITIES = {
 
 
 @pytest.mark.parametrize("estimator", ADMITTED)
-@pytest.mark.parametrize("name", POPULARITIES)
-@pytest.mark.parametrize("global_batch", [0.5, 20.0, 400.0])
+@pytest.mark.parametrize(("name", "global_batch"), diagonal([*POPULARITIES], [0.5, 20.0, 400.0]))
 def test_it_is_the_first_capacity_that_reaches_the_target(
     estimator: str, name: str, global_batch: float
 ) -> None:

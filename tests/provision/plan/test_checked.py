@@ -20,7 +20,7 @@ from moe_lora.workload.traces.traces import read_trace
 
 from .plans import inputs, zipf
 
-FEW = 3000
+FEW = 1500
 
 
 @pytest.fixture(scope="module", autouse=True)

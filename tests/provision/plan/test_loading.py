@@ -52,7 +52,7 @@ def queue_at(busy: float, load_s: float) -> LoadQueue:
 
 def simulated(queue: LoadQueue, num_instances: int) -> tuple[float, float]:
     """Mean TPOT and P95 TTFT of requests with an adapter each; a step alone takes STEP_S."""
-    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / queue.loads_per_s, 6000)).tolist()
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / queue.loads_per_s, 3000)).tolist()
     requests = [PlannedRequest(i, arrival_s, str(i), 10, 30) for i, arrival_s in enumerate(arrivals)]
     config = SystemConfig(
         num_instances=num_instances,

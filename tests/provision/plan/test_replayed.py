@@ -29,12 +29,16 @@ from moe_lora.workload.traces.traces import read_trace
 
 from .plans import inputs, zipf
 
-FEW = 3000
+FEW = 1500
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
+    return write_trace(tmp_path)
+
+
+def write_trace(folder: Path) -> Path:
+    path = folder / "trace.jsonl"
     rows = [{"arrival_s": i * 0.05, "prompt_tokens": 300, "output_tokens": 20} for i in range(400)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
@@ -127,7 +131,10 @@ def test_given_global_batch_runs_at_once(trace: Path) -> None:
         assert found.mean_tpot_s == pytest.approx(plan.tpot_s, rel=0.1)
 
 
-def overloaded(trace: Path) -> tuple[list[Replay], list[Replay]]:
+@pytest.fixture(scope="module")
+def overloaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Replay], list[Replay]]:
+    """Replays of a load beyond the cluster: whole, and given up."""
+    trace = write_trace(tmp_path_factory.mktemp("overloaded"))
     given = inputs(output_tokens=20.0, rate_per_s=60.0, probabilities=zipf(400, 0.5))
     cluster = Cluster(given)
     load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
@@ -135,16 +142,16 @@ def overloaded(trace: Path) -> tuple[list[Replay], list[Replay]]:
     return whole, part
 
 
-def test_replay_that_can_no_longer_hold_is_given_up(trace: Path) -> None:
-    whole, part = overloaded(trace)
+def test_replay_that_can_no_longer_hold_is_given_up(overloaded: tuple[list[Replay], list[Replay]]) -> None:
+    whole, part = overloaded
     assert not any(one.stopped for one in whole)
     (only,) = part  # the others would not be looked at
     assert only.stopped
     assert only.num_requests < whole[0].num_requests
 
 
-def test_shares_of_waiting_requests_sum_to_one(trace: Path) -> None:
-    whole, _ = overloaded(trace)
+def test_shares_of_waiting_requests_sum_to_one(overloaded: tuple[list[Replay], list[Replay]]) -> None:
+    whole, _ = overloaded
     for one in whole:
         waited = one.admitted_at_once, one.waited_for_adapter, one.waited_for_room
         assert sum(share or 0.0 for share in waited) == pytest.approx(1.0)

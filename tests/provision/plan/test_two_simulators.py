@@ -61,7 +61,7 @@ def replayed(
     given: PlanInputs,
     place: SizedCluster,
     trace: Trace,
-    num_requests: int = 800,
+    num_requests: int = 640,
     rate_per_s: float = RATE_PER_S,
 ) -> list[Latencies]:
     return both(given, place, rate_per_s, trace, num_requests=num_requests, seed=1)
@@ -81,7 +81,7 @@ def test_both_simulators_agree_on_a_plan(place: SizedCluster, tmp_path: Path) ->
 @pytest.mark.parametrize("place", [COUPLED, SERVED], ids=str)
 def test_overload_misses_the_slos_on_both(place: SizedCluster, tmp_path: Path) -> None:
     trace = chats(tmp_path)
-    fast, real = replayed(planned(trace), place, trace, rate_per_s=4 * RATE_PER_S)
+    fast, real = replayed(planned(trace), place, trace, num_requests=300, rate_per_s=4 * RATE_PER_S)
     assert fast.in_slo is not None
     assert real.in_slo is not None
     assert max(fast.in_slo, real.in_slo) < 0.9
