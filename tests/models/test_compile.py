@@ -123,11 +123,12 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
     assert not called["moe_lora.linear"]
 
 
-def test_plain_dense_layers_stay_between_begin_and_add_to(served, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_plain_dense_layers_stay_between_begin_and_add_to(family, served, monkeypatch):
     """Compiled as for a GPU: the base GEMM is torch's."""
     monkeypatch.setattr(ops, "linear", reference.linear)
     monkeypatch.setattr(ops, "fuses_sites", lambda x: False)
-    model = served("mixtral")
+    model = served(family)
     forward = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False)
     (found, harness), codes = run_and_get_code(decode, model, 2, forward)
     (code,) = codes
