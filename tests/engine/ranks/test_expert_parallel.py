@@ -43,7 +43,7 @@ from tests.stopped_processes import stop
 T = TypeVar("T")
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 SLOW = pytest.mark.slow
-NUM_TOKENS = 8
+NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 INSTANCE = "moe_lora.dist.launch.run_role"
 TIGHT = {"max_loras": 2, "max_num_batched_tokens": 9, "max_num_seqs": 8, "max_model_len": 128}
