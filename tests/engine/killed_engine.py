@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that a test kills: folder of the model, number of ranks, folder of the adapter."""
+"""An engine for a test to kill.  Arguments: folder of the model, number of ranks, folder of the adapter."""
 
 from __future__ import annotations
 

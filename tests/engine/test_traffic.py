@@ -52,7 +52,7 @@ def change_something(
 
 
 QUICK = (0, 3, 5, 7, 15, 16, 18)
-"""They draw each value of each setting that the others draw."""
+"""Their draws have each value of each setting."""
 
 
 @pytest.mark.parametrize("seed", with_quick(range(20), QUICK))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function in a fork of this process: what it imports, replaces and prints stays there."""
+"""Runs a function in a fork of this process: its imports, changes and output stay there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S
 
 
 def output_of_fork(work: Callable[[], object], file: Path) -> str:
-    """What `work` prints; it may end by SystemExit(0)."""
+    """Output of `work`.  SystemExit(0) counts as success."""
 
     def run() -> None:
         with file.open("w") as out, contextlib.redirect_stdout(out):

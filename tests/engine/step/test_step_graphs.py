@@ -33,7 +33,7 @@ CHANGES = {"llama": {"num_hidden_layers": 1}, "gpt_oss": {}}
 WITH_PROMPTS = [(0, [3, 5, 7]), (-1, [11]), (-1, [13, 2]), (1, [5, 4])]
 TURNS = (slice(0, 3), slice(0, 2), slice(0, 4), slice(1, 3))
 TURNS_WITH_PROMPTS = (slice(0, 1), slice(1, 3), slice(0, 4), slice(1, 2))
-"""Whose turn it is in each step."""
+"""Sequences of each step."""
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 """The CPU library adds in another order."""
 
