@@ -119,9 +119,16 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
     assert begins == called["moe_lora.lora_add_to"] == 4
     assert (plain, called["moe_lora.quantised_linear"]) == ((4, 0) if quantisation is None else (0, 4))
     assert not called["moe_lora.linear"]
+    of_sites = [one for one in map(str, targets) if one in ("moe_lora.lora_begin", "moe_lora.lora_add_to")]
+    assert of_sites == ["moe_lora.lora_begin", "moe_lora.lora_add_to"] * 4
+    products = (torch.nn.functional.linear, "moe_lora.quantised_linear")
+    places = [i for i, one in enumerate(targets) if one is products[0] or str(one) == products[1]]
+    begin, add = ([i for i, one in enumerate(map(str, targets)) if one == name] for name in of_sites[:2])
+    assert all(i < j < k for i, j, k in zip(begin, places, add, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_plain_dense_layers_stay_between_begin_and_add_to(family, served, monkeypatch):
     """Compiled as for a GPU: the base GEMM is torch's."""
     monkeypatch.setattr(ops, "linear", reference.linear)
