@@ -30,6 +30,8 @@ from tests.stand_in_device import CUDA, DeviceTensor, Launch, launches, noting, 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 QUICK = "gpt_oss"
 """Experts, sinks, windows and biases."""
+CHANGES = {"phimoe": {"num_hidden_layers": 1}}
+"""Of families whose layers are alike."""
 Prompts: TypeAlias = list[tuple[int, list[int]]]
 PROMPTS: Prompts = [(0, [3, 5]), (-1, [11]), (0, [13])]
 """Slot of the adapter, and the tokens: two steps of these are a prompt, and a token after it."""
@@ -37,7 +39,7 @@ PROMPTS: Prompts = [(0, [3, 5]), (-1, [11]), (0, [13])]
 
 def checkpoint_and_adapter(family: str, folder: Path) -> tuple[Path, list[Path]]:
     """A tiny checkpoint of the family and one adapter on all of its sites."""
-    base = make_checkpoint(family, folder / "base", seed=0)
+    base = make_checkpoint(family, folder / "base", seed=0, **CHANGES.get(family, {}))
     return base, [make_adapter(family, base, folder / "adapter", 4, ALL_TARGETS, seed=1, scale=0.5)]
 
 

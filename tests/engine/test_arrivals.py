@@ -62,7 +62,7 @@ def streams(core: EngineCore, arrival: Arrival | None = None, at_step: int = 8) 
     return {f"r{number}": tokens[f"r{number}"] for number in range(16)}
 
 
-@pytest.fixture(params=["off", "on"])
+@pytest.fixture(params=[pytest.param("off", marks=pytest.mark.slow), "on"])
 def core(request):
     made = build_engine(replace(CONFIG, async_scheduling=request.param))
     yield made

@@ -28,7 +28,7 @@ WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "one_adapter_resident": {"max_loras": 1},
-    "compiled": {"eager": False},
+    "compiled": {"eager": False, "decode_buckets": (16,)},
     "host_arena": {"max_loras": 2, "host_arena_mb": 2},
     "merging": {"batching": "auto", "verify_merge": True},
     "merged": {"batching": "merged"},

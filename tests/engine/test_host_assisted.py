@@ -94,7 +94,7 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
             pytest.param(family, "ranks", marks=() if family in QUICK else pytest.mark.slow)
             for family in MOE_FAMILIES
         ),
-        ("mixtral", "chunked_ranks"),
+        pytest.param("mixtral", "chunked_ranks", marks=pytest.mark.slow),
         *(
             pytest.param(family, "divided", marks=() if family in ("llama", "gpt_oss") else pytest.mark.slow)
             for family in FAMILIES
@@ -224,8 +224,8 @@ def lora_server(
 @pytest.mark.parametrize(
     ("family", "sites", "settings"),
     [
-        pytest.param("mixtral", "experts", {"host_workers": 1}, marks=pytest.mark.slow),
-        ("mixtral", "experts", {"host_workers": 1, "expert_parallel": 2}),
+        ("mixtral", "experts", {"host_workers": 1}),
+        pytest.param("mixtral", "experts", {"host_workers": 1, "expert_parallel": 2}, marks=pytest.mark.slow),
         ("llama", "all", {}),
     ],
 )

@@ -32,12 +32,16 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "ways", [captured_graphs, pytest.param(nullcontext, marks=pytest.mark.slow)], ids=["graphs", "generated"]
+    ("ways", "buckets"),
+    [
+        pytest.param(captured_graphs, (8,), id="graphs"),
+        pytest.param(nullcontext, None, id="generated", marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_steps_answer_as_peft_does(ways, served):  # noqa: F811
+def test_compiled_steps_answer_as_peft_does(ways, buckets, served):  # noqa: F811
     """ways: of running a graph."""
     with ways():
-        answers_as_peft(served("deepseek_v3"), eager=False)
+        answers_as_peft(served("deepseek_v3"), eager=False, decode_buckets=buckets)
 
 
 def test_steps_ahead_answer_as_peft_does(served):  # noqa: F811

@@ -13,7 +13,7 @@ from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import LENGTHS, SLOTS, make_prompts
 from tests.oracle import greedy_reference
 
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 WAYS = {
     "all_at_once": {},

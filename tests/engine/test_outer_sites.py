@@ -21,7 +21,7 @@ from tests.models.test_oracle import make_prompts
 from tests.oracle import greedy_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM_TOKENS = 16
+NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SEEDS = {"dbrx": 20}
 """First seed of a family's adapters, where gates are close with others."""
@@ -31,7 +31,7 @@ WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "one_adapter_resident": {"max_loras": 1},
-    "compiled": {"eager": False},
+    "compiled": {"eager": False, "decode_buckets": (16,)},
     "host_arena": {"max_loras": 2, "host_arena_mb": 2},
     "merging": {"batching": "auto", "verify_merge": True},
     "dlora": {"batching": "dlora", "verify_merge": True},
@@ -46,7 +46,7 @@ QUICK = {
     "gpt_oss": ("all_at_once", "expert_parallel", "host_workers"),
 }
 """Ways in the default run."""
-ALONE = ("mixtral", "qwen3_moe", "dbrx", "granite", "afmoe", "qwen3_next", "deepseek_v3", "gemma4")
+ALONE = ("dbrx", "granite", "qwen3_next", "deepseek_v3", "gemma4")
 """They go the first way alone: their heads and embeddings differ, or the layers between them."""
 
 

@@ -9,13 +9,15 @@ from tests.adapters.peft.test_outer_sites import outer_adapter
 from tests.adapters.peft.test_replaced import FORMS
 from tests.engine.test_outer_sites import WAYS, assert_tokens_of_peft
 from tests.families import make_adapter, make_checkpoint
+from tests.grids import diagonal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = {
     "tokens": ("tokens", "many_tokens", "same_by_name"),
     "by_name": ("by_name", "head_tokens", "same_by_name"),
 } | {"modules": ("head", "embedding", "both")}
-QUICK = ("all_at_once", "tensor_parallel", "merging", "host_arena")
+QUICK = {("tokens", "merging"), ("tokens", "host_arena"), ("modules", "tensor_parallel")}
+"""Batches and ways in the default run."""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("batch", "tied"), diagonal(list(BATCHES), [False, True]))
 def test_a_mixed_batch_continues_as_peft_does(batch, tied, made):
     assert_tokens_of_peft(*made("llama", tied, batch))
 
@@ -47,7 +48,7 @@ def test_a_mixed_batch_continues_as_peft_does(batch, tied, made):
 @pytest.mark.parametrize(
     ("batch", "way"),
     [
-        pytest.param(batch, way, marks=() if way in QUICK and batch != "by_name" else pytest.mark.slow)
+        pytest.param(batch, way, marks=() if (batch, way) in QUICK else pytest.mark.slow)
         for batch in BATCHES
         for way in WAYS
         if way != "all_at_once"

@@ -23,6 +23,7 @@ from moe_lora.engine.client.messages import PauseScope
 from moe_lora.engine.step.grammar_masks import Grammars
 from moe_lora.engine.text.grammars import json_grammar
 from moe_lora.models.loader import held_weights
+from tests.grids import diagonal
 from tests.models.generated_code import captured_graphs
 from tests.patience import PATIENCE_S
 from tests.serve.live_server import wait_until
@@ -77,7 +78,7 @@ def refuses(llm: LLM) -> bool:
     [
         (1, {}),
         (2, {}),
-        (2, {"eager": False}),
+        (2, {"eager": False, "decode_buckets": (8,)}),
         (2, {"quantize": "int8"}),
         (1, {"host_arena_mb": 20.0}),
         (2, {"load_format": "dummy"}),
@@ -179,7 +180,13 @@ def test_running_requests_end_or_go_on_before_it():
 
 
 @pytest.mark.parametrize(
-    ("level", "settings"), [(1, {}), (2, {}), (1, {"eager": False}), (2, {"tensor_parallel": 2})]
+    ("level", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        pytest.param(1, {"eager": False}, marks=pytest.mark.slow),
+        pytest.param(2, {"tensor_parallel": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_kept_requests_go_on_by_their_version_with_the_same_tokens(level, settings):
     adapters = ("policy", None, "other")
@@ -221,8 +228,7 @@ def test_a_kept_request_ends_by_an_abort_or_by_a_second_sleep():
         assert Stream(llm, "next", "policy", tokens=3).rest() == "length"
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-@pytest.mark.parametrize("expires", [False, True])
+@pytest.mark.parametrize(("expires", "mode"), diagonal([False, True], ["keep", "wait"]))
 def test_requests_that_a_pause_delays_go_on_after_the_sleep(mode, expires):
     with engine() as llm:
         first = Stream(llm, "first", tokens=1, gated=True)
@@ -313,7 +319,7 @@ def test_a_change_beside_another_is_refused():
         asked.result(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_is_gone_leaves_it_asleep_until_it_is_back(tmp_path, ranks):
     model = tmp_path / "model"
     shutil.copytree(DEMO / "model", model)

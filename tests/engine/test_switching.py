@@ -23,6 +23,7 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.text.grammars import json_grammar
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster
+from tests.grids import diagonal, with_quick
 from tests.oracle import reference_experts, reference_logits
 
 from .publishing import check_greedy, published_at, runs_of
@@ -95,7 +96,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_quick(WAYS, WAYS.keys() - {"one_resident", "two_ranks_by_tensors"}))
 def test_tokens_are_greedy_by_the_version_that_they_name(way):
     """Beside a request that keeps its version, with two publications during the answers."""
     check_two_publications(way, **WAYS[way])
@@ -147,8 +148,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("ahead", ["off", "on"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("sampling", "ahead"), diagonal(list(SAMPLINGS), ["off", "on"]))
 def test_the_rest_is_the_new_version_s_with_the_answer_so_far(sampling, ahead):
     """As a request that another instance continues with the answer so far."""
     with engine(async_scheduling=ahead) as core:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from moe_lora.kernels import reference
-from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.cpu import cpu, library
 from moe_lora.kernels.operands import AttentionOperands, KvLayout
 
+from .forked import output_of_fork
 from .kernel_cases import paged_case, random, strided
 
 
@@ -118,13 +118,14 @@ def test_operands_that_do_not_fit_are_refused(generator):
 
 
 @pytest.mark.parametrize("name", ["portable", "amx_emulated"])
-def test_environment_chooses_the_instruction_set(name):
-    code = "import moe_lora.kernels.cpu.cpu as cpu; print(cpu.isa())"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={"MOE_LORA_ISA": name, "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert run.stdout.strip() == name
+def test_environment_chooses_the_instruction_set(name, tmp_path):
+    def load() -> None:
+        """As at the first import."""
+        os.environ["MOE_LORA_ISA"] = name
+        importlib.reload(library)
+        print(cpu.isa())
+
+    assert output_of_fork(load, tmp_path / "out") == f"{name}\n"
 
 
 def test_the_emulation_of_amx_is_never_chosen_by_itself():

@@ -14,8 +14,9 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.models import loader
 from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
-from tests.families import ALL_FAMILIES, FURTHER_MOE, LATER_MOE, make_checkpoint
+from tests.families import ALL_FAMILIES, FAMILIES, FURTHER_MOE, LATER_MOE, make_checkpoint
 from tests.families import load_model as load_transformers
+from tests.grids import with_quick
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,11 @@ def llama(tmp_path):
     return make_checkpoint("llama", tmp_path)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+BY_DEFAULT = (*FAMILIES, "afmoe", "qwen3_next", "deepseek_v3", "gemma4")
+"""Families with layers of other pieces."""
+
+
+@pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, BY_DEFAULT))
 def test_sharded_checkpoint_loads_the_same_weights(family, served, tmp_path):
     single = served(family).model_dir
     load_transformers(single).save_pretrained(tmp_path, max_shard_size="20KB")
@@ -122,7 +127,7 @@ def test_missing_tensor_is_named(llama):
         load(llama)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, BY_DEFAULT))
 def test_tensor_of_another_shape_is_named(family, tmp_path):
     path = make_checkpoint(family, tmp_path)
     key = next(

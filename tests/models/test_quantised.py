@@ -33,7 +33,7 @@ INT8 = quantisation_of("int8", None, False)
 INT4 = quantisation_of("int4", 32, False)
 FP8 = quantisation_of("fp8", None, False)
 SLOTS = (-1, 0, 1, -1, 0, 1, -1)
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 SEEDS = {
     "llama": 2,
     "mixtral": 1,
@@ -233,7 +233,7 @@ def test_loading_takes_little_more_than_what_stays(tmp_path):
         hidden_size=1024,
         intermediate_size=8192,
         vocab_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
     )
     given = [sys.executable, "-c", MEASURED, str(tmp_path)]
     # Freed buffers leave the process at once, and pages have one size: else the peak is the allocator's.

@@ -19,6 +19,7 @@ from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_checkpoint, shard_of
+from tests.grids import diagonal
 from tests.stored_checkpoints import fused, stored_pair
 
 from .test_quantised import CPU, FP8, INT4, INT8, base  # noqa: F401  (the fixture)
@@ -37,8 +38,7 @@ def assert_same_model(found, expected):
         assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), diagonal(FAMILIES, list(FORMATS)))
 def test_holds_what_quantising_at_load_makes(family, kind, base, tmp_path):  # noqa: F811
     model_dir, dtype = base(family)[0], torch.bfloat16 if family == "mixtral" else torch.float32
     quantise_checkpoint(model_dir, tmp_path / "out", FORMATS[kind], dtype, silent)

@@ -16,6 +16,7 @@ from moe_lora.models.checkpoint import SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_checkpoint, shard_of
+from tests.grids import diagonal
 from tests.oracle import greedy_reference, reference_logits
 from tests.stored_checkpoints import BLOCK, KINDS, SCHEMES, TORCHAO, fused, set_quantisation, stored_pair
 
@@ -61,8 +62,7 @@ def test_mixed_batch_continues_as_peft_does_over_what_is_stored(family, kind, ba
         assert tuple(tokens) == greedy.tokens[0], (slot, len(prompt))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), diagonal(list(KINDS), [torch.float32, torch.bfloat16]))
 def test_what_is_held_is_what_is_stored(kind, dtype, base, tmp_path):  # noqa: F811
     """Also where it is dequantised for good, and on a rank that has some experts only."""
     stored, plain = stored_pair(base("mixtral")[0], kind, tmp_path)

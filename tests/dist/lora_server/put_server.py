@@ -19,7 +19,7 @@ from moe_lora.dist.launch.server_role import build_rank
 from moe_lora.dist.transport import device_puts
 from moe_lora.kernels.triton.configs import interpreted
 from tests.dist.transport import symmetric_memory
-from tests.kernels.triton.conftest import patch_once_a_launch
+from tests.kernels.triton.conftest import interpret_faster
 
 READY_S = 90.0
 
@@ -28,7 +28,7 @@ READY_S = 90.0
 def stand_in(folder: str, seed: int) -> Iterator[None]:
     """This process is a member of groups whose memory lies in the folder."""
     if interpreted():
-        patch_once_a_launch()
+        interpret_faster()
     symmetric_memory.install()
     names = {symmetric_memory.FOLDER: folder, symmetric_memory.SEED: str(seed)}
     places = {"ibgda": symmetric_memory.__name__}

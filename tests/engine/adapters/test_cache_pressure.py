@@ -89,7 +89,7 @@ def test_answers_of_several_ranks_are_those_of_a_large_arena(host_arena_mb, expe
     assert (stats.swapped_out_bytes > 0) == (host_arena_mb > 0)
 
 
-@pytest.mark.parametrize("policy", ["cost-aware", "fastlibra"])
+@pytest.mark.parametrize("policy", [pytest.param("cost-aware", marks=pytest.mark.slow), "fastlibra"])
 def test_copies_that_come_late_change_no_answer(policy, expected, monkeypatch):
     begin = RankCopier.begin
     rng = random.Random(1)

@@ -97,7 +97,9 @@ def test_step_that_raises_on_a_follower_ends_only_its_adapter(faulty, right, ran
 @pytest.mark.parametrize(
     "generates", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["captured", "generated"]
 )
-@both_faults(("expert_parallel", "after_step"), ("tensor_parallel", "after_step"))
+@both_faults(
+    ("expert_parallel", "after_step"), ("tensor_parallel", "before_step"), ("tensor_parallel", "after_step")
+)
 def test_compiled_step_that_raises_on_a_follower_ends_only_its_adapter(
     faulty, right, ranks, when, generates, tmp_path, monkeypatch
 ):

@@ -17,7 +17,7 @@ from tests.oracle import greedy_reference
 
 from .test_expert_parallel import SLOW, TIGHT, settings
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 

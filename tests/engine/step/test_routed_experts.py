@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_at_once": {},
     "chunked_prefill": CHUNKS,
     "few_pages": {"kv_cache_gb": "just_enough", "max_model_len": 128, **CHUNKS},
-    "compiled": {"eager": False},
+    "compiled": {"eager": False, "decode_buckets": (8,)},
     "expert_parallel": {"expert_parallel": 2},
     "tensor_parallel": {"tensor_parallel": 2},
 }

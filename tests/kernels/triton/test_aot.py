@@ -4,14 +4,17 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.gpu.aot import aot, sass
 from moe_lora.kernels.triton import configs
+from tests.kernels.forked import output_of_fork
 
 USAGE = " Function wgmma_shrink:\n  REG:168 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:648 TEXTURE:0"
 SASS = """
@@ -83,7 +86,16 @@ class Owned:
             self.told.touch()
 
 
-def test_sgmv_compiles_to_the_pipeline_it_was_written_for(tmp_path):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Iterator[Path]:
+    """Triton's folder of compiled code."""
+    folder = tmp_path_factory.mktemp("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        yield folder
+
+
+def test_sgmv_compiles_to_the_pipeline_it_was_written_for(cache, tmp_path):
     builds = [wgmma_build("wgmma_shrink", phase) for phase in configs.PHASES]
     assert [sass.TMA in build.required for build in builds] == [False, True]
     Owned(tmp_path / "collected")
@@ -91,13 +103,12 @@ def test_sgmv_compiles_to_the_pipeline_it_was_written_for(tmp_path):
     assert not (tmp_path / "collected").exists(), "by a worker"
 
 
-def test_what_was_compiled_is_found_in_its_folder(tmp_path, monkeypatch):
+def test_what_was_compiled_is_found_in_its_folder(cache):
     """By a second run, as a launch beside a GPU looks for it."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     build, found = wgmma_build("wgmma_shrink"), []
     for _ in range(2):
         assert aot.check([build], processes=1) == []
-        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()})
+        found.append({path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()})
     assert any(path.suffix == ".cubin" for path in found[0])
     assert found[0] == found[1]
 
@@ -216,6 +227,11 @@ def test_numbers_of_a_batch_lead_to_no_other_compilation(builds):
     assert {"sort_rows", "cut_tiles", "expert_linear", "attend"} <= {kernel for kernel, _ in numbers}
 
 
-def test_command_explains_itself():
-    command = [sys.executable, "-m", "bench.gpu.aot.aot", "--help"]
-    assert "sm_90a" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def ask_for_help() -> None:
+    sys.argv[1:] = ["--help"]
+    runpy.run_module("bench.gpu.aot.aot", run_name="__main__", alter_sys=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_command_explains_itself(tmp_path):
+    assert "sm_90a" in output_of_fork(ask_for_help, tmp_path / "out")

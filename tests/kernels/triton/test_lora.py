@@ -58,6 +58,7 @@ def name_of(value: Any) -> str:
 EXPANDS = cases(
     {("wgmma", ODD), ("wgmma", GATE_UP), ("vector", ODD)}, [("wgmma",), ("vector",)], [ODD, GATE_UP]
 )
+BASELINES = [("bgmv",), ("mbgmv",)]
 ALONE = {(*OWN[0], QKV), (*OWN[0], DOWN), (*OWN[3], QKV)}
 """Tiles with TMA and without, and rows."""
 
@@ -75,8 +76,7 @@ def test_delta_agrees_with_fp64(device, algorithm, dtype, site, kind):
     assert_delta(out, batch)
 
 
-@pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
-@pytest.mark.parametrize("site", [ODD, DOWN], ids=lambda site: site.name)
+@pytest.mark.parametrize(("kernel", "site"), cases({("bgmv", DOWN), ("mbgmv", ODD)}, BASELINES, [ODD, DOWN]))
 def test_baselines_agree_with_fp64(device, kernel, site):
     batch = make_batch(site, torch.bfloat16, "uniform", device)
     out = batch.output()
@@ -206,7 +206,10 @@ def recorded(launched):
         yield
 
 
-@pytest.mark.parametrize(("part_k", "parts"), [(32, 2), (33, 1), (64, 1), (1024, 1)])
+@pytest.mark.parametrize(
+    ("part_k", "parts"),
+    [(32, 2), (33, 1), *(pytest.param(one, 1, marks=pytest.mark.slow) for one in (64, 1024))],
+)
 def test_input_is_split_only_where_parts_are_wide_enough(device, part_k, parts):
     batch = make_batch(QKV, torch.bfloat16, "uniform", device)
     config = {**config_space("wgmma_shrink")[0], **SMALL["wgmma_shrink"], "part_k": part_k}
