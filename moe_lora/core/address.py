@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,16 +94,24 @@ def _remove_dead(path: str) -> None:
     raise OSError(errno.EADDRINUSE, f"{path} is in use")
 
 
+_NAME_S = 60
+"""Time for the name of a starting host to become known."""
+
+
 def own_host(address: str) -> str:
     """This host's IP address on the route to an address.  Raises LoraServerError."""
     place = parse_address("lora_server.address", address)
     if place.path:
         return "127.0.0.1"
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((place.host, place.port))
-            return str(sock.getsockname()[0])
-    except OSError as error:
-        raise LoraServerError(
-            f"there is no way to the address {address} from this host ({error}); correct it"
-        ) from error
+    for left_s in reversed(range(_NAME_S)):
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                sock.connect((place.host, place.port))
+                return str(sock.getsockname()[0])
+        except OSError as error:
+            if not (left_s and isinstance(error, socket.gaierror)):
+                raise LoraServerError(
+                    f"there is no way to the address {address} from this host ({error}); correct it"
+                ) from error
+        time.sleep(1)
+    raise AssertionError

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .cluster_jobs import Host
@@ -62,6 +63,17 @@ class Network:
             self._ip(
                 "-n", self._switch, "link", "set", self._port(name), "type", "bridge_slave", "isolated", state
             )
+
+    def move(self, name: str) -> str:
+        """Give a host another address; returns it."""
+        host = self.hosts[name]
+        network, _, number = host.address.rpartition(".")
+        moved = replace(host, address=f"{network}.{int(number) + 100}")
+        namespace = f"{self._tag}-{name}"
+        self._ip("-n", namespace, "address", "flush", "dev", "eth0")
+        self._ip("-n", namespace, "address", "add", f"{moved.address}/24", "dev", "eth0")
+        self.hosts[name] = moved
+        return moved.address
 
     def num_bytes_to(self, name: str) -> int:
         """Bytes that the switch has sent to a host."""

@@ -90,6 +90,15 @@ def thread_share(num_threads: int | None, num_instances: int, num_cores: int) ->
     return num_threads or share
 
 
+def check_instances(cluster: ClusterConfig) -> None:
+    """Raises ConfigError for a placement or a pool over too few instances."""
+    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
+        raise ConfigError(
+            "a placement is over several instances; give --instances 2 or more, or leave it out"
+        )
+    check_pool(cluster.engine)
+
+
 def check_pool(config: EngineConfig) -> None:
     """Raises ConfigError for an impossible adapter pool."""
     pool = config.pool

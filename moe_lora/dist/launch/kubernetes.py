@@ -18,15 +18,22 @@ import yaml
 
 from moe_lora.config.cluster import ClusterConfig, cluster_of, cluster_text
 from moe_lora.config.settings import mapping_of
+from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout
+
+from .cluster_file import check_instances
 
 CONFIG, CERTIFICATES, STATE = "/srv/moe_lora/config", "/srv/moe_lora/certificates", "/srv/moe_lora/state"
 """Folders of a pod: the cluster's file, the Secret of certificates, files of the pod's lifetime."""
 FRONT_END, CONTROLLER, LORA_SERVER, INSTANCE = "front-end", "controller", "lora-server", "instance"
+_OF_FILE = f"{CONFIG}/{'-/' * 16}"
+"""Start of relative paths, below which `..` stays."""
 _PORTS = {"engines": 7600, "controller": 7700, "controller_engines": 7701, "lora_server": 7500}
 _USER = 1000
 _NAME, _MAX_NAME = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?"), 40
+_STARTED = f"{STATE}/started"
+"""What an instance or a rank of the LoRA Server says of its start."""
 _UNREAD_S = 5
 """Time from the end of a pod to the last new client."""
 _STOP_S = 30
@@ -115,7 +122,8 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
     number = cluster.engine.num_instances
     own = replace(cluster.engine, num_instances=1)
     front_end = cluster.front_end
-    made = [*_shared(pods, text, front_end.port)]
+    file = f"{pods.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    made = [*_shared(pods, file, text, front_end.port)]
     roles = [(FRONT_END, pods.num_front_ends, _front_end(pods, cluster))]
     if pods.num_front_ends > 1:
         roles.append((CONTROLLER, 1, {"command": _served(CONTROLLER)}))
@@ -123,10 +131,9 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
         ranks = Layout.parse(cluster.lora_server.layout).num_ranks
         roles.append((LORA_SERVER, ranks, _server_rank(ranks, on_gpu=own.device != "cpu")))
     roles.append((INSTANCE, number, _instance(own.num_ranks, own.device != "cpu", own.num_threads)))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     for role, replicas, container in roles:
         grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if role == FRONT_END else 0)
-        made += _of_role(pods, role, replicas, container, grace_s, digest)
+        made += _of_role(pods, role, replicas, _pod(pods, role, container, grace_s, file))
     return made
 
 
@@ -142,11 +149,10 @@ def _in_pods(content: Any, pods: Pods) -> tuple[ClusterConfig, str]:
             found = found.get(name) if isinstance(found, Mapping) else None
         if found is not None:
             raise ConfigError(f"{'.'.join(place)} follows from the pods; leave the setting out")
-    cluster = cluster_of(given, Path(CONFIG))
+    cluster = cluster_of(given, Path(_OF_FILE))
     for setting, path in _relative(yaml.safe_load(cluster_text(cluster))):
         raise ConfigError(f"{setting}: {path} is a relative path; give the absolute path in the pods")
-    if cluster.front_end.port == 0:
-        raise ConfigError("front_end.port=0 takes a free port, which no Service knows; give a number")
+    _check(cluster)
     engine = {**(given.get("engine") or {}), "state_dir": STATE}
     engine.pop("num_instances", None)
     front_end = {**(given.get("front_end") or {}), "host": "0.0.0.0"}
@@ -174,11 +180,32 @@ def _in_pods(content: Any, pods: Pods) -> tuple[ClusterConfig, str]:
     return cluster, yaml.safe_dump(given, sort_keys=False, width=1000)
 
 
+def _check(cluster: ClusterConfig) -> None:
+    """Raises ConfigError for settings without a meaning in pods."""
+    check_instances(cluster)
+    front_end, server = cluster.front_end, cluster.lora_server
+    ports = {"front_end.port": front_end.port}
+    if front_end.admin_address is not None and not front_end.admin_address.startswith("/"):
+        ports["front_end.admin_address"] = parse_address("", front_end.admin_address).port
+    for setting, port in ports.items():
+        if port in _PORTS.values() or port < 1024:
+            raise ConfigError(
+                f"{setting} has port {port}; give one from 1024 on, but not "
+                + ", ".join(map(str, _PORTS.values()))
+            )
+    if server is not None and server.device_puts != "none":
+        raise ConfigError("lora_server.device_puts joins processes of one host; leave device_puts out")
+    if cluster.engine.host_cores:
+        raise ConfigError("engine.host_cores names cores of a host; leave host_cores out")
+
+
 def _between_hosts(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """A section, with a transport of several hosts.  Raises ConfigError."""
     found = {"transport": "gloo", **(given or {})}
     if found["transport"] == "shm":
-        raise ConfigError(f"{section}.transport=shm joins processes of one host; leave transport out for gloo")
+        raise ConfigError(
+            f"{section}.transport=shm joins processes of one host; leave transport out for gloo"
+        )
     return found
 
 
@@ -187,14 +214,15 @@ def _relative(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for name, one in value.items():
             yield from _relative(one, f"{place}.{name}" if place else str(name))
-    elif isinstance(value, str) and value.startswith(f"{CONFIG}/"):
-        yield place, value.removeprefix(f"{CONFIG}/")
+    elif isinstance(value, str) and value.startswith(f"{CONFIG}/-"):
+        yield place, os.path.relpath(value, _OF_FILE)
 
 
-def _shared(pods: Pods, text: str, port: int) -> Iterator[dict[str, Any]]:
+def _shared(pods: Pods, file: str, text: str, port: int) -> Iterator[dict[str, Any]]:
     """File, account, the Service for clients, and rules of access."""
     yield _object("v1", "ServiceAccount", pods, "", automountServiceAccountToken=False)
-    yield _object("v1", "ConfigMap", pods, "", data={"cluster.yaml": text})
+    # Named by its content: pods of a roll-out and of its undoing read their own.
+    yield _object("v1", "ConfigMap", pods, file.removeprefix(pods.name), data={"cluster.yaml": text})
     http = {"name": "http", "port": port, "targetPort": "http"}
     yield _object("v1", "Service", pods, "", spec={"selector": _labels(pods, FRONT_END), "ports": [http]})
     own, clients = {"podSelector": {"matchLabels": _labels(pods)}}, {"matchLabels": _labels(pods, FRONT_END)}
@@ -234,9 +262,14 @@ def _served(role: str) -> list[str]:
     return ["moe-lora", "serve", "--config", f"{CONFIG}/cluster.yaml", "--role", role]
 
 
-def _ran(role: str) -> list[str]:
-    module = ("-m", "moe_lora.dist.launch.run_role", "--config", f"{CONFIG}/cluster.yaml")
-    return ["python3", *module, "--role", role]
+def _ran(role: str, *options: str) -> dict[str, Any]:
+    """A role without HTTP: ready once it has told its start."""
+    module = ("python3", "-m", "moe_lora.dist.launch.run_role", "--config", f"{CONFIG}/cluster.yaml")
+    told = f'exec 9> {_STARTED} && exec "$@" --status-fd 9'
+    return {
+        "command": ["sh", "-c", told, "sh", *module, "--role", role, *options],
+        "readinessProbe": {"exec": {"command": ["test", "-s", _STARTED]}, "periodSeconds": 2},
+    }
 
 
 def _server_rank(num_ranks: int, *, on_gpu: bool) -> dict[str, Any]:
@@ -244,7 +277,7 @@ def _server_rank(num_ranks: int, *, on_gpu: bool) -> dict[str, Any]:
     numbers = (("LOCAL_RANK", "0"), ("WORLD_SIZE", str(num_ranks)))
     environment = [{"name": name, "value": value} for name, value in numbers]
     return {
-        "command": _ran(LORA_SERVER),
+        **_ran(LORA_SERVER),
         "env": [_index("RANK"), *environment],
         **_resources(1 if on_gpu else 0, None),
     }
@@ -252,8 +285,8 @@ def _server_rank(num_ranks: int, *, on_gpu: bool) -> dict[str, Any]:
 
 def _instance(num_ranks: int, on_gpu: bool, num_threads: int | None) -> dict[str, Any]:
     """An instance with the ranks of one host."""
-    command = [*_ran(INSTANCE), "--name", f"{INSTANCE}-$(INDEX)"]
-    return {"command": command, **_resources(num_ranks if on_gpu else 0, num_threads)}
+    command = _ran(INSTANCE, "--name", f"{INSTANCE}-$(INDEX)")
+    return {**command, **_resources(num_ranks if on_gpu else 0, num_threads)}
 
 
 def _resources(num_gpus: int, num_cores: int | None) -> dict[str, Any]:
@@ -270,18 +303,13 @@ def _index(name: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _of_role(
-    pods: Pods, role: str, replicas: int, container: Mapping[str, Any], grace_s: int, digest: str
-) -> Iterator[dict[str, Any]]:
+def _of_role(pods: Pods, role: str, replicas: int, pod: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Headless Service, StatefulSet, and with several pods the bound on voluntary ends."""
     selector = {"matchLabels": _labels(pods, role)}
     # Roles meet before readiness, and NAT would break the data path.
     network = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(pods, role)}
     yield _object("v1", "Service", pods, f"-{role}", spec=network)
-    template = {
-        "metadata": {"labels": _labels(pods, role), "annotations": {"moe-lora/cluster-file": digest}},
-        "spec": _pod(pods, role, container, grace_s),
-    }
+    template = {"metadata": {"labels": _labels(pods, role)}, "spec": pod}
     yield _object(
         "apps/v1",
         "StatefulSet",
@@ -300,9 +328,9 @@ def _of_role(
         yield _object("policy/v1", "PodDisruptionBudget", pods, f"-{role}", spec=bound)
 
 
-def _pod(pods: Pods, role: str, container: Mapping[str, Any], grace_s: int) -> dict[str, Any]:
+def _pod(pods: Pods, role: str, container: Mapping[str, Any], grace_s: int, file: str) -> dict[str, Any]:
     volumes = {
-        "config": (CONFIG, {"configMap": {"name": pods.name}}),
+        "config": (CONFIG, {"configMap": {"name": file}}),
         "certificates": (CERTIFICATES, _secret(f"{pods.name}-certificates")),
         "state": (STATE, {"emptyDir": {}}),
         "temporary": ("/tmp", {"emptyDir": {}}),
@@ -334,11 +362,14 @@ def _pod(pods: Pods, role: str, container: Mapping[str, Any], grace_s: int) -> d
     return {
         "serviceAccountName": pods.name,
         "terminationGracePeriodSeconds": grace_s,
+        # The first process of a namespace would ignore SIGTERM until a handler is set.
+        "shareProcessNamespace": True,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": _USER,
             "runAsGroup": _USER,
             "fsGroup": _USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         **_place(pods, role),

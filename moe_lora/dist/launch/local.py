@@ -20,7 +20,7 @@ from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.policies.routing.routing import Router
 
 from .cluster_file import (
-    check_pool,
+    check_instances,
     cluster_file,
     log_devices,
     on_sockets,
@@ -48,11 +48,7 @@ def checked(cluster: ClusterConfig) -> ClusterConfig:
             )
 
     make_routes(cluster)
-    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
-        raise ConfigError(
-            "a placement is over several instances; give --instances 2 or more, or leave it out"
-        )
-    check_pool(cluster.engine)
+    check_instances(cluster)
     cluster = placed(cluster)
     log_devices(cluster)
     return cluster

@@ -18,7 +18,7 @@ from moe_lora.core.teardown import quick_teardown, quiet_teardown
 from moe_lora.dist.launch.host_roles import failure_told
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--config", metavar="FILE", required=True, help="cluster.yaml, see docs/reference/cluster_file.md"
@@ -28,12 +28,16 @@ def main() -> None:
     for hidden in ("--parent", "--status-fd", "--starts"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--spare", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     quiet_teardown()
     quick_teardown()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if options.name is not None and options.role != "instance":
-        parser.error("--name is an instance's")
+        parser().error("--name is an instance's")
     from moe_lora.config.cluster import read_cluster
     from moe_lora.core.processes import set_log_level
 

@@ -128,6 +128,14 @@ class Pods:
                 shutil.rmtree(self._hosts_file(name).parent, ignore_errors=True)
             self.network.__exit__()
 
+    def move(self, name: str) -> None:
+        """Another node: a new address under the same name."""
+        before = self.network.hosts[name].address
+        after = self.network.move(name)
+        for one in self.pods:
+            place = self._hosts_file(one)  # in place: the file is mounted
+            place.write_text(place.read_text().replace(f"{before} ", f"{after} "))
+
     def _hosts_file(self, name: str) -> Path:
         """`ip netns exec` shows this file as /etc/hosts."""
         namespace = self.network.hosts[name].prefix[-1]
@@ -166,6 +174,12 @@ class Pods:
 
     def probed(self, name: str, probe: str) -> bool:
         """Does a probe pass?"""
+        job, stated = self.pods[name].job, self.pods[name].container[probe]
+        if "exec" in stated:
+            assert job is not None
+            own = f"--mount=/proc/{job.process.pid}/ns/mnt"
+            words = ["nsenter", own, *stated["exec"]["command"]]
+            return subprocess.run(words, check=False).returncode == 0
         get = self.pods[name].container[probe]["httpGet"]
         ports = {one["name"]: one["containerPort"] for one in self.pods[name].container["ports"]}
         url = (

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
 
 from moe_lora.cli.cluster import cluster as cluster_command
 from moe_lora.cli.provision_result import plan_yaml
-from moe_lora.config.cluster import cluster_of, read_cluster
+from moe_lora.cli.serve import serve
+from moe_lora.config.cluster import cluster_of
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.launch import run_role
 from moe_lora.dist.launch.kubernetes import CERTIFICATES, CONFIG, STATE, Pods, manifests, manifests_text
 from moe_lora.dist.net.keys import make_keys
 from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, local_answers, make_requests
@@ -56,7 +58,6 @@ def in_pods(objects: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize("num_front_ends", [1, 2])
 @pytest.mark.parametrize("version", ["1.28", "1.37"])
 def test_objects_follow_the_schemas_of_the_api(num_front_ends, version):
-    validate = pytest.importorskip("kubernetes_validate")
     pods = Pods(
         image="image",
         num_front_ends=num_front_ends,
@@ -65,7 +66,7 @@ def test_objects_follow_the_schemas_of_the_api(num_front_ends, version):
     )
     content = {**CONTENT, "engine": {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}}
     for one in yaml.safe_load_all(manifests_text(content, pods)):
-        validate.validate(one, version, strict=True)
+        kubernetes_validate.validate(one, version, strict=True)
 
 
 @pytest.mark.parametrize("num_front_ends", [1, 3])
@@ -105,17 +106,18 @@ def test_commands_are_those_of_the_roles():
         command = container["command"]
         assert command[command.index("--config") + 1] == f"{CONFIG}/cluster.yaml"
         if command[0] == "moe-lora":
-            assert command[1] == "serve"
-            assert command[command.index("--role") + 1] in (
-                "front-end",
-                "controller",
-            )
+            words = [word.replace(f"{CONFIG}/cluster.yaml", __file__) for word in command[2:]]
+            given = serve.make_context("serve", words).params
+            assert (command[1], given["role"] in ("front-end", "controller")) == ("serve", True)
         else:
-            assert command[:3] == ["python3", "-m", "moe_lora.dist.launch.run_role"]
-            parser = argparse.ArgumentParser()
-            for option in ("--config", "--role", "--name"):
-                parser.add_argument(option)
-            assert parser.parse_args(command[3:]).role in ("lora-server", "instance")
+            module = command.index("moe_lora.dist.launch.run_role")
+            given = run_role.parser().parse_args([*command[module + 1 :], "--status-fd", "9"])
+            assert given.role in ("lora-server", "instance")
+
+
+def test_every_role_says_when_it_is_ready():
+    for name, (_, container) in roles(manifests(CONTENT, PODS)).items():
+        assert "readinessProbe" in container, name
 
 
 def test_every_folder_that_a_role_writes_to_is_a_volume():
@@ -131,23 +133,46 @@ def test_every_folder_that_a_role_writes_to_is_a_volume():
 
 
 def test_a_changed_file_starts_the_pods_anew():
-    def noted(content: dict[str, Any]) -> set[str]:
-        found = of_kind(manifests(content, PODS), "StatefulSet").values()
-        return {one["spec"]["template"]["metadata"]["annotations"]["moe-lora/cluster-file"] for one in found}
+    def read(content: dict[str, Any]) -> set[str]:
+        objects = manifests(content, PODS)
+        [file] = of_kind(objects, "ConfigMap")
+        for one in of_kind(objects, "StatefulSet").values():
+            sources = {volume["name"]: volume for volume in one["spec"]["template"]["spec"]["volumes"]}
+            assert sources["config"]["configMap"]["name"] == file
+        return {file}
 
     changed = {**CONTENT, "front_end": {"routing": "random"}}
-    assert noted(CONTENT) == noted(CONTENT) != noted(changed)
+    assert read(CONTENT) == read(CONTENT) != read(changed)
+
+
+def test_access_is_for_pods_of_the_cluster_and_for_clients_of_the_front_end():
+    objects = manifests(CONTENT, PODS)
+    policies = of_kind(objects, "NetworkPolicy")
+    own = policies["moe-lora"]["spec"]
+    assert own["ingress"] == [{"from": [{"podSelector": own["podSelector"]}]}]
+    clients = policies["moe-lora-http"]["spec"]
+    service = of_kind(objects, "Service")["moe-lora"]["spec"]
+    assert clients["podSelector"]["matchLabels"] == service["selector"]
+    labels = of_kind(objects, "StatefulSet")["moe-lora-front-end"]["spec"]["template"]["metadata"]["labels"]
+    assert own["podSelector"]["matchLabels"].items() <= labels.items()
+    assert service["selector"].items() <= labels.items()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_dir": "models/base"}, "model_dir: models/base is a relative path"),
+        ({"model_dir": "../base"}, "model_dir: ../base is a relative path"),
+        ({"front_end": {"port": 7600}}, "front_end.port has port 7600"),
+        ({"front_end": {"admin_address": "0.0.0.0:7701"}}, "front_end.admin_address has port 7701"),
+        ({"front_end": {"placement": "loraserve"}, "engine": {}}, "a placement is over several instances"),
+        ({"lora_server": {"device_puts": "ibgda"}}, "lora_server.device_puts joins processes of one host"),
+        ({"engine": {"host_workers": 1, "host_cores": [1]}}, "engine.host_cores names cores of a host"),
         ({"adapters": {"a": "adapters/a"}}, "adapters.a: adapters/a is a relative path"),
         ({"certificates": "certificates"}, "certificates follows from the pods; leave the setting out"),
         ({"front_end": {"engines_address": "a:1"}}, "front_end.engines_address follows from the pods"),
         ({"front_end": {"host": "127.0.0.1"}}, "front_end.host follows from the pods"),
-        ({"front_end": {"port": 0}}, "front_end.port=0 takes a free port"),
+        ({"front_end": {"port": 0}}, "front_end.port has port 0"),
         ({"front_end": {"api_keys": "keys.json"}}, "front_end.api_keys: keys.json is a relative path"),
         ({"lora_server": {"address": "10.0.0.2:7500"}}, "lora_server.address follows from the pods"),
         ({"lora_server": {"transport": "shm"}}, "lora_server.transport=shm joins processes of one host"),
@@ -220,8 +245,8 @@ def test_the_pods_answer_and_outlive_the_end_of_each_role(tmp_path):
         pods.start()
         front_end = "moe-lora-front-end-0"
         pods.wait_for(front_end, "startupProbe")
-        pods.wait_for(front_end, "readinessProbe")
-        host = pods.network.hosts[front_end]
+        for name in pods.pods:
+            pods.wait_for(name, "readinessProbe")
         log = pods.pods[front_end].job
         assert log is not None
         log.wait_for("dialled in", 2)
@@ -238,6 +263,7 @@ def test_the_pods_answer_and_outlive_the_end_of_each_role(tmp_path):
                 }
                 for model, prompt in requests * times
             ]
+            host = pods.network.hosts[front_end]
             return Drive(host, {"url": f"http://{host.address}:8000", "bodies": bodies, "pause_s": 0.0})
 
         expected = local_answers(requests)
@@ -248,11 +274,13 @@ def test_the_pods_answer_and_outlive_the_end_of_each_role(tmp_path):
         assert running.answers() == expected * 4
         log.wait_for("instance instance-1 dialled in", 2)
         running = drive(4)
-        pods.delete("moe-lora-lora-server-1")
-        pods.start("moe-lora-lora-server-1")
+        for rank in ("moe-lora-lora-server-1", "moe-lora-lora-server-0"):
+            pods.delete(rank)
+            pods.start(rank)
+            pods.wait_for(rank, "readinessProbe")
         assert running.answers() == expected * 4
         assert pods.delete(front_end) in (0, 143)
+        pods.move(front_end)
         pods.start(front_end)
         pods.wait_for(front_end, "readinessProbe")
         assert drive(1).answers() == expected
-        assert read_cluster(tmp_path / "pods" / "config" / "moe-lora" / "cluster.yaml")
