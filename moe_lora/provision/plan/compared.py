@@ -223,9 +223,9 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     try:
         loads = searched_loads(inputs, rate_per_s, trace)
         search = PlaceSearch(cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
-        if not search.of(coupled.total_gpus - 1):
+        if not sized(search, coupled.total_gpus - 1):
             return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
-        place = _server_below(search, coupled.total_gpus)
+        place = smallest_server(search, coupled.total_gpus)
     except (SloError, MissingRateError) as refused:
         return replace(coupled, compared=f"coupled; a LoRA Server was not compared: {refused}")
     if place is None:
@@ -255,10 +255,20 @@ def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
     )
 
 
-def _server_below(search: PlaceSearch, limit: int) -> SizedCluster | None:
-    low = _first(lambda number: bool(search.of(number)), 1, limit - 1) or limit
-    tried = range(limit - 1, max(low, limit - PATIENCE) - 1, -1)
-    found = next(filter(None, map(search.holding, tried)), None)
+def _window(search: PlaceSearch, number: int) -> range:
+    """Numbers of GPUs from `number` down: instances and layouts make no cluster of some."""
+    return range(number, max(0, number - max(PATIENCE, search.instance_gpus)), -1)
+
+
+def sized(search: PlaceSearch, number: int) -> bool:
+    """True if the models size a cluster of about so many GPUs."""
+    return any(map(search.of, _window(search, number)))
+
+
+def smallest_server(search: PlaceSearch, limit: int) -> SizedCluster | None:
+    """The smallest cluster found to hold with fewer GPUs than `limit`."""
+    low = _first(lambda number: sized(search, number), 1, limit - 1) or limit
+    found = next(filter(None, map(search.holding, _window(search, limit - 1))), None)
     if found is None:
         return None
     place, high, low = found, found.num_gpus(search.instance_gpus), low - 1

@@ -10,11 +10,13 @@ import yaml
 
 from moe_lora.cli.provision_result import plan_lines, plan_yaml
 from moe_lora.core.errors import ConfigError, SloError
+from moe_lora.core.partition import Layout
 from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan import verify
 from moe_lora.provision.plan.checked import place_of, planned_rate
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.compared import checked_plan
+from moe_lora.provision.plan.compared import checked_plan, sized, smallest_server
+from moe_lora.provision.plan.inputs import SizedCluster
 from moe_lora.provision.plan.plan import Plan
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays
 
@@ -66,6 +68,34 @@ def test_plan_holds_by_other_draws(kind: str, coupled: Plan, served: Plan) -> No
     assert holds(given, found, OTHER_DRAWS)
     for one in found:  # a prompt of one step takes about as long as the decode step after it
         assert (one.p95_ttft_s or 0.0) > (one.p95_decode_ttft_s or 0.0) * (1.2 if kind == "coupled" else 0.9)
+
+
+class ByNumber:
+    """A search where a cluster holds for some numbers of GPUs, and no cluster has another number."""
+
+    instance_gpus = 4
+
+    def __init__(self, *numbers: int) -> None:
+        self._places = {
+            number: SizedCluster(Layout.parse(f"EP1-PP{number % 4 or 4}"), (number - 1) // 4)
+            for number in numbers
+        }
+
+    def of(self, number: int) -> list[SizedCluster]:
+        return [self._places[number]] if number in self._places else []
+
+    def holding(self, number: int) -> SizedCluster | None:
+        return self._places.get(number)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "least"), [((270,), 270), ((268, 270), 268), ((269,), 269), ((267,), None), ((), None)]
+)
+def test_numbers_of_gpus_without_a_cluster_hide_no_smaller_server(numbers, least) -> None:
+    search = ByNumber(*numbers)
+    found = smallest_server(search, 272)
+    assert (found and found.num_gpus(4)) == least
+    assert sized(search, 271) == (least is not None)
 
 
 def test_fewer_instances_do_not_hold(coupled: Plan) -> None:
