@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import stat
@@ -13,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from .errors import ConfigError, LoraServerError
+
+logger = logging.getLogger(__name__)
 
 MAKE_KEYS = "moe-lora cluster init"
 
@@ -113,5 +116,7 @@ def own_host(address: str) -> str:
                 raise LoraServerError(
                     f"there is no way to the address {address} from this host ({error}); correct it"
                 ) from error
+            if left_s == _NAME_S - 1:
+                logger.warning("the name of %s is not known yet: waiting up to %d s", address, _NAME_S)
         time.sleep(1)
     raise AssertionError

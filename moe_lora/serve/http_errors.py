@@ -141,11 +141,11 @@ class ApiError(Exception):
     def renamed(self, names: Mapping[str, str]) -> Self:
         """The error with a client's names.  names: own field -> client's field.
 
-        A name without "_" is also a word: a field only at the start of a clause.
+        A name without "_" is also a word: a field only where messages name fields.
         """
         self.param = names.get(self.param or "", self.param)
         for name, given in names.items():
-            start = "" if "_" in name else "(?:^|(?<=; ))"
+            start = "" if "_" in name else "(?:^|(?<=; )|(?<=leave )|(?<=did you mean )|(?<=shorten ))"
             self.message = re.sub(rf"{start}\b{name}\b", given, self.message)
         return self
 

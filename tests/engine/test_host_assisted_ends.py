@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -13,7 +14,6 @@ import time
 import pytest
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core import processes
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.engine.step.runner import ModelRunner
 from tests.engine.test_host_assisted import (
@@ -134,24 +134,34 @@ def test_build_that_fails_leaves_nothing(settings, served, monkeypatch, tmp_path
     until(lambda: set(threading.enumerate()) <= before, "threads stay")
 
 
+ENGINE = """
+import sys
+from moe_lora import LLM
+llm = LLM(sys.argv[1], dtype="float32", eager=True, num_threads=1, host_workers=1,
+          expert_parallel=int(sys.argv[2]), adapters={"a": sys.argv[3]})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_next_start_removes_what_a_killed_engine_left(num_ranks, served, monkeypatch, tmp_path):  # noqa: F811
-    model, out = served("mixtral"), tmp_path / "out"
-    tmp_path = tmp_path / "left"
-    tmp_path.mkdir()
-    words = ["tests.engine.killed_engine", str(model.model_dir), str(num_ranks), str(model.adapters[0])]
-    with out.open("wb") as file:
-        engine = processes.subprocess.Popen(  # forks, see `tests.forked_children`
-            [sys.executable, "-m", *words], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=file
-        )
-    until(lambda: out.read_text() == "ready\n", "it did not start")
+    model = served("mixtral")
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(model.model_dir), str(num_ranks), str(model.adapters[0])],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert engine.stdout.readline().strip() == "ready"
     followers = children("ranks.follower", engine.pid)
     pids = {engine.pid, *followers, *children("host_workers.worker", engine.pid, *followers)}
     assert len(pids) == 2 * num_ranks
     for number in (signal.SIGSTOP, signal.SIGKILL):  # none sees another end
         for pid in pids:
             os.kill(pid, number)
-    engine.wait()
+    engine.communicate()
     assert list(tmp_path.iterdir()), "nobody was left to remove it"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     two = SamplingParams(temperature=0.0, max_tokens=2)

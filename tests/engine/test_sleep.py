@@ -319,7 +319,7 @@ def test_a_change_beside_another_is_refused():
         asked.result(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_that_is_gone_leaves_it_asleep_until_it_is_back(tmp_path, ranks):
     model = tmp_path / "model"
     shutil.copytree(DEMO / "model", model)

@@ -18,8 +18,10 @@ def output_of_fork(work: Callable[[], object], file: Path) -> str:
         with file.open("w") as out, contextlib.redirect_stdout(out):
             work()
 
-    fork = multiprocessing.get_context("fork").Process(target=run)
+    fork = multiprocessing.get_context("fork").Process(target=run, daemon=True)
     fork.start()
     fork.join(PATIENCE_S)
+    if fork.is_alive():
+        fork.kill()
     assert fork.exitcode == 0
     return file.read_text()

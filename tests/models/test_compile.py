@@ -70,7 +70,7 @@ def num_graphs(family):
     return 2 if family in ("gpt_oss", *BESIDE_FAMILIES) else 1
 
 
-@pytest.mark.parametrize("family", with_quick((*FAMILIES, *BESIDE_FAMILIES), ("gpt_oss", "afmoe")))
+@pytest.mark.parametrize("family", with_quick((*FAMILIES, *BESIDE_FAMILIES), ("mixtral", "afmoe")))
 def test_layers_share_one_graph_without_breaks(family, served):
     graphs = []
 
@@ -127,8 +127,7 @@ def test_dense_layers_are_plain_to_the_compiler_where_torch_computes_them(quanti
     assert all(i < j < k for i, j, k in zip(begin, places, add, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_plain_dense_layers_stay_between_begin_and_add_to(family, served, monkeypatch):
     """Compiled as for a GPU: the base GEMM is torch's."""
     monkeypatch.setattr(ops, "linear", reference.linear)

@@ -28,7 +28,7 @@ ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
 BY_TURNS = ("--routing", "round_robin")
 MODELS = [*list(ADAPTERS)[:7], "demo"]
-NUM_TOKENS = 120
+NUM_TOKENS = 200
 """Of each stream: enough for a kill in its middle."""
 
 

@@ -177,9 +177,7 @@ def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path,
     assert list((tmp_path / "state").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.slow), ("--front-ends", "2", "--lora-server", "EP1-PP1")]
-)
+@pytest.mark.parametrize("options", [(), ("--front-ends", "2", "--lora-server", "EP1-PP1")])
 def test_a_server_that_is_told_to_end_while_it_starts_leaves_nothing(tmp_path, options):
     command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
     command += ["--eager", "--set", f"engine.state_dir={tmp_path / 'state'}", *options]

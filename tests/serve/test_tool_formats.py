@@ -198,7 +198,7 @@ def test_a_malformed_call_is_content(name, text):
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_list_with_a_malformed_call_is_content(name, opening, closing, is_first):
+def test_a_list_of_arguments_first_with_a_malformed_call_is_content(name, opening, closing, is_first):
     """Neither is a call's text sent twice, nor is one lost."""
     good, malformed = '{"arguments": {}, "name": "now"}', '{"arguments": "Oslo", "name": "weather"}'
     listed = f"[{malformed}, {good}]" if is_first else f"[{good}, {malformed}]"

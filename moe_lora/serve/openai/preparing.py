@@ -519,9 +519,9 @@ def check_prompt(
         raise bad_request(f"{name} has no tokens; give at least one", name)
     length = f"This model's maximum context length is {limit} tokens."
     if num_read >= limit:
-        what = f"{length} However, the {name} has {num_tokens} tokens"
+        what = f"{length} However, the prompt has {num_tokens} tokens"
         what += "" if sampling.hidden_state else ", and the answer needs one"
-        raise ContextLengthError(400, f"{what}; shorten the {name}", name)
+        raise ContextLengthError(400, f"{what}; shorten {name}", name)
     for bound in ("max_tokens", "min_tokens"):
         asked = getattr(sampling, bound) or 0
         if num_read + asked > limit:

@@ -165,8 +165,8 @@ def test_prompts_that_hosts_compute_are_corrected_too(served, monkeypatch):  # n
 @pytest.mark.parametrize(
     ("family", "sites", "num_ranks", "more"),
     [
-        ("mixtral", "experts", 1, {}),
-        pytest.param("mixtral", "experts", 2, {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", "experts", 1, {}, marks=pytest.mark.slow),
+        ("mixtral", "experts", 2, {}),
         pytest.param("mixtral", "experts", 2, {"tensor_parallel": 2}, marks=pytest.mark.slow),
         ("llama", "all", 1, {}),
     ],

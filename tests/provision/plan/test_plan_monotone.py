@@ -29,34 +29,34 @@ def gpus(model: str, **changes: Any) -> float:
         return float("inf")
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(MODELS, RATES, st.floats(0.01, 0.3), FACTORS)
 def test_looser_tpot_slo_never_needs_more_gpus(model: str, rate: float, slo_s: float, factor: float) -> None:
     tight = gpus(model, rate_per_s=rate, slo_tpot_s=slo_s)
     assert gpus(model, rate_per_s=rate, slo_tpot_s=slo_s * factor) <= tight
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(MODELS, RATES, st.floats(0.03, 0.3), FACTORS)
 def test_looser_ttft_slo_never_needs_more_gpus(model: str, rate: float, slo_s: float, factor: float) -> None:
     tight = gpus(model, rate_per_s=rate, slo_ttft_s=slo_s)
     assert gpus(model, rate_per_s=rate, slo_ttft_s=slo_s * factor) <= tight
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(MODELS, RATES, FACTORS)
 def test_more_load_never_needs_fewer_gpus(model: str, rate: float, factor: float) -> None:
     assert gpus(model, rate_per_s=rate * factor) >= gpus(model, rate_per_s=rate)
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(MODELS, RATES, st.floats(0.5, 0.99), st.floats(0.5, 1.0))
 def test_higher_target_never_needs_fewer_gpus(model: str, rate: float, one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert gpus(model, rate_per_s=rate, target_iar=high) >= gpus(model, rate_per_s=rate, target_iar=low)
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(RATES, st.floats(0, 1), st.floats(0, 1))
 def test_larger_margin_never_needs_fewer_gpus(rate: float, one: float, other: float) -> None:
     low, high = sorted((one, other))

@@ -104,7 +104,7 @@ def test_eight_ranks_of_mixtral_become_ep4_pp2_as_in_the_paper() -> None:
     assert str(size.chosen.layout) == "EP4-PP2"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     capacity=st.integers(1, 600),
     num_instances=st.integers(1, 12),

@@ -164,7 +164,7 @@ def _calls_in(text: str) -> list[tuple[str, str]]:
         if not isinstance(one, dict) or not isinstance(name := one.get("name"), str) or not name:
             return []
         given = one.get("arguments", one.get("parameters", {}))
-        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        arguments = (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         if not is_object(arguments):
             return []
         calls.append((name, arguments))
