@@ -18,7 +18,7 @@ from .coupled import MOST_PROMPTS, Coupled
 from .evidence import bound_of
 from .inputs import PlanInputs, SizedCluster
 from .plan import CHECK, TAIL, Plan, assumptions, shared_fields
-from .verify import PlannedLoad, Replay, holds, missed_texts, replays, verdicts
+from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
 GROWTH = 16
 """After a miss, tries a sixteenth more instances; up to MOST_TIMES as many and AND_MORE."""
@@ -221,7 +221,8 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     assert inputs.rate_per_s is not None
     rate_per_s = inputs.rate_per_s * (1 + inputs.load_margin)
     try:
-        loads = searched_loads(inputs, rate_per_s, trace)
+        # All requests of a check too: the queue of a busy server grows slowly.
+        loads = [*searched_loads(inputs, rate_per_s, trace), planned_load(inputs, rate_per_s, trace)]
         search = PlaceSearch(cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
         if not sized(search, coupled.total_gpus - 1):
             return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
