@@ -176,7 +176,7 @@ class CoupledSearch:
 MOST = 4
 """Models size a LoRA Server up to this factor of coupled GPUs."""
 FARTHEST, BUSIEST = 1.5, 1.2
-"""Of LoRA Servers in place of coupled instances: with `checked`'s limits one of 2 GPUs less was not seen."""
+"""Of LoRA Servers in place of coupled instances: beyond `checked`'s limits, as replays decide."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
