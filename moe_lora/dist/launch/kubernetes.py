@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout
 
 from .cluster_file import check_instances
+from .host_roles import CONTROLLER, FRONT_END, INSTANCE
 
 CONFIG, CERTIFICATES, STATE = "/srv/moe_lora/config", "/srv/moe_lora/certificates", "/srv/moe_lora/state"
 """Folders of a pod: the cluster's file, the Secret of certificates, files of the pod's lifetime."""
-FRONT_END, CONTROLLER, LORA_SERVER, INSTANCE = "front-end", "controller", "lora-server", "instance"
+LORA_SERVER = "lora-server"
 _OF_FILE = f"{CONFIG}/{'-/' * 16}"
 """Start of relative paths, below which `..` stays."""
 _PORTS = {"engines": 7600, "controller": 7700, "controller_engines": 7701, "lora_server": 7500}
@@ -119,30 +120,26 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
     content: of a cluster's file, with absolute paths of the pods and without addresses.  Raises ConfigError.
     """
     cluster, text = _in_pods(content, pods)
-    number = cluster.engine.num_instances
-    own = replace(cluster.engine, num_instances=1)
-    front_end = cluster.front_end
-    file = f"{pods.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    made = [*_shared(pods, file, text, front_end.port)]
+    engine, front_end = cluster.engine, cluster.front_end
+    on_gpu, digest = engine.device != "cpu", hashlib.sha256(text.encode()).hexdigest()[:10]
+    made = [*_shared(pods, digest, text, front_end.port)]
     roles = [(FRONT_END, pods.num_front_ends, _front_end(pods, cluster))]
     if pods.num_front_ends > 1:
         roles.append((CONTROLLER, 1, {"command": _served(CONTROLLER)}))
     if cluster.lora_server is not None:
         ranks = Layout.parse(cluster.lora_server.layout).num_ranks
-        roles.append((LORA_SERVER, ranks, _server_rank(ranks, on_gpu=own.device != "cpu")))
-    roles.append((INSTANCE, number, _instance(own.num_ranks, own.device != "cpu", own.num_threads)))
+        roles.append((LORA_SERVER, ranks, _server_rank(ranks, on_gpu=on_gpu)))
+    instance = _instance(engine.num_ranks, on_gpu, engine.num_threads)
+    roles.append((INSTANCE, engine.num_instances, instance))
     for role, replicas, container in roles:
         grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if role == FRONT_END else 0)
-        made += _of_role(pods, role, replicas, _pod(pods, role, container, grace_s, file))
+        made += _of_role(pods, role, replicas, _pod(pods, role, container, grace_s, digest))
     return made
 
 
 def _in_pods(content: Any, pods: Pods) -> tuple[ClusterConfig, str]:
     """The cluster as given, and its file in the pods."""
-    given = {
-        name: dict(one) if isinstance(one, Mapping) else one
-        for name, one in mapping_of("the file", content).items()
-    }
+    given = dict(mapping_of("the file", content))
     for place in _MADE_HERE:
         found: Any = given
         for name in place:
@@ -218,11 +215,11 @@ def _relative(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
         yield place, os.path.relpath(value, _OF_FILE)
 
 
-def _shared(pods: Pods, file: str, text: str, port: int) -> Iterator[dict[str, Any]]:
+def _shared(pods: Pods, digest: str, text: str, port: int) -> Iterator[dict[str, Any]]:
     """File, account, the Service for clients, and rules of access."""
     yield _object("v1", "ServiceAccount", pods, "", automountServiceAccountToken=False)
     # Named by its content: pods of a roll-out and of its undoing read their own.
-    yield _object("v1", "ConfigMap", pods, file.removeprefix(pods.name), data={"cluster.yaml": text})
+    yield _object("v1", "ConfigMap", pods, f"-{digest}", data={"cluster.yaml": text})
     http = {"name": "http", "port": port, "targetPort": "http"}
     yield _object("v1", "Service", pods, "", spec={"selector": _labels(pods, FRONT_END), "ports": [http]})
     own, clients = {"podSelector": {"matchLabels": _labels(pods)}}, {"matchLabels": _labels(pods, FRONT_END)}
@@ -328,9 +325,9 @@ def _of_role(pods: Pods, role: str, replicas: int, pod: Mapping[str, Any]) -> It
         yield _object("policy/v1", "PodDisruptionBudget", pods, f"-{role}", spec=bound)
 
 
-def _pod(pods: Pods, role: str, container: Mapping[str, Any], grace_s: int, file: str) -> dict[str, Any]:
+def _pod(pods: Pods, role: str, container: Mapping[str, Any], grace_s: int, digest: str) -> dict[str, Any]:
     volumes = {
-        "config": (CONFIG, {"configMap": {"name": file}}),
+        "config": (CONFIG, {"configMap": {"name": f"{pods.name}-{digest}"}}),
         "certificates": (CERTIFICATES, _secret(f"{pods.name}-certificates")),
         "state": (STATE, {"emptyDir": {}}),
         "temporary": ("/tmp", {"emptyDir": {}}),
