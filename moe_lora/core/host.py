@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .container import memory_limits
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,11 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory_bytes() -> int:
+    """Memory left on this host, and to this container."""
+    return min([_free_on_host(), *(free for _, free in memory_limits())])
+
+
+def _free_on_host() -> int:
     # MemFree (SC_AVPHYS_PAGES) excludes the page cache, mostly reclaimable checkpoint files.
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
@@ -176,7 +182,9 @@ def free_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory of this host, at most that of this container."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *(limit for limit, _ in memory_limits())])
 
 
 def cpu_info() -> dict[str, str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from .container import processor_limit
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"
@@ -43,8 +46,9 @@ def allowed_core_numbers() -> list[int]:
 
 
 def usable_cores() -> int:
-    """Number of this process's cores."""
-    return len(usable_core_numbers())
+    """Number of this process's cores, at most the processors of its container, rounded up."""
+    num_cores, limit = len(usable_core_numbers()), processor_limit()
+    return num_cores if limit is None else min(num_cores, math.ceil(limit))
 
 
 def worker_environment(num_threads: int | None) -> dict[str, str]:

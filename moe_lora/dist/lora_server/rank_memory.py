@@ -7,7 +7,6 @@ Legend: X offset-table entries of a layer.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -20,6 +19,7 @@ from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.cache.leases.residency import ShardPages, enough_gb
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.host import host_memory_bytes
 from moe_lora.core.partition import Partition
 from moe_lora.core.shape import DEFAULT_LORA_RANK
 
@@ -77,7 +77,7 @@ def spare_bytes(device: torch.device, num_sharers: int) -> int:
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = host_memory_bytes()
     return total // _USUAL_SHARE // num_sharers
 
 
