@@ -224,7 +224,8 @@ told(*peak(lambda: load_model(folder / "out", bf16, cpu)))
 
 def test_loading_takes_little_more_than_what_stays(tmp_path):
     """Quantised on the way, and as stored.  One matrix of this model in floating point is larger than what
-    may be there beside the rest; of writing the bound is two files.
+    may be there beside the rest; of writing the bound is two files.  Threads and what Python keeps of its own
+    objects are a megabyte or two, by chance.
     """
     make_checkpoint(
         "llama",
@@ -242,7 +243,7 @@ def test_loading_takes_little_more_than_what_stays(tmp_path):
     at_load, writing, stored = ([int(n) for n in line.split()] for line in done.stdout.splitlines())
     for peak, stays, largest in (at_load, stored):
         assert largest > stays / 3, "the test is of no use with small matrices"
-        assert peak <= 1.1 * stays
+        assert peak <= 1.1 * stays + (2 << 20)
     assert writing[0] <= 2 * (20 << 20) + at_load[1] / 10
 
 
