@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -137,6 +137,7 @@ class FleetAdapters:
         self.ranks = {} if ranks is None else ranks
         self.instance_registry = instance_registry
         instance_registry.on_late = self._merge_late
+        instance_registry.on_lacking = self._complete
         self._own = verbs_of(self)
         self._rollouts: Rollouts | None = None
         self._found: set[str] = set()
@@ -214,6 +215,7 @@ class FleetAdapters:
                     f"adapter {name!r} is already loaded; unload it first or load it in place"
                 )
             instances, version = registry.having(None), registry.next_version(name)
+            asked = [one.client for one in instances]
             if pool is None:
 
                 async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
@@ -225,6 +227,8 @@ class FleetAdapters:
             else:
                 answers, errors = await pool.load(instances, name, path, replace=replace, version=version)
             if errors:
+                if len(errors) < len(instances):
+                    registry.use_up(name, version)
                 await self._take_back([instance for instance, _ in answers], name, previous)
                 raise _refusal(name, answers, errors)
             for instance, _ in answers:
@@ -233,17 +237,21 @@ class FleetAdapters:
             info = answers[0][1]
             registry.serve(info, path)
             self.ranks[name] = info.lora_rank
+            await self._reach_late(name, asked)
             return info
 
     async def _merge_late(self, have: Mapping[str, ServedVersion], ranks: Mapping[str, int]) -> None:
         """Serve an instance's earlier adapters, unless changed since the recovery."""
         registry = self.instance_registry
         await registry.at_rest()  # a version under load counts
+        under_load = {name for name, lock in self._locks.items() if lock.locked()}
         now, before = registry.served, registry.recovered or Served()
         late = {
             name: one
             for name, one in have.items()
-            if one.version >= registry.next_version(name) and now.state_of(name) == before.state_of(name)
+            if one.version >= registry.next_version(name)
+            and now.state_of(name) == before.state_of(name)
+            and name not in under_load
         }
         registry.recovered = before.joined(Served.of(late))
         registry.recover(Served.of(late))
@@ -255,6 +263,32 @@ class FleetAdapters:
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if served := registry.served_version(name):
                     await self._load_missing(name, served)
+
+    async def _complete(self, instance: Instance, have: Mapping[str, ServedVersion]) -> None:
+        """Bring an instance that joined with other adapters to the served ones, one after another."""
+        from .listener import catch_up
+
+        registry, client = self.instance_registry, instance.client
+        for name in [*instance.missing - instance.problems.keys(), *have.keys() - registry.adapters.keys()]:
+            async with self._locks.setdefault(name, asyncio.Lock()):
+                if not (instance.live and instance.client is client):
+                    return
+                if served := registry.served_version(name):
+                    await self._load_missing(name, served)
+                else:
+                    with suppress(AdapterNotFoundError):
+                        await catch_up(client, {}, {name: have[name]}, set(), registry.pool)
+
+    async def _reach_late(self, name: str, asked: Sequence[EngineClient]) -> None:
+        """Load an adapter on instances that joined during its change."""
+        registry = self.instance_registry
+        late = [one for one in registry.live if one.client not in asked]
+        for instance in late:
+            instance.missing.add(name)
+            instance.problems[name] = "it joined during the load; the adapter is being loaded"
+        served = registry.served_version(name)
+        if late and served is not None:
+            await self._load_missing(name, served)
 
     async def _load_missing(self, name: str, served: ServedVersion) -> None:
         """Load an adapter on the live instances without it."""
@@ -327,6 +361,7 @@ class FleetAdapters:
             if served is None:
                 raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
             instances = registry.having(name)
+            asked = [one.client for one in registry.live]
             calls = [one.client.call(verb, name, *args) for one in instances]
             answers, errors = await ask(registry, instances, calls)
             if errors:
@@ -337,6 +372,7 @@ class FleetAdapters:
                 raise errors[0][1]
             info = merge_adapters([info] for _, info in answers)[0]
             registry.pin(name, pinned=info.pinned)
+            await self._reach_late(name, asked)
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:

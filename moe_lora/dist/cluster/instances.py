@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from .standing_orders import StandingOrders
 
+REST_S = 60.0
+"""Longest wait of an instance for loads everywhere, before it enters routing."""
 DIAL_IN_S = 20.0
 """All running instances dial in within this time."""
 MAX_UNLOADED = 10_000
@@ -208,6 +210,8 @@ class InstanceRegistry:
         """The account at the recovery's end; None before."""
         self.on_late: Callable[[dict[str, ServedVersion], dict[str, int]], Awaitable[None]] | None = None
         """Called after the recovery with a new process's adapters."""
+        self.on_lacking: Callable[[Instance, Mapping[str, ServedVersion]], Awaitable[None]] | None = None
+        """Called with a joined instance and its adapters."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)
         self.standing: StandingOrders | None = None
@@ -338,10 +342,13 @@ class InstanceRegistry:
             while not condition() and not self.closed.is_set():
                 await asyncio.sleep(_LOOK_S)
 
-    async def at_rest(self) -> None:
-        """Return when no adapter loads everywhere, or after `close`."""
-        while self._num_loading and not self.closed.is_set():
-            await self._at_rest.wait()
+    async def at_rest(self) -> bool:
+        """Return when no adapter loads everywhere, or after `close`; False after REST_S."""
+        with move_on_after(REST_S):
+            while self._num_loading and not self.closed.is_set():
+                await self._at_rest.wait()
+            return True
+        return False
 
     async def join(
         self,
@@ -350,26 +357,35 @@ class InstanceRegistry:
         have: dict[str, ServedVersion],
         missing: set[str],
         incarnation: str | None = None,
+        *,
+        lacking: bool = False,
     ) -> bool:
         """Put an instance into routing if `have` is the served state; waits for running loads.
 
-        Raises EngineDeadError after `close`.
+        lacking: also in another state; then, and where loads go on for REST_S, `missing` grows by the
+        difference.  Raises EngineDeadError after `close`.
         """
-        await self.at_rest()
+        lacking = not await self.at_rest() or lacking
         self._check_open()
         if not self._is_all(have):
-            return False
+            if not lacking:
+                return False
+            missing |= self._unlike(have)
         self._route_to(instance, client, missing, incarnation)
         return True
 
+    def _unlike(self, have: Mapping[str, ServedVersion]) -> set[str]:
+        """Served adapters with another version or pin in `have`."""
+        return {
+            name
+            for name, here in self._adapters.items()
+            if not here.is_same(have.get(name)) or here.pinned != have[name].pinned
+        }
+
     def _is_all(self, have: dict[str, ServedVersion]) -> bool:
         """True if an engine has all served adapters; learns their contents."""
-        if have.keys() != self._adapters.keys():
+        if have.keys() != self._adapters.keys() or self._unlike(have):
             return False
-        for name, there in have.items():
-            here = self._adapters[name]
-            if not here.is_same(there) or here.pinned != there.pinned:
-                return False
         for name, there in have.items():
             if self._adapters[name].content_hash is None:
                 self._adapters[name] = there
@@ -416,9 +432,10 @@ class InstanceRegistry:
         """
         self.directed = True
         new = served.lacking(self._adapters)
-        for name in self._adapters.keys() - served.adapters.keys():
+        gone = self._adapters.keys() - served.adapters.keys()
+        for name in gone:
             self.on_forget(name)
-        for name in new:
+        for name in new | gone:
             self.suspects.forget(name)
         self._adapters, self._versions = dict(served.adapters), dict(served.versions)
         self._holdings = holdings
@@ -483,16 +500,25 @@ class InstanceRegistry:
         """Record the adapter's pin."""
         self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
+    def use_up(self, name: str, version: int) -> None:
+        """Record a version that ran somewhere, and was taken back: its number names no other content."""
+        self._versions[name] = max(version, self._versions.get(name, 0))
+        self._forget_oldest()
+
     def forget(self, name: str) -> None:
         self._adapters.pop(name, None)
-        if len(self._versions) - len(self._adapters) > MAX_UNLOADED:
-            oldest = next(one for one in self._versions if one not in self._adapters)
-            self._least_version = max(self._least_version, self._versions.pop(oldest))
+        self._forget_oldest()
         self.on_forget(name)
         self.suspects.forget(name)
         for instance in self.instances:
             instance.missing.discard(name)
             instance.problems.pop(name, None)
+
+    def _forget_oldest(self) -> None:
+        """Keep versions of at most MAX_UNLOADED unserved names."""
+        if len(self._versions) - len(self._adapters) > MAX_UNLOADED:
+            oldest = next(one for one in self._versions if one not in self._adapters)
+            self._least_version = max(self._least_version, self._versions.pop(oldest))
 
     @property
     def served(self) -> Served:

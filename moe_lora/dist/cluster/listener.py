@@ -59,7 +59,7 @@ async def catch_up(
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
-            await client.call("unload_adapter", name)
+            await client.call("unload_adapter", name, waits=False)
         missing.discard(name)
         if pool is not None:
             pool.forget(name, have[name].version)
@@ -88,7 +88,7 @@ async def catch_up(
             logger.error("adapter %s is unavailable here: %s", name, error)
             if is_loaded:
                 with suppress(AdapterNotFoundError):  # a pool without the bytes removed the adapter
-                    await client.call("unload_adapter", name)
+                    await client.call("unload_adapter", name, waits=False)
             missing.add(name)
             if problems is not None:
                 problems[name] = reason(error)
@@ -110,6 +110,10 @@ async def held_by(
     return have, {info.name: info.lora_rank for info in infos}
 
 
+_WAIT_FOR_REQUESTS = frozenset(("unload_adapter", "pause_requests"))
+"""Verbs that count at once, and return with a request's end."""
+MOST_ROUNDS = 2
+"""After so many rounds an engine enters routing without some adapters: others load meanwhile."""
 RECOVERY_S = 2.0
 """Running engines dial in at least once a second."""
 
@@ -144,14 +148,19 @@ class CatchUp:
             registry.standing_orders().recover(asleep, paused)
         if registry.recovered is None:
             registry.recover(Served.of(have))
-            await registry.at_rest()
+            while registry.recovered is None and not registry.closed.is_set():
+                await registry.at_rest()
             # engines that start together get adapters meanwhile
             have, _ = await held_by(client, registry.pool)
         elif incarnation != instance.incarnation and registry.on_late is not None:
             await registry.on_late(have, ranks)
         may_differ = instance.silent or (registry.standing is not None and bool(registry.standing.pauses))
         known = await self._order(client, {}, may_differ=may_differ)
-        while not await registry.join(instance, client, have, missing, incarnation):
+        num_rounds = 0
+        while not await registry.join(
+            instance, client, have, missing, incarnation, lacking=num_rounds == MOST_ROUNDS
+        ):
+            num_rounds += 1
             await catch_up(client, registry.adapters, have, missing, registry.pool, instance.problems)
         await self._order(client, known, may_differ=may_differ)  # later calls reach the instance
         order = registry.drains.orders.get(instance.name)
@@ -159,6 +168,8 @@ class CatchUp:
             await client.call("remember_drain", order)
         if registry.aliases:
             await client.call("remember_aliases", registry.aliases)
+        if registry.on_lacking is not None:
+            await registry.on_lacking(instance, have)
 
     async def _order(
         self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool
@@ -309,9 +320,9 @@ class DialledClient(CallableEngine):
         self._peer.abandon_calls(error)
 
     async def settled(self) -> None:
-        """Wait for all earlier commands.  Raises EngineDeadError."""
+        """Wait for the effects of all earlier commands.  Raises EngineDeadError."""
         try:
-            await self._peer.settled()
+            await self._peer.settled(but=_WAIT_FOR_REQUESTS)
         except PeerEndedError as error:
             raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
 
@@ -417,8 +428,10 @@ class InstanceListener:
             logger.info("instance %s %s", caller.name, how)
 
         def give_up() -> None:
+            is_there = not client.ended.is_set()
             client.hang_up("it does not get on")
-            self._on_give_up(caller.name)
+            if is_there:  # else a successor may have the name
+                self._on_give_up(caller.name)
 
         try:
             instance = self._instance_registry.enter(caller.name, client)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,9 +183,9 @@ class Peer:
         for call in self._calls.values():
             call.fail(error)
 
-    async def settled(self) -> None:
-        """Wait for answers of all earlier calls, even abandoned.  Raises PeerEndedError."""
-        for call in list(self._calls.values()):
+    async def settled(self, but: Collection[str] = ()) -> None:
+        """Wait for the answers of earlier calls, even abandoned, of other methods.  Raises PeerEndedError."""
+        for call in [one for one in self._calls.values() if one.method not in but]:
             await call.over.wait()
         if self.ended.is_set():
             raise PeerEndedError(self.problem)

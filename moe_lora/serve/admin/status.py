@@ -81,14 +81,18 @@ def status_router(frontend: Frontend) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus text; without the engine after its end."""
         shown = frontend.metrics
-        shown.stats = shown.server = shown.info = shown.adapters = None
+        info = stats = adapters = server = None
         with suppress(EngineDeadError):
-            shown.info = await frontend.client.model_info()
-            shown.stats = await frontend.client.stats()
-            shown.set_adapters(await frontend.client.list_adapters())
+            info = await frontend.client.model_info()
+            stats = await frontend.client.stats()
+            adapters = await frontend.client.list_adapters()
         if frontend.cluster.lora_server is not None:
             with suppress(EngineDeadError, LoraServerError):
-                shown.server = await frontend.controller.call("server_state")
+                server = await frontend.controller.call("server_state")
+        # Another scrape may have come meanwhile.
+        shown.info, shown.stats, shown.server, shown.adapters = info, stats, server, None
+        if adapters is not None:
+            shown.set_adapters(adapters)
         return Response(shown.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @router.post("/v1/migrate", response_model=None)

@@ -73,6 +73,7 @@ class ScriptedLoop(threading.Thread):
         self.may_go_on.set()
         self.held: list[str] = []
         self.refused: set[str] = set()
+        self.unanswered: set[str] = set()
         self.aborted: list[str] = []
         self.calls: list[tuple] = []
         self.num_steps = 0
@@ -96,7 +97,8 @@ class ScriptedLoop(threading.Thread):
                     reply = Reply(command.call_id, getattr(self, command.method)(*command.args))
                 except AdapterError as error:
                     reply = Reply(command.call_id, error=error)
-                self._emit(reply)
+                if command.method not in self.unanswered:
+                    self._emit(reply)
             else:
                 command()
             self.pulse.rest()
@@ -210,6 +212,7 @@ class FrontEnd:
         make_entry=caught_up,
         keys: Keys | None = None,
     ) -> None:
+        self.given_up: list[str] = []
         self._folder = tempfile.TemporaryDirectory(prefix="moe_lora-")
         self.thread = LoopThread()
         self.instance_registry = InstanceRegistry((), adapters, ADVICE, heartbeat)
@@ -224,7 +227,7 @@ class FrontEnd:
             address = (
                 own if socket is None else socket if isinstance(socket, Address) else Address(path=socket)
             )
-            async with InstanceListener(self.instance_registry, self.entry).open(
+            async with InstanceListener(self.instance_registry, self.entry, self.given_up.append).open(
                 "engines_address", address, keys
             ) as found:
                 place.set_result(found)

@@ -29,7 +29,7 @@ class ToldClient(CallableEngine):
         self.loaded: set[str] = set()
         self._fails = fails
 
-    async def call(self, method: str, name: str, *args: Any) -> Any:
+    async def call(self, method: str, name: str, *args: Any, **words: Any) -> Any:
         if method in self._fails:
             raise self._fails[method]
         if method == "load_adapter":

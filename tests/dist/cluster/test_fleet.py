@@ -279,6 +279,8 @@ def test_load_that_one_instance_refuses_is_taken_back_by_the_others():
             with pytest.raises(AdapterError, match=r"instance 1 refused.*took it back: bad can't be read"):
                 await fleet.call("load_adapter", name, "bad", replace=in_place)
         assert easy.adapters == picky.adapters == {"old": "p"}
+        info = await fleet.call("load_adapter", "old", "good", replace=True)
+        assert info.version == 3, "requests may run with the refused second version"
 
     asyncio.run(run())
 

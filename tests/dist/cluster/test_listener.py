@@ -45,7 +45,7 @@ def made():
 
 @pytest.fixture
 def front_end(made) -> FrontEnd:
-    made.append(FrontEnd(adapters=[("start", "places/start")]))
+    made.append(FrontEnd(adapters=START_PATHS))
     return made[0]
 
 
@@ -59,6 +59,7 @@ def join(made, front_end):
 
 
 START = {"start": ("places/start", 1)}
+START_PATHS = [("start", "places/start")]
 
 
 def test_nobody_there_is_an_error_that_says_so(front_end):
@@ -240,6 +241,79 @@ def test_nothing_comes_in_while_an_adapter_is_being_loaded(front_end, join):
     time.sleep(0.3)
     assert front_end.names() == []
     front_end.thread.loop.call_soon_threadsafe(loading.close)
+    until(lambda: front_end.names() == ["one"])
+
+
+@pytest.fixture
+def loading(front_end, monkeypatch):
+    """Adapters load everywhere, one after another, without an end."""
+    monkeypatch.setattr(instances, "REST_S", 0.1)
+    with ExitStack() as loads:
+
+        async def begin() -> None:
+            loads.enter_context(front_end.instance_registry.loading())
+
+        front_end.run(begin())
+        yield lambda: front_end.thread.loop.call_soon_threadsafe(loads.close)
+
+
+def test_one_comes_in_though_others_never_stop_to_load(front_end, join, loading):
+    old = join("old", number=1, adapters=START)
+    until(lambda: front_end.names() == ["old"])
+    front_end.run(front_end.fleet.call("load_adapter", "left", "places/left", replace=True))
+    front_end.run(front_end.fleet.call("unload_adapter", "left"))
+    front_end.run(front_end.fleet.call("load_adapter", "more", "places/more", replace=True))
+    new = join("new", number=2, adapters={**START, "left": ("places/left", 1)})
+    until(lambda: front_end.names() == ["new", "old"])
+    until(lambda: len(front_end.instance_registry.candidates("more")) == 2)
+    until(lambda: new.loop.adapters == {**START, "more": ("places/more", 1)})
+    assert [call[1] for call in old.loop.calls if call[0] == "load_adapter"] == ["left", "more"]
+
+
+def test_one_that_comes_in_during_a_load_gets_the_adapter_after_it(front_end, join, loading):
+    old = join("old", number=1, adapters=START)
+    until(lambda: front_end.names() == ["old"])
+    old.loop.may_go_on.clear()
+    change = front_end.fleet.call("load_adapter", "later", "places/later", replace=True)
+    load = asyncio.run_coroutine_threadsafe(change, front_end.thread.loop)
+    new = join("new", number=2, adapters=START)
+    until(lambda: front_end.names() == ["new", "old"])
+    assert "later" not in new.loop.adapters
+    old.loop.may_go_on.set()
+    assert load.result(PATIENCE_S).version == 1
+    assert new.loop.adapters == old.loop.adapters == {**START, "later": ("places/later", 1)}
+    assert len(front_end.instance_registry.candidates("later")) == 2
+
+
+def test_one_that_died_before_it_came_in_does_not_end_its_successor(front_end, join, loading, monkeypatch):
+    monkeypatch.setattr(instances, "REST_S", PATIENCE_S)
+    served_as(front_end, "more", "places/more")
+    first = join("one", adapters=START)
+    registry = front_end.instance_registry
+    until(lambda: ("current_pauses",) in first.loop.calls)
+    client = registry.instances[0].starting
+    first.dial.stop()
+    until(client.ended.is_set)
+    join("one", adapters=START)
+    loading()
+    until(lambda: front_end.names() == ["one"])
+    assert front_end.given_up == []
+
+
+def test_one_that_was_silent_during_an_unload_comes_back_before_the_adapters_last_request(made):
+    made.append(front_end := FrontEnd(adapters=START_PATHS, heartbeat=Heartbeat(timeout_s=1.0, dead_s=60.0)))
+    made.append(one := Instance("one", front_end.socket, adapters=START))
+    until(lambda: front_end.names() == ["one"])
+    one.loop.unanswered.add("unload_adapter")  # a request runs with it
+    change = front_end.fleet.call("unload_adapter", "start")
+    unload = asyncio.run_coroutine_threadsafe(change, front_end.thread.loop)
+    until(lambda: not one.loop.adapters)
+    one.loop.may_go_on.clear()
+    one.loop.inbox.put(lambda: None)
+    with pytest.raises(EngineDeadError):
+        unload.result(PATIENCE_S)
+    assert front_end.names() == []
+    one.loop.may_go_on.set()
     until(lambda: front_end.names() == ["one"])
 
 
