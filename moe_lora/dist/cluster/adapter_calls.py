@@ -268,7 +268,8 @@ class FleetAdapters:
         """Bring an instance that joined with other adapters to the served ones, one after another."""
         from .listener import catch_up
 
-        registry, client = self.instance_registry, instance.client
+        registry = self.instance_registry
+        client: Any = instance.client
         for name in [*instance.missing - instance.problems.keys(), *have.keys() - registry.adapters.keys()]:
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if not (instance.live and instance.client is client):
