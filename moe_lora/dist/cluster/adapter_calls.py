@@ -268,8 +268,8 @@ class FleetAdapters:
         """Bring an instance that joined with other adapters to the served ones, one after another."""
         from .listener import catch_up
 
-        registry = self.instance_registry
-        client: Any = instance.client
+        registry, client = self.instance_registry, instance.client
+        caller: Any = client
         for name in [*instance.missing - instance.problems.keys(), *have.keys() - registry.adapters.keys()]:
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if not (instance.live and instance.client is client):
@@ -278,7 +278,7 @@ class FleetAdapters:
                     await self._load_missing(name, served)
                 else:
                     with suppress(AdapterNotFoundError):
-                        await catch_up(client, {}, {name: have[name]}, set(), registry.pool)
+                        await catch_up(caller, {}, {name: have[name]}, set(), registry.pool)
 
     async def _reach_late(self, name: str, asked: Sequence[EngineClient]) -> None:
         """Load an adapter on instances that joined during its change."""
