@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -20,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .container import memory_limits
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -165,26 +165,81 @@ def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 MEMINFO = Path("/proc/meminfo")
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_MEMORY = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups: files of limit and use, and the page cache's field of memory.stat.
+
+Source: the kernel's Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
+"""
 
 
 def free_memory_bytes() -> int:
-    """Memory left on this host, and to this container."""
-    return min([_free_on_host(), *(free for _, free in memory_limits())])
-
-
-def _free_on_host() -> int:
+    """Free memory of this host, within the limits of this container; a page cache is free."""
     # MemFree (SC_AVPHYS_PAGES) excludes the page cache, mostly reclaimable checkpoint files.
+    found = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                found = int(line.split()[1]) * 1024
+    for limit, used, stat, cache in memory_limits():
+        pairs = dict(line.split() for line in stat.read_text().splitlines())
+        found = min(found, limit - int(used.read_text()) + int(pairs.get(cache, 0)))
+    return max(0, found)
 
 
 def host_memory_bytes() -> int:
-    """Memory of this host, at most that of this container."""
+    """Memory of this host, at most the limit of this container."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *(limit for limit, _ in memory_limits())])
+    return min([physical, *(limit for limit, *_ in memory_limits())])
+
+
+@functools.cache
+def memory_limits() -> list[tuple[int, Path, Path, str]]:
+    """Limit in bytes, file of the use, memory.stat and its cache's field, of each limited control group."""
+    found = []
+    for version, folder in _control_groups("memory"):
+        limit, used, cache = _MEMORY[version]
+        with suppress(OSError, ValueError):  # "max" is no limit
+            found.append((int((folder / limit).read_text()), folder / used, folder / "memory.stat", cache))
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return [one for one in found if one[0] < physical]
+
+
+def processor_limit() -> float | None:
+    """Processors of this container, by time; None without a limit."""
+    found = []
+    for version, folder in _control_groups("cpu"):
+        with suppress(OSError, ValueError):
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{one}_us").read_text() for one in ("quota", "period"))
+            if int(quota) > 0:
+                found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """Version and folder of this process's control groups, from the innermost on.
+
+    The outermost visible group may be the container's own, under an outer name.
+    """
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = GROUPS / controllers
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield (1 if controllers else 2), folder
 
 
 def cpu_info() -> dict[str, str]:

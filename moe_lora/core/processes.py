@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from .container import processor_limit
+from .host import processor_limit
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"

@@ -141,11 +141,18 @@ class Metrics:
         if reason in self._rejected:
             self._rejected[reason].inc()
 
-    def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
-        """Set the served adapters, and drop other series."""
-        self.adapters = adapters
-        if self.by_adapter is not None:
+    def show(
+        self,
+        info: ModelInfo | None,
+        stats: EngineStats | None,
+        adapters: Sequence[AdapterInfo] | None,
+        server: ServerState | None,
+    ) -> bytes:
+        """Prometheus text of the engine's present state and all counts; drops series of unserved adapters."""
+        self.info, self.stats, self.adapters, self.server = info, stats, adapters, server
+        if self.by_adapter is not None and adapters is not None:
             self.by_adapter.remove_all_but({one.name for one in adapters})
+        return self.render()
 
     def collect(self) -> Iterator[Metric]:
         """Families of each scrape, for prometheus_client."""

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core import container, host, processes
+from moe_lora.core import host, processes
 
 GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def no_limits_of_this_machine():
+    yield
+    host.memory_limits.cache_clear()
+
+
 V2, V1 = (
     {
         "own": "0::/pods/one\n",
@@ -40,8 +48,9 @@ def groups(folder: Path, files: dict[str, str], monkeypatch) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    monkeypatch.setattr(container, "OWN", folder / "own")
-    monkeypatch.setattr(container, "GROUPS", folder)
+    monkeypatch.setattr(host, "OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(host, "GROUPS", folder)
+    host.memory_limits.cache_clear()
 
 
 @pytest.mark.parametrize("files", [V2, V1], ids=["version 2", "version 1"])
@@ -53,7 +62,7 @@ def test_limits_of_a_container_and_of_what_is_around_it_count(tmp_path, monkeypa
     monkeypatch.setattr(host, "MEMINFO", meminfo)
     assert host.free_memory_bytes() == 2 * GB - GB // 2, "the page cache can be taken"
     assert host.host_memory_bytes() == 2 * GB
-    assert container.processor_limit() == 1.5
+    assert host.processor_limit() == 1.5
     assert processes.usable_cores() == 2
     meminfo.write_text("MemAvailable: 1 kB\n")
     assert host.free_memory_bytes() == 1024, "the host has less left than the container's limit"
@@ -68,7 +77,7 @@ def test_groups_named_from_outside_of_the_container_are_found_at_its_root(tmp_pa
         "cpu.max": "25000 100000\n",
     }
     groups(tmp_path, files, monkeypatch)
-    assert list(container.memory_limits()) == [(1000, 0)]
+    assert host.host_memory_bytes() == 1000
     assert host.free_memory_bytes() == 0
     assert processes.usable_cores() == 1
 
@@ -76,8 +85,10 @@ def test_groups_named_from_outside_of_the_container_are_found_at_its_root(tmp_pa
 @pytest.mark.parametrize("own", ["", "0::/\n"], ids=["no group", "no files"])
 def test_without_limits_the_host_counts(tmp_path, monkeypatch, own):
     groups(tmp_path, {"own": own}, monkeypatch)
-    assert not list(container.memory_limits())
-    assert container.processor_limit() is None
+    assert not host.memory_limits()
+    assert host.processor_limit() is None
     assert processes.usable_cores() == len(processes.usable_core_numbers())
-    monkeypatch.setattr(container, "OWN", tmp_path / "absent")
-    assert not list(container.memory_limits())
+    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "absent")
+    host.memory_limits.cache_clear()
+    assert not host.memory_limits()
+    assert host.processor_limit() is None

@@ -178,7 +178,7 @@ def test_names_and_labels_of_metrics() -> None:
         max_loras=1,
         eos_token_ids=(),
     )
-    metrics.set_adapters([adapter_info("a")])
+    metrics.adapters = [adapter_info("a")]
     metrics.aliases = KnownAliases()
     metrics.aliases |= {"b": Alias("a")}
     for counts in (metrics.by_adapter, metrics.by_tenant):

@@ -237,7 +237,8 @@ class FleetAdapters:
             info = answers[0][1]
             registry.serve(info, path)
             self.ranks[name] = info.lora_rank
-            await self._reach_late(name, asked)
+            if late := [one for one in registry.live if one.client not in asked]:
+                await self._reach_late(name, late)
             return info
 
     async def _merge_late(self, have: Mapping[str, ServedVersion], ranks: Mapping[str, int]) -> None:
@@ -265,7 +266,7 @@ class FleetAdapters:
                     await self._load_missing(name, served)
 
     async def _complete(self, instance: Instance, have: Mapping[str, ServedVersion]) -> None:
-        """Bring an instance that joined with other adapters to the served ones, one after another."""
+        """Bring an instance's adapters to the served state, one after another."""
         from .listener import catch_up
 
         registry, client = self.instance_registry, instance.client
@@ -280,16 +281,12 @@ class FleetAdapters:
                     with suppress(AdapterNotFoundError):
                         await catch_up(caller, {}, {name: have[name]}, set(), registry.pool)
 
-    async def _reach_late(self, name: str, asked: Sequence[EngineClient]) -> None:
-        """Load an adapter on instances that joined during its change."""
-        registry = self.instance_registry
-        late = [one for one in registry.live if one.client not in asked]
+    async def _reach_late(self, name: str, late: Sequence[Instance]) -> None:
+        """Load a served adapter on instances after their joins during its change."""
         for instance in late:
             instance.missing.add(name)
             instance.problems[name] = "it joined during the load; the adapter is being loaded"
-        served = registry.served_version(name)
-        if late and served is not None:
-            await self._load_missing(name, served)
+        await self._load_missing(name, self.instance_registry.adapters[name])
 
     async def _load_missing(self, name: str, served: ServedVersion) -> None:
         """Load an adapter on the live instances without it."""
@@ -373,7 +370,8 @@ class FleetAdapters:
                 raise errors[0][1]
             info = merge_adapters([info] for _, info in answers)[0]
             registry.pin(name, pinned=info.pinned)
-            await self._reach_late(name, asked)
+            if late := [one for one in registry.live if one.client not in asked]:
+                await self._reach_late(name, late)
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:

@@ -501,7 +501,7 @@ class InstanceRegistry:
         self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def use_up(self, name: str, version: int) -> None:
-        """Record a version that ran somewhere, and was taken back: its number names no other content."""
+        """Record a version as used, though not served: requests may have its number."""
         self._versions[name] = max(version, self._versions.get(name, 0))
         self._forget_oldest()
 

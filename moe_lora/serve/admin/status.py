@@ -80,7 +80,6 @@ def status_router(frontend: Frontend) -> APIRouter:
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Prometheus text; without the engine after its end."""
-        shown = frontend.metrics
         info = stats = adapters = server = None
         with suppress(EngineDeadError):
             info = await frontend.client.model_info()
@@ -89,11 +88,8 @@ def status_router(frontend: Frontend) -> APIRouter:
         if frontend.cluster.lora_server is not None:
             with suppress(EngineDeadError, LoraServerError):
                 server = await frontend.controller.call("server_state")
-        # Another scrape may have come meanwhile.
-        shown.info, shown.stats, shown.server, shown.adapters = info, stats, server, None
-        if adapters is not None:
-            shown.set_adapters(adapters)
-        return Response(shown.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        shown = frontend.metrics.show(info, stats, adapters, server)
+        return Response(shown, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @router.post("/v1/migrate", response_model=None)
     async def migrate(body: MigrateRequest) -> Response:
