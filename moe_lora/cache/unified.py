@@ -148,11 +148,12 @@ class UnifiedCache:
         """Make their KV unfindable; pages in use are free with the last user."""
         for namespace in namespaces:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
-                self._mover.let_die(node)
+                if not node.gone:  # `let_die` frees dying nodes, later ones of this list too
+                    self._mover.let_die(node)
 
     def evict_all(self) -> None:
         """Free both arenas.  Nothing may be pinned or moving."""
-        self.clear_history(list(self._tree.adapters))
+        self.clear_history([name for name, node in self._tree.adapters.items() if not node.gone])
         while self._mover.sweep():
             pass
         for node in self._tree.adapters.values():

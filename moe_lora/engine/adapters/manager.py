@@ -284,9 +284,11 @@ class AdapterManager:
         for adapter in self._pinned:
             self._cache.unpin(adapter.uid)
         self.to_bring.clear()
-        self._cache.evict_all()
-        for adapter in self._pinned:
-            self._cache.pin(adapter.uid)
+        try:
+            self._cache.evict_all()
+        finally:
+            for adapter in self._pinned:
+                self._cache.pin(adapter.uid)
 
     def bring_evicted(self) -> None:
         """Load pinned adapters again."""
