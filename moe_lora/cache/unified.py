@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Literal
 
 from moe_lora.core.errors import CapacityError
@@ -32,6 +33,8 @@ from .tree import DependencyTree
 
 SALT_SHIFT = 32
 """Bits of a token id for a vocabulary."""
+MAX_SALTS = 10_000
+"""Salts with findable prefixes, the latest."""
 SWAP_OUT_ABOVE = 0.95
 """Pages move out above this used share of the device."""
 SWAP_IN_BELOW = 0.7
@@ -79,7 +82,8 @@ class UnifiedCache:
         self.max_adapters = self._room.max_adapters
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
-        self._salts: dict[str, int] = {}
+        self._salts: OrderedDict[str, int] = OrderedDict()
+        self._salt_numbers = count(1)
         self.asker = ANYBODY
         """Tenant and share of later holds and matches."""
         self._tenant = NOBODY
@@ -148,11 +152,12 @@ class UnifiedCache:
         """Make their KV unfindable; pages in use are free with the last user."""
         for namespace in namespaces:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
-                self._mover.let_die(node)
+                if not node.gone:  # `let_die` frees dying nodes, later ones of this list too
+                    self._mover.let_die(node)
 
     def evict_all(self) -> None:
         """Free both arenas.  Nothing may be pinned or moving."""
-        self.clear_history(list(self._tree.adapters))
+        self.clear_history([name for name, node in self._tree.adapters.items() if not node.gone])
         while self._mover.sweep():
             pass
         for node in self._tree.adapters.values():
@@ -341,7 +346,9 @@ class UnifiedCache:
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
         """The prompt with the salt in the first token, outside any vocabulary."""
-        number = self._salts.setdefault(salt, len(self._salts) + 1)
+        number = self._salts[salt] = self._salts.pop(salt, 0) or next(self._salt_numbers)
+        if len(self._salts) > MAX_SALTS:
+            self._salts.popitem(last=False)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
     def note_remote(self, namespace: Namespace, ready: bool) -> None:

@@ -47,34 +47,38 @@ class Sleep:
     ) -> Steps[None]:
         """Free the arenas (kv_cache) and the weights, once no request runs.
 
-        keep: requests compute their KV again afterwards.  Raises TimeoutError, and stays awake.
+        keep: requests compute their KV again afterwards.  Raises TimeoutError; stays awake after an error,
+        unless weights may be freed.
         """
         self._check_mode()
         with self._alone():
             end_s, before = time.monotonic() + timeout_s, self.order
             self.order = before.start(parts, drops_weights, mode)
-            if mode == "abort":
-                self._abort()
-            elif mode == "keep":
-                self._core.suspend()
-            timer = threading.Timer(timeout_s, self._put, [lambda: None])
-            timer.daemon = True
-            timer.start()
-            yield lambda: self._is_idle() or time.monotonic() >= end_s
-            timer.cancel()
-            if not self._is_idle():
-                self.order = before
-                self._core.suspended &= bool(before.parts)
-                raise TimeoutError(f"requests ran on for {timeout_s:g} s, and the model stays awake")
-            self._core.transfers.moves_ahead = not self.order.parts
             steps: list[MemoryStep] = []
-            if "kv_cache" in parts:
-                self._core.adapters.evict_all()
-                steps.append("free_arenas")
-            if drops_weights and self._has_weights:
-                self._has_weights = False
-                steps.append("free_weights")
-            (yield self._on_all_ranks(MemoryOrder(tuple(steps)))).result()
+            try:
+                if mode == "abort":
+                    self._abort()
+                elif mode == "keep":
+                    self._core.suspend()
+                timer = threading.Timer(timeout_s, self._put, [lambda: None])
+                timer.daemon = True
+                timer.start()
+                yield lambda: self._is_idle() or time.monotonic() >= end_s
+                timer.cancel()
+                if not self._is_idle():
+                    raise TimeoutError(f"requests ran on for {timeout_s:g} s, and the model stays awake")
+                self._core.transfers.moves_ahead = not self.order.parts
+                if "kv_cache" in parts:
+                    self._core.adapters.evict_all()
+                    steps.append("free_arenas")
+                if drops_weights and self._has_weights:
+                    self._has_weights = False
+                    steps.append("free_weights")
+                (yield self._on_all_ranks(MemoryOrder(tuple(steps)))).result()
+            except Exception:
+                if "free_weights" not in steps:
+                    self._set_order(before)
+                raise
 
     def stop(self, parts: Collection[SleepPart]) -> Steps[None]:
         """Wake these parts up.  Raises ConfigError for an unreadable checkpoint."""
@@ -82,13 +86,16 @@ class Sleep:
             if "weights" in parts and not self._has_weights:
                 (yield self._on_all_ranks(MemoryOrder(("read_weights",)))).result()
                 self._has_weights = True
-            was_asleep = bool(self.order.parts)
-            self.order = self.order.stop(parts)
-            if was_asleep and not self.order.parts:
-                self._core.suspended = False
-                self._core.transfers.moves_ahead = True
-                self._core.adapters.bring_evicted()
-                self._core.transfers.send()
+            if self.order.parts:
+                self._set_order(self.order.stop(parts))
+
+    def _set_order(self, order: SleepOrder) -> None:
+        self.order = order
+        if not order.parts:
+            self._core.suspended = False
+            self._core.transfers.moves_ahead = True
+            self._core.adapters.bring_evicted()
+            self._core.transfers.send()
 
     def _check_mode(self) -> None:
         """Raises ConfigError for an engine that can't free its memory."""

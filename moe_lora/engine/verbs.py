@@ -148,7 +148,7 @@ class EngineVerbs:
             self.asleep = self._make_sleep(partial(self.abort_requests, PauseScope()))
         try:
             yield from self.asleep.start(parts, mode, timeout_s, drops_weights=drops_weights)
-        except TimeoutError:
+        except Exception:
             self._apply_pauses()
             raise
 

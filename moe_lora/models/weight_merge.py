@@ -173,8 +173,7 @@ class WeightMerge:
                 continue
             seen.add(module)
             chosen = slice(None, None, max(1, len(rows) // num_rows))
-            original = self._originals[piece, entry] if self.merged[piece] else rows
-            before = original[chosen].to(rows.device).float()
+            before = self._originals.get((piece, entry), rows)[chosen].to(rows.device).float()
             b, a, scale = self._operands(piece, entry, held)
             delta = (scale * (b[chosen] @ a)).double()
             after = torch.addmm(before, b[chosen], a, alpha=scale).to(rows.dtype).double()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 FIRST_TOKENS = 128.0
 
 
@@ -28,6 +30,11 @@ class AnswerLengths:
         """Drop an adapter: its name may return with new content."""
         self._tokens.pop(adapter, None)
         self._num.pop(adapter, None)
+
+    def retain(self, is_loaded: Callable[[str], bool]) -> None:
+        """`forget` the other adapters."""
+        for adapter in [name for name in self._num if name is not None and not is_loaded(name)]:
+            self.forget(adapter)
 
     def expected(self, adapter: str | None, prior_tokens: float | None = None) -> float:
         """Expected tokens of the adapter's next answer."""

@@ -128,3 +128,34 @@ def test_sequence_of_a_forgotten_adapter_computes_on_but_leaves_nothing():
         cache.tick(2.0, 0)
     assert set(cache._tree.adapters) == {None}
     assert cache.usage()["device_kv"] == cache.usage()["device_adapters"] == 0
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_all_is_evicted_while_a_forgotten_adapter_is_freed(used):
+    cache = full_of()
+    if used:
+        cache.hold(1, 1.0)
+    cache.add_adapter(2, (0,), 1.0)
+    for number in range(NUM_PROMPTS // 8):
+        leave(cache, 2, [number, number], 1.0)
+    cache.forget(1)
+    if used:
+        cache.let_go(1, 1.0)
+    cache.evict_all()
+    assert set(cache._tree.adapters) == {None, 2}
+    assert cache.usage()["device_free"] == cache._mover.device.num_pages
+    check(cache, [], Counter())
+
+
+def test_history_is_cleared_twice_while_a_forgotten_adapter_is_freed():
+    cache = full_of()
+    for number in range(NUM_PROMPTS // SLICE - 1):
+        leave(cache, None, [number, number], 1.0)
+    cache.forget(1)
+    cache.clear_history([None])
+    assert cache._tree.columns.where(DYING).size
+    cache.clear_history([None])
+    assert cache.match(None, [1, 1, 5], 3.0).num_matched == 0
+    cache.evict_all()
+    assert num_nodes(cache) == 1
+    check(cache, [], Counter())

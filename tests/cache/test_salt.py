@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from unittest.mock import patch
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora.cache import unified
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching.caching import lru
 
@@ -47,3 +51,33 @@ def test_each_salt_finds_what_a_cache_of_its_own_would(visits):
     shared, alone = cache(), {salt: cache() for salt in ("", "a", "b")}
     for salt, tokens in visits:
         assert leave(shared, tokens, salt) == leave(alone[salt], tokens, "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    visits=st.lists(
+        st.tuples(st.sampled_from("abcd"), st.lists(st.integers(0, 2), min_size=1, max_size=20)), max_size=20
+    )
+)
+def test_a_salt_that_left_the_table_finds_nothing_old(visits):
+    shared, alone = cache(), OrderedDict[str, UnifiedCache]()
+    with patch.object(unified, "MAX_SALTS", 2):
+        for salt, tokens in visits:
+            own = alone.pop(salt, None) or cache()
+            alone[salt] = own
+            while len(alone) > 2:
+                alone.popitem(last=False)
+            assert leave(shared, tokens, salt) == leave(own, tokens, "")
+            assert len(shared._salts) <= 2
+
+
+def test_a_prompt_whose_salt_leaves_the_table_meanwhile_is_found_by_no_other():
+    prompts, tokens = cache(), list(range(13))
+    with patch.object(unified, "MAX_SALTS", 1):
+        table = prompts.match(None, tokens, 1.0, salt="acme")
+        assert leave(prompts, tokens, "globex") == 0
+        assert prompts.grow(table, len(tokens), 1.0)
+        prompts.publish(table, tokens, len(tokens), 1.0)
+        prompts.release(table, 1.0)
+        for salt in ("globex", "initech", "", "umbrella"):
+            assert leave(prompts, tokens, salt) == 0

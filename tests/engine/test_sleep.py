@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from llguidance import LLMatcher
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.engine.client.messages import PauseScope
 from moe_lora.engine.step.grammar_masks import Grammars
@@ -305,6 +307,45 @@ def test_a_request_that_does_not_end_in_time_keeps_it_awake():
         assert is_still(llm, running)
         assert asleep(llm) == []
         assert Stream(llm, "next", "policy", tokens=3).rest() == "length"
+
+
+def test_a_sleep_that_fails_leaves_it_awake_with_its_pins(monkeypatch):
+    with engine() as llm:
+        before = tokens(llm)
+        call(llm, "pin_adapter", "policy", True)
+        with monkeypatch.context() as broken:
+            broken.setattr(UnifiedCache, "clear_history", Mock(side_effect=RuntimeError("drawn")))
+            with pytest.raises(RuntimeError, match="drawn"):
+                sleep(llm, 2, "keep")
+        assert asleep(llm) == []
+        assert tokens(llm) == before
+        sleep(llm, 1)
+        with monkeypatch.context() as broken:
+            broken.setattr(UnifiedCache, "clear_history", Mock(side_effect=RuntimeError("drawn")))
+            with pytest.raises(RuntimeError, match="drawn"):
+                sleep(llm, 2)
+        assert refuses(llm)
+        call(llm, "wake_up", ALL)
+        call(llm, "pin_adapter", "policy", False)
+        assert tokens(llm) == before
+        assert not llm.client.core.adapters._cache._mover.held
+
+
+def test_a_failed_release_of_weights_stays_asleep_until_they_are_read_again(monkeypatch):
+    with engine() as llm:
+        before = tokens(llm)
+        rank, free = llm.client.core.rank, llm.client.core.rank.free_weights
+
+        def fail() -> None:
+            free()
+            raise MemoryError("drawn")
+
+        monkeypatch.setattr(rank, "free_weights", fail)
+        with pytest.raises(MemoryError, match="drawn"):
+            sleep(llm, 2)
+        assert refuses(llm)
+        call(llm, "wake_up", ALL)
+        assert tokens(llm) == before
 
 
 def test_a_change_beside_another_is_refused():

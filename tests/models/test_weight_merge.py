@@ -14,7 +14,7 @@ from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
 from moe_lora.models.mlp import MoeMlp
 from moe_lora.models.weight_merge import HeldAdapter, WeightMerge
-from tests.families import FAMILIES, FURTHER, LATER_MOE, later
+from tests.families import FAMILIES, FURTHER, LATER_MOE, later, make_adapter
 from tests.oracle import greedy_reference
 
 from .harness import Harness
@@ -161,6 +161,19 @@ def test_small_adapters_lose_more_in_bf16(served):
     harness.slots.scale[0] *= 200
     harness.fold_in(1)
     np.testing.assert_array_equal(harness.rounding_errors(0), large, "on weights that carry another")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_rounding_of_modules_that_the_merged_adapter_leaves_alone(family, served, tmp_path):
+    model = served(family)
+    folders = [
+        make_adapter(family, model.model_dir, tmp_path / "".join(modules), 8, (), target_modules=modules)
+        for modules in (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"])
+    ]
+    harness = MergingHarness(model.model_dir, folders, dtype=torch.bfloat16)
+    unmerged = harness.rounding_errors(1)
+    harness.fold_in(0)
+    np.testing.assert_array_equal(harness.rounding_errors(1), unmerged)
 
 
 class FixedChoices:

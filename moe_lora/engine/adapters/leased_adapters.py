@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_lora.adapters.host_store import HostStore
@@ -63,16 +64,17 @@ class LeasedAdapters(AdapterStore):
 
         Raises CapacityError for an adapter beyond the server's capacity.
         """
-        content_hash, store = packed.content_hash, self._server.store
+        content_hash, name, store = packed.content_hash, packed.name, self._server.store
         store.put(packed)
+        mapped = self._mapped.get(content_hash)
         try:
-            mapped = store.get(content_hash, packed.name)
+            mapped = mapped or store.get(content_hash, name)
         except AdapterError as error:
-            logger.warning("adapter %s is written again: %s", packed.name, error)
+            logger.warning("adapter %s is written again: %s", name, error)
             store.remove(content_hash)
             store.put(packed)
-            mapped = store.get(content_hash, packed.name)
-        packed = super().keep(mapped, path)
+            mapped = store.get(content_hash, name)
+        packed = super().keep(replace(mapped, name=name), path)
         try:
             self._leases.register(content_hash)
         except CapacityError as error:

@@ -65,8 +65,8 @@ class AdapterManager:
         self._numbers: dict[str, int] = {}
         self._pinned: set[AdapterVersion] = set()
         self.to_bring: list[AdapterVersion] = []
-        self.on_drop: Callable[[Namespace], None] | None = None
-        """Called with the uid after a version's last trace is gone."""
+        self.on_drop: Callable[[AdapterVersion], None] | None = None
+        """Called after a version's last trace is gone."""
         self._refused_pages = sys.maxsize
         self.num_preloaded = 0
         if host_loads is not None:
@@ -284,9 +284,11 @@ class AdapterManager:
         for adapter in self._pinned:
             self._cache.unpin(adapter.uid)
         self.to_bring.clear()
-        self._cache.evict_all()
-        for adapter in self._pinned:
-            self._cache.pin(adapter.uid)
+        try:
+            self._cache.evict_all()
+        finally:
+            for adapter in self._pinned:
+                self._cache.pin(adapter.uid)
 
     def bring_evicted(self) -> None:
         """Load pinned adapters again."""
@@ -369,7 +371,7 @@ class AdapterManager:
         del self.versions[adapter.uid]
         self.failures.forget(adapter.uid)
         if self.on_drop is not None:
-            self.on_drop(adapter.uid)
+            self.on_drop(adapter)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
         self.unpin(previous)

@@ -210,8 +210,9 @@ class RoundingErrors:
     def begin_step(self) -> None:
         self._num_left = ROUNDED_PIECES
 
-    def abandon(self, content_hash: str) -> None:
-        """Forget a failed measurement."""
+    def forget(self, content_hash: str) -> None:
+        """Drop the measurement of an unloaded adapter, or a failed one."""
+        self._known.pop(content_hash, None)
         self._under_way.pop(content_hash, None)
 
     def of(self, adapter: MergedAdapter) -> float | None:

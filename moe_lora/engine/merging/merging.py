@@ -176,14 +176,18 @@ class Merging:
             self._is_off = True
             logger.error("merging is off until the instance starts again: its policy failed", exc_info=error)
 
-    def _forget(self, uid: Uid) -> None:
-        self._refused.discard(uid)
+    def _forget(self, adapter: AdapterVersion) -> None:
+        self._refused.discard(adapter.uid)
+        content_hash = adapter.packed.content_hash
+        if all(other.packed.content_hash != content_hash for other in self._adapters.versions.values()):
+            self._errors.forget(content_hash)
+            self._logged.discard(content_hash)
         with self._ending_at_errors():
-            self._policy.forget(uid)
+            self._policy.forget(adapter.uid)
 
     def _refuse(self, adapter: AdapterVersion, error: Exception) -> None:
         self._refused.add(adapter.uid)
-        self._errors.abandon(adapter.packed.content_hash)
+        self._errors.forget(adapter.packed.content_hash)
         logger.error(
             "adapter %s version %d is not merged any more until its next load: merging it failed",
             *(adapter.name, adapter.version),

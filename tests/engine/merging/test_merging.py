@@ -336,6 +336,13 @@ def test_only_auto_refuses_adapters_that_merging_changes(batching, served, monke
         assert (llm.stats().merges > 0) == (batching == "merged")
         llm.generate(make_prompts((9,) * 4), ["large"] * 4, GREEDY)
         assert llm.stats().merges > (batching == "merged")
+        found = llm.client.core._merging
+        assert found._errors._known
+        for name in adapters:
+            llm.unload_adapter(name)
+        assert not found._errors._known
+        assert not found._errors._under_way
+        assert not found._logged
     [warning] = [record for record in caplog.records if "merging changes" in record.getMessage()]
     assert "adapter small" in warning.getMessage()
     assert ("it stays unmerged" in warning.getMessage()) == (batching == "auto")

@@ -178,6 +178,7 @@ class MigrationController:
         for name, load in self._seen.items():
             if name not in seen:
                 self._lengths.note(load.adapter, load.num_generated)
+        self._lengths.retain(lambda name: self._instance_registry.served_version(name) is not None)
         self._seen = seen
         token_s = []
         for report in reports:

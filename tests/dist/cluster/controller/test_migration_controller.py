@@ -218,6 +218,21 @@ def test_requests_are_told_apart_by_ids_that_clients_chose():
     asyncio.run(run())
 
 
+def test_lengths_of_answers_go_with_their_adapter():
+    async def run() -> None:
+        busy = ReportingEngine([load("run", None), load("gone", None, "unloaded"), load("base", None, None)])
+        registry = InstanceRegistry([busy, ReportingEngine([])], [("a", "p")])
+        controller = MigrationController(
+            FrontEndConfig(migration="dlora"), registry, max_num_seqs=64, ranks={}
+        )
+        await controller.step()
+        busy.loads = []
+        await controller.step()
+        assert set(controller._lengths._num) == set(controller._lengths._tokens) == {"a", None}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", ["r", "r~1", "r~12 (3)"])
 def test_attempts_of_a_request_have_one_name(name):
     assert request_of(name) == "r"
