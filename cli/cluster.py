@@ -80,3 +80,80 @@ def manifests(file: str, **options: Any) -> None:
     from moe_lora.dist.launch.kubernetes import Pods, manifests_text
 
     print(manifests_text(read_content(file), Pods(**options)), end="")
+
+
+_NAME = click.option("--name", default="moe-lora", show_default=True, help="Name of the cluster.")
+_RAY_ADDRESS = click.option(
+    "--ray-address", "address", default="auto", show_default=True, help="Address of the Ray cluster."
+)
+
+
+@cluster.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--on", "kind", type=click.Choice(["ray"]), required=True, help="What places the roles.")
+@_NAME
+@click.option(
+    "--front-ends", "num_front_ends", type=click.IntRange(1, 64), default=1, help="Processes for HTTP."
+)
+@_RAY_ADDRESS
+@click.option(
+    "--limit-s",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Time until the cluster is ready, or is ended again.",
+)
+@user_errors
+def up(file: str, kind: str, name: str, **options: Any) -> None:
+    """Start FILE's cluster, and wait until its front ends are ready; prints their URLs.
+
+    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on all hosts and without addresses.
+    """
+    from moe_lora.config.cluster import read_content
+    from moe_lora.dist.launch import ray_cluster
+
+    for url in ray_cluster.up(read_content(file), name, say=click.echo, **options):
+        print(url)
+
+
+@cluster.command()
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def status(name: str, address: str) -> None:
+    """Show the roles of a cluster that `up` started."""
+    from moe_lora.dist.launch import ray_cluster
+
+    heads = ("role", "state", "host", "address", "restarts", "reason")
+    table = [heads]
+    for row in ray_cluster.status(name, address):
+        table.append((row.name, row.state, row.host, row.url, str(row.num_restarts), row.problem))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+@cluster.command()
+@click.argument("role", type=click.Choice(["instance"]))
+@click.argument("number", metavar="N", type=click.IntRange(1, 4096))
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def scale(role: str, number: int, name: str, address: str) -> None:
+    """Have N instances in a cluster that `up` started.  Requests of ended instances go on elsewhere."""
+    from moe_lora.dist.launch import ray_cluster
+
+    ray_cluster.scale(name, address, number)
+    print(f"{name} has {number} instances, or starts them; see moe-lora cluster status")
+
+
+@cluster.command()
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def down(name: str, address: str) -> None:
+    """End a cluster that `up` started, front ends first, after their requests."""
+    from moe_lora.dist.launch import ray_cluster
+
+    ray_cluster.down(name, address)
+    print(f"{name} has ended")

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of a cluster on Ray: up, status, scale and down."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from moe_lora.core.errors import ConfigError
+
+from .host_roles import FRONT_END, START_TRIES, STOP_S
+
+try:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise ConfigError(
+        f"Ray can't be imported ({error}); install it on all hosts: pip install 'moe-lora[ray]'"
+    ) from error
+
+from .ray_keeper import KEEPER, Keeper, Row, alive_roles, cluster_on_ray
+from .ray_role import READY
+
+_NAME = re.compile("[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_LOOK_S = 0.5
+_ANSWER_S = 60.0
+DRAIN_LIMIT_S = 600.0
+
+
+@contextmanager
+def connected(address: str, name: str) -> Iterator[None]:
+    """A connection to a Ray cluster, in the namespace of our cluster.  Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--name {name}: give at most 40 of a-z, 0-9 and -, beginning with a letter")
+    try:
+        ray.init(
+            address=address,
+            namespace=f"moe_lora-{name}",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at --ray-address {address} ({error}); start one by ray start --head"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def up(
+    content: Any, name: str, *, num_front_ends: int, address: str, limit_s: float, say: Callable[[str], None]
+) -> list[str]:
+    """Start a cluster; returns the URLs of its front ends, which are ready.
+
+    say: gets lines of progress.  An error, Ctrl-C or the limit ends all roles.  Raises ConfigError.
+    """
+    cluster, _ = cluster_on_ray(content, num_front_ends)
+    with connected(address, name):
+        _check_access()
+        if ray.util.list_named_actors():
+            raise ConfigError(_taken(name))
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        keeper = ray.remote(Keeper).options(
+            name=KEEPER, lifetime="detached", num_cpus=0, max_restarts=-1, scheduling_strategy=here
+        )
+        try:
+            actor = keeper.remote(name, content, num_front_ends)
+        except ValueError as error:
+            raise ConfigError(_taken(name)) from error
+        try:
+            return _ready_urls(actor, limit_s, say)
+        except BaseException:
+            say("ending all roles")
+            _end_all(cluster.front_end.drain_s)
+            raise
+
+
+def _taken(name: str) -> str:
+    return (
+        f"a cluster named {name} is on this Ray cluster; see moe-lora cluster status, end it by moe-lora "
+        "cluster down, or give another --name"
+    )
+
+
+def _check_access() -> None:
+    """Raises ConfigError for a Ray cluster that any host of its network may command."""
+    hosts = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    open_to_all = [host for host in hosts if not ipaddress.ip_address(host).is_loopback]
+    if open_to_all and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            f"whoever reaches {open_to_all[0]} could run commands on this Ray cluster; start Ray with "
+            "RAY_AUTH_MODE=token and one token on all hosts (ray get-auth-token --generate)"
+        )
+
+
+def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list[str]:
+    """Wait for ready front ends; returns their URLs.  Raises ConfigError."""
+    said: dict[str, str] = {}
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        rows = _called(keeper.status.remote())
+        for row in rows:
+            if said.get(row.name) != (text := _line(row)):
+                said[row.name] = text
+                say(text)
+        front_ends = [row for row in rows if row.name.startswith(FRONT_END)]
+        if all(row.state == READY for row in front_ends):
+            return [row.url for row in front_ends]
+        for row in rows:
+            if row.num_failures >= START_TRIES:
+                raise ConfigError(f"{row.name} can't be started: {row.problem}")
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"no front end is ready after --limit-s {limit_s:g}: {'; '.join(said.values())}; add hosts, or "
+                "give more time"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _line(row: Row) -> str:
+    place = f" on {row.host}" if row.host else ""
+    return f"{row.name}{place}: {row.state}" + (f" ({row.problem})" if row.problem else "")
+
+
+def _called(answer: Any) -> Any:
+    """The keeper's answer.  Raises ConfigError."""
+    try:
+        return ray.get(answer, timeout=_ANSWER_S)
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise ConfigError(str(cause)) from error
+
+
+def _keeper(name: str) -> Any:
+    try:
+        return ray.get_actor(KEEPER)
+    except ValueError as error:
+        if alive_roles():
+            raise ConfigError(
+                f"the host of {name}'s keeper was lost: roles serve on, but none is placed anew; end them by "
+                "moe-lora cluster down, then start the cluster again"
+            ) from error
+        raise ConfigError(f"no cluster named {name} is on this Ray cluster; start one by cluster up") from error
+
+
+def status(name: str, address: str) -> list[Row]:
+    """The state of each role.  Raises ConfigError."""
+    with connected(address, name):
+        found: list[Row] = _called(_keeper(name).status.remote())
+        return found
+
+
+def scale(name: str, address: str, num_instances: int) -> None:
+    """Change the number of instances.  Raises ConfigError."""
+    with connected(address, name):
+        _called(_keeper(name).scale.remote(num_instances))
+
+
+def down(name: str, address: str) -> None:
+    """End all roles of a cluster, front ends first.  Raises ConfigError without one."""
+    with connected(address, name):
+        if not ray.util.list_named_actors():
+            raise ConfigError(f"no cluster named {name} is on this Ray cluster")
+        _end_all()
+
+
+def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
+    """End the roles, by their keeper if it answers, and all actors.  Raises ConfigError for a role that stays."""
+    try:
+        keeper = ray.get_actor(KEEPER)
+        ray.get(keeper.stop.remote(), timeout=drain_s + 4 * STOP_S)
+        ray.kill(keeper)
+    except (ValueError, RayError):
+        roles = sorted(alive_roles().items(), key=lambda role: not role[0].startswith(FRONT_END))
+        for _, (_, actor) in roles:
+            with suppress(RayError):
+                ray.get(actor.stop.remote(), timeout=drain_s + 2 * STOP_S)
+            ray.kill(actor)
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(KEEPER))
+    deadline_s = time.monotonic() + _ANSWER_S
+    while rest := ray.util.list_named_actors():
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"{', '.join(rest)} did not end; call moe-lora cluster down again")
+        time.sleep(_LOOK_S)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray actor that keeps one role's process running on its host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from moe_lora.core.address import ADDRESSES
+from moe_lora.core.host import OwnFolder
+
+from .enrolment import enrol
+from .host_roles import CONTROLLER, FRONT_END, HostRoles, Role
+from .topology import Part
+
+PREFIX = "moe_lora-ray-"
+"""Start of the names of roles' folders."""
+CERTIFICATES, STATE = "certificates", "state"
+"""Folders in a role's folder."""
+_READY_S = 5.0
+NEW, STARTING, RUNNING, READY = "new", "starting", "running", "ready"
+"""States of a role."""
+_MODULES = {FRONT_END: "moe_lora.cli.host_role", CONTROLLER: "moe_lora.cli.host_role"}
+_MODULE = "moe_lora.dist.launch.run_role"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFacts:
+    """A role's state on its host.
+
+    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  problem: of a failed
+    start.
+    """
+
+    state: str
+    host: str
+    addresses: Mapping[str, str]
+    url: str
+    num_restarts: int
+    problem: str
+
+
+class RoleActor:
+    """Keeps a role's process, with a private folder and reserved ports on this host."""
+
+    def __init__(self, part: Part, number: int, http: Mapping[str, Any], host: str | None = None) -> None:
+        """http: port, tls_cert, drain_s and heartbeat_dead_s of front ends.  host: this host's IP address."""
+        self._part, self._number, self._http = part, number, http
+        self._host = host or _own_ip()
+        self._reserved: list[socket.socket] = []
+        name = f"{part.role}-{number}"
+        self._addresses = {f"{name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)}
+        self._port = self._reserve(http["port"]) if part.role == FRONT_END else 0
+        self._own = OwnFolder(prefix=PREFIX)
+        self._folder = self._own.path
+        self._book_number = 0
+        self._roles: HostRoles | None = None
+
+    def _reserve(self, port: int) -> int:
+        """The port if it is free, else a free port."""
+        sock = socket.socket()
+        try:
+            sock.bind((self._host, port))
+        except OSError:
+            sock.bind((self._host, 0))
+        # Set after bind: the role's process may bind the port now, another role's `_reserve` may not.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.append(sock)
+        return int(sock.getsockname()[1])
+
+    @property
+    def _url(self) -> str:
+        scheme = "http" if self._http["tls_cert"] is None else "https"
+        return f"{scheme}://{self._host}:{self._port}" if self._port else ""
+
+    async def facts(self) -> RoleFacts:
+        """The role's state now."""
+        state, problem, num_restarts = NEW, "", 0
+        if self._roles is not None:
+            num_restarts = self._roles.num_restarts
+            state = RUNNING if self._roles.started else STARTING
+            if not self._roles.started and self._roles.problem is not None:
+                problem = str(self._roles.problem)
+            if self._port and await _is_ready(f"{self._url}/ready"):
+                state = READY
+        return RoleFacts(
+            state=state,
+            host=self._host,
+            addresses=self._addresses,
+            url=self._url,
+            num_restarts=num_restarts,
+            problem=problem,
+        )
+
+    async def enrol(self, address: str, token: str, authority: str) -> None:
+        """Get a certificate for this host.  Raises ConfigError."""
+        await asyncio.to_thread(enrol, address, token, authority, self._folder / CERTIFICATES)
+
+    async def start(self, content: Mapping[str, Any], number: int, book: Mapping[str, str]) -> None:
+        """Start the role's process with this content of the cluster's file."""
+        self.set_book(number, book)
+        (self._folder / STATE).mkdir(exist_ok=True)
+        front_end = {**content["front_end"], "host": self._host}
+        if self._port:
+            front_end["port"] = self._port
+        file = self._folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump({**content, "front_end": front_end}, sort_keys=False))
+        index = str(self._number)
+        module = _MODULES.get(self._part.role, _MODULE)
+        words = ("-m", module, "--config", str(file), "--parent", str(os.getpid()))
+        role = Role(
+            name=f"{self._part.role}-{index}",
+            kind=self._part.role,
+            words=(*words, *self._part.options(index)),
+            environment={**self._part.environment(index), ADDRESSES: str(self._book)},
+        )
+        self._roles = HostRoles(
+            [role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"]
+        )
+
+    @property
+    def _book(self) -> Path:
+        return self._folder / "addresses.json"
+
+    def set_book(self, number: int, book: Mapping[str, str]) -> None:
+        """Replace the address book, unless its number is lower."""
+        if number > self._book_number:
+            self._book_number = number
+            new = self._folder / "addresses.new"
+            new.write_text(json.dumps({**book, **self._addresses}))
+            os.replace(new, self._book)
+
+    async def failed(self) -> str:
+        """Wait for a start error that ends the role; returns the error's text."""
+        assert self._roles is not None
+        return str(await asyncio.shield(self._roles.failed))
+
+    async def stop(self) -> None:
+        """End the process, a front end after its requests, and delete the folder."""
+        if self._roles is not None:
+            await self._roles.stop()
+        self._own.remove()
+
+
+def _own_ip() -> str:
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
+async def _is_ready(url: str) -> bool:
+    # No certificate is checked: the URL is this host's.
+    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=_READY_S) as client:
+        try:
+            return (await client.get(url)).status_code == 200
+        except httpx.HTTPError:
+            return False
