@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -88,6 +89,19 @@ _RAY_ADDRESS = click.option(
 )
 
 
+def _ray() -> ModuleType:
+    """Commands of clusters on Ray.  Raises ConfigError without Ray."""
+    from moe_lora.core.errors import ConfigError
+
+    try:
+        from moe_lora.dist.launch import ray_cluster
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("Ray is not installed; on all hosts: pip install 'moe-lora[ray]'") from error
+    return ray_cluster
+
+
 @cluster.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.option("--on", "kind", type=click.Choice(["ray"]), required=True, help="What places the roles.")
@@ -110,9 +124,8 @@ def up(file: str, kind: str, name: str, **options: Any) -> None:
     FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on all hosts and without addresses.
     """
     from moe_lora.config.cluster import read_content
-    from moe_lora.dist.launch import ray_cluster
 
-    for url in ray_cluster.up(read_content(file), name, say=click.echo, **options):
+    for url in _ray().up(read_content(file), name, say=click.echo, **options):
         print(url)
 
 
@@ -122,11 +135,9 @@ def up(file: str, kind: str, name: str, **options: Any) -> None:
 @user_errors
 def status(name: str, address: str) -> None:
     """Show the roles of a cluster that `up` started."""
-    from moe_lora.dist.launch import ray_cluster
-
     heads = ("role", "state", "host", "address", "restarts", "reason")
     table = [heads]
-    for row in ray_cluster.status(name, address):
+    for row in _ray().status(name, address):
         table.append((row.name, row.state, row.host, row.url, str(row.num_restarts), row.problem))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
@@ -141,9 +152,7 @@ def status(name: str, address: str) -> None:
 @user_errors
 def scale(role: str, number: int, name: str, address: str) -> None:
     """Have N instances in a cluster that `up` started.  Requests of ended instances go on elsewhere."""
-    from moe_lora.dist.launch import ray_cluster
-
-    ray_cluster.scale(name, address, number)
+    _ray().scale(name, address, number)
     print(f"{name} has {number} instances, or starts them; see moe-lora cluster status")
 
 
@@ -153,7 +162,5 @@ def scale(role: str, number: int, name: str, address: str) -> None:
 @user_errors
 def down(name: str, address: str) -> None:
     """End a cluster that `up` started, front ends first, after their requests."""
-    from moe_lora.dist.launch import ray_cluster
-
-    ray_cluster.down(name, address)
+    _ray().down(name, address)
     print(f"{name} has ended")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import secrets
 import socket
 import ssl
@@ -91,8 +90,18 @@ def enrol(address: str, token: str, authority: str, folder: Path) -> Keys:
     Raises ConfigError without openssl, and for a refused token.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    make_request(str(folder), "member", "member.csr", "member.key")
-    request = (folder / "member.csr").read_bytes()
+    with TemporaryDirectory(dir=folder) as new:
+        make_request(new, "member", "member.csr", "member.key")
+        certificate = _signed(address, token, authority, Path(new, "member.csr").read_bytes())
+        member = Path(new, MEMBER)
+        member.touch(mode=0o600)
+        member.write_bytes(certificate + Path(new, "member.key").read_bytes())
+        member.replace(folder / MEMBER)
+    (folder / AUTHORITY).write_text(authority)
+    return Keys(folder)
+
+
+def _signed(address: str, token: str, authority: str, request: bytes) -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -110,13 +119,7 @@ def enrol(address: str, token: str, authority: str, folder: Path) -> Keys:
         raise ConfigError(f"no certificate came from {address} ({error}); is the port open?") from error
     if not received:
         raise ConfigError(f"{address} refused this host's token, which counts once; ask for another")
-    (folder / AUTHORITY).write_text(authority)
-    member = os.open(folder / MEMBER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(member, "wb") as file:
-        file.write(received + (folder / "member.key").read_bytes())
-    for name in ("member.csr", "member.key"):
-        (folder / name).unlink()
-    return Keys(folder)
+    return received
 
 
 def _digest(token: str) -> bytes:

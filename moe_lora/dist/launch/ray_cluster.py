@@ -3,32 +3,28 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from moe_lora.core.errors import ConfigError
 
 from .host_roles import FRONT_END, START_TRIES, STOP_S
-
-try:
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError as error:
-    raise ConfigError(
-        f"Ray can't be imported ({error}); install it on all hosts: pip install 'moe-lora[ray]'"
-    ) from error
-
 from .ray_keeper import KEEPER, Keeper, Row, alive_roles, cluster_on_ray
 from .ray_role import READY
 
 _NAME = re.compile("[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_LOOPBACK = ("127.0.0.1", "::1")
 _LOOK_S = 0.5
 _ANSWER_S = 60.0
 DRAIN_LIMIT_S = 600.0
@@ -92,14 +88,26 @@ def _taken(name: str) -> str:
 
 
 def _check_access() -> None:
-    """Raises ConfigError for a Ray cluster that any host of its network may command."""
+    """Raises ConfigError for a Ray cluster that admits anyone of its network."""
     hosts = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    open_to_all = [host for host in hosts if not ipaddress.ip_address(host).is_loopback]
-    if open_to_all and os.environ.get("RAY_AUTH_MODE") != "token":
+    # Ray listens on all interfaces for any other address.
+    reachable = [host for host in hosts if host not in _LOOPBACK]
+    if reachable and _admits_anyone(ray.get_runtime_context().gcs_address):
         raise ConfigError(
-            f"whoever reaches {open_to_all[0]} could run commands on this Ray cluster; start Ray with "
-            "RAY_AUTH_MODE=token and one token on all hosts (ray get-auth-token --generate)"
+            f"whoever reaches {reachable[0]} can run commands on this Ray cluster; start Ray with "
+            "RAY_AUTH_MODE=token and the same token on all hosts (ray get-auth-token --generate)"
         )
+
+
+def _admits_anyone(address: str) -> bool:
+    """True if a process without a token joins the Ray cluster."""
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    words = [sys.executable, "-c", "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)", address]
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, timeout=_ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list[str]:
@@ -120,8 +128,8 @@ def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list
                 raise ConfigError(f"{row.name} can't be started: {row.problem}")
         if time.monotonic() > deadline_s:
             raise ConfigError(
-                f"no front end is ready after --limit-s {limit_s:g}: {'; '.join(said.values())}; add hosts, or "
-                "give more time"
+                f"no front end is ready after --limit-s {limit_s:g}: {'; '.join(said.values())}; add hosts, "
+                "or give more time"
             )
         time.sleep(_LOOK_S)
 
@@ -149,7 +157,9 @@ def _keeper(name: str) -> Any:
                 f"the host of {name}'s keeper was lost: roles serve on, but none is placed anew; end them by "
                 "moe-lora cluster down, then start the cluster again"
             ) from error
-        raise ConfigError(f"no cluster named {name} is on this Ray cluster; start one by cluster up") from error
+        raise ConfigError(
+            f"no cluster named {name} is on this Ray cluster; start one by cluster up"
+        ) from error
 
 
 def status(name: str, address: str) -> list[Row]:
@@ -174,7 +184,7 @@ def down(name: str, address: str) -> None:
 
 
 def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
-    """End the roles, by their keeper if it answers, and all actors.  Raises ConfigError for a role that stays."""
+    """End the roles, by their keeper if it answers, and all actors.  Raises ConfigError if one stays."""
     try:
         keeper = ray.get_actor(KEEPER)
         ray.get(keeper.stop.remote(), timeout=drain_s + 4 * STOP_S)

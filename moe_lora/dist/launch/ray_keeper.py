@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import state_folder, sweep_folders
 from moe_lora.core.processes import RestartPolicy
 from moe_lora.dist.net.keys import make_keys
@@ -177,18 +176,18 @@ class Keeper:
             started_s = time.monotonic()
             try:
                 kept.problem = await self._live(kept)
-            except ActorDiedError:
+            except RayActorError:
                 kept.problem = "its host or its actor was lost"
             except Exception as error:
                 kept.problem = _cause(error)
-            logger.warning("%s has no host any more: %s", kept.name, kept.problem)
+            logger.warning("%s is placed anew: %s", kept.name, kept.problem)
             kept.num_failures += 1
             await self._release(kept)
             num_deaths = policy.num_deaths(num_deaths, time.monotonic() - started_s)
             await asyncio.sleep(policy.pause_s(num_deaths))
 
     async def _live(self, kept: _Kept) -> str:
-        """Place a role and start its process; returns the error that ends it.  Raises RayError for a lost host."""
+        """Place a role and start its process; returns the error that ends it.  Raises RayError."""
         if kept.actor is None:
             kept.epoch += 1
             kept.since_s = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -37,8 +38,8 @@ _MODULE = "moe_lora.dist.launch.run_role"
 class RoleFacts:
     """A role's state on its host.
 
-    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  problem: of a failed
-    start.
+    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  problem: of a start
+    that failed.
     """
 
     state: str
@@ -54,11 +55,14 @@ class RoleActor:
 
     def __init__(self, part: Part, number: int, http: Mapping[str, Any], host: str | None = None) -> None:
         """http: port, tls_cert, drain_s and heartbeat_dead_s of front ends.  host: this host's IP address."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         self._part, self._number, self._http = part, number, http
         self._host = host or _own_ip()
         self._reserved: list[socket.socket] = []
         name = f"{part.role}-{number}"
-        self._addresses = {f"{name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)}
+        self._addresses = {
+            f"{name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)
+        }
         self._port = self._reserve(http["port"]) if part.role == FRONT_END else 0
         self._own = OwnFolder(prefix=PREFIX)
         self._folder = self._own.path
@@ -121,14 +125,12 @@ class RoleActor:
             name=f"{self._part.role}-{index}",
             kind=self._part.role,
             words=(*words, *self._part.options(index)),
-            environment={**self._part.environment(index), ADDRESSES: str(self._book)},
+            environment={**self._part.environment(index), ADDRESSES: str(self.book)},
         )
-        self._roles = HostRoles(
-            [role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"]
-        )
+        self._roles = HostRoles([role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"])
 
     @property
-    def _book(self) -> Path:
+    def book(self) -> Path:
         return self._folder / "addresses.json"
 
     def set_book(self, number: int, book: Mapping[str, str]) -> None:
@@ -137,7 +139,7 @@ class RoleActor:
             self._book_number = number
             new = self._folder / "addresses.new"
             new.write_text(json.dumps({**book, **self._addresses}))
-            os.replace(new, self._book)
+            os.replace(new, self.book)
 
     async def failed(self) -> str:
         """Wait for a start error that ends the role; returns the error's text."""

@@ -91,8 +91,8 @@ def parts_of(cluster: ClusterConfig, num_front_ends: int) -> list[Part]:
 class Hosts:
     """Facts of the hosts for the file of the roles.
 
-    source, place: name the hosts in errors.  folder: of the file.  name: a process's name in the network, from
-    role and number.
+    source, place: name the hosts in errors.  folder: of the file.  name: role and number -> a process's name
+    in the network.
     """
 
     source: str

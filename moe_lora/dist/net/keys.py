@@ -107,7 +107,8 @@ def make_request(folder: str, name: str, out: str, key: str) -> None:
 
 def sign_request(folder: str, name: str, request: str, out: str, authority: Path) -> None:
     """Sign a request with an authority's key; the name replaces the request's.  Raises ConfigError."""
-    signed_by = ("-CA", str(authority / AUTHORITY), "-CAkey", str(authority / AUTHORITY_KEY))
+    folder_of_key = authority.resolve()
+    signed_by = ("-CA", str(folder_of_key / AUTHORITY), "-CAkey", str(folder_of_key / AUTHORITY_KEY))
     _openssl(folder, name, "-in", request, "-out", out, *_MEMBER, *_VALID, *signed_by)
 
 

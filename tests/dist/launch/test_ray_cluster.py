@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster on Ray: parts without Ray, and a Ray cluster of several nodes on this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, Host, local_answers, make_requests, until
+from tests.dist.launch.ray_nodes import RayNodes
+
+CONTENT: dict[str, Any] = {
+    "model_dir": str(DEMO / "model"),
+    "served_model_name": "demo",
+    "adapters": {name: str(DEMO / "adapters" / name) for name in ADAPTERS},
+    "engine": {"num_instances": 2, "dtype": "float32", "eager": True, "num_threads": 1, "device": "cpu"},
+    "lora_server": {"layout": "EP2-PP1", "capacity": 4},
+    "front_end": {"routing": "round_robin", "port": 8300},
+}
+REQUESTS = make_requests(16)
+
+
+class Served:
+    """A cluster of `up` under test."""
+
+    def __init__(self, nodes: RayNodes) -> None:
+        self.nodes = nodes
+        self.file = nodes.folder / "cluster.yaml"
+        self.file.write_text(yaml.safe_dump(CONTENT))
+        done = nodes.run("up", str(self.file), "--on", "ray")
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.progress = done.stdout.splitlines()
+
+    def host_of(self, role: str) -> str:
+        return self.nodes.status()[role][1]
+
+    def drive(self, times: int = 1, pause_s: float = 0.0) -> Drive:
+        bodies = [
+            {
+                "model": model or "demo",
+                "prompt": prompt,
+                "max_tokens": 8,
+                "ignore_eos": True,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            for model, prompt in REQUESTS * times
+        ]
+        url = self.nodes.status()["front-end-0"][2]
+        host = Host("client", "127.0.0.1", self.nodes.folder)
+        return Drive(host, {"url": url, "bodies": bodies, "pause_s": pause_s})
+
+    def wait_until_whole(self, num_instances: int = 2) -> None:
+        """Until each role serves."""
+        shown: dict[str, Any] = {}
+
+        def whole() -> bool:
+            shown.clear()
+            shown.update(self.nodes.status())
+            states = sorted(state for state, *_ in shown.values())
+            return states == ["ready", *["running"] * (2 + num_instances)]
+
+        until(whole, lambda: str(shown))
+
+    def keepers(self) -> list[int]:
+        return [pid for pid, words in self.nodes.roles().items() if "Keeper" in words]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install '.[ray]'")
+    found = RayNodes(4, num_cpus=3)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_cluster_on_ray_answers_and_outlives_lost_hosts(nodes: RayNodes) -> None:
+    expected = local_answers(REQUESTS)
+    served = Served(nodes)
+    served.wait_until_whole()
+    assert served.drive().answers() == expected
+
+    host = served.host_of("instance-1")
+    nodes.kill(host)
+    served.wait_until_whole()
+    assert served.host_of("instance-1") != host
+    assert served.drive().answers() == expected
+    nodes.add(host)
+
+    host = served.host_of("front-end-0")
+    nodes.kill(host)
+    served.wait_until_whole()
+    assert served.host_of("front-end-0") != host
+    assert served.drive().answers() == expected
+    nodes.add(host)
+
+    host = served.host_of("lora-server-0")
+    nodes.kill(host)
+    served.wait_until_whole()
+    assert served.drive().answers() == expected
+
+    before, [keeper] = nodes.status(), served.keepers()
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: served.keepers() not in ([], [keeper]), lambda: "a new keeper")
+    served.wait_until_whole()
+    assert {role: one[1] for role, one in nodes.status().items()} == {
+        role: one[1] for role, one in before.items()
+    }
+    assert served.drive().answers() == expected
+
+    for number in (1, 2, 1, 2):
+        running = served.drive(4)
+        assert nodes.run("scale", "instance", str(number)).returncode == 0
+        served.wait_until_whole(number)
+        assert running.answers() == expected * 4
+
+    assert nodes.run("down").returncode == 0
+    assert not nodes.roles()
+    assert not list((nodes.folder / "tmp").iterdir())
+    assert not list((nodes.folder / "state").rglob("ray-*"))
