@@ -92,22 +92,21 @@ def _check_access() -> None:
     hosts = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     # Ray listens on all interfaces for any other address.
     reachable = [host for host in hosts if host not in _LOOPBACK]
-    if reachable and _admits_anyone(ray.get_runtime_context().gcs_address):
+    if reachable and not _needs_token(ray.get_runtime_context().gcs_address):
         raise ConfigError(
             f"whoever reaches {reachable[0]} can run commands on this Ray cluster; start Ray with "
             "RAY_AUTH_MODE=token and the same token on all hosts (ray get-auth-token --generate)"
         )
 
 
-def _admits_anyone(address: str) -> bool:
-    """True if a process without a token joins the Ray cluster."""
+def _needs_token(address: str) -> bool:
+    """True if the Ray cluster refuses a caller without a token."""
+    words = ["-m", "ray.scripts.scripts", "health-check", "--address", address]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    words = [sys.executable, "-c", "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)", address]
-    try:
-        done = subprocess.run(words, env=environment, capture_output=True, timeout=_ANSWER_S, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode != 0 and "AuthenticationError" in done.stderr
 
 
 def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list[str]:

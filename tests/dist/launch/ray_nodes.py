@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,11 +27,12 @@ class RayNodes:
     num_cpus: of each other node.  The folder, short for sockets, holds all files of nodes and roles.
     """
 
-    def __init__(self, num_nodes: int, num_cpus: int) -> None:
+    def __init__(self, num_nodes: int, num_cpus: int, **environment: str) -> None:
+        """environment: of nodes and commands."""
         self._num_cpus = num_cpus
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         self.address = f"{_HEAD}:{free_port()}"
-        self._environment = {
+        self.environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "HOME": str(self.folder),
@@ -38,8 +40,10 @@ class RayNodes:
             "XDG_STATE_HOME": str(self.folder / "state"),
             "OMP_WAIT_POLICY": "passive",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_raylet_start_wait_time_s": "300",
+            **environment,
         }
         (self.folder / "tmp").mkdir()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -62,7 +66,7 @@ class RayNodes:
             words += ["--include-dashboard", "false", "--temp-dir", str(self.folder / "ray")]
         log = self.folder / f"{host}.log"
         with log.open("ab") as file:
-            process = subprocess.Popen(words, env=self._environment, stdout=file, stderr=file)
+            process = subprocess.Popen(words, env=self.environment, stdout=file, stderr=file)
         self._processes[host] = process
 
         def started() -> bool:
@@ -83,7 +87,7 @@ class RayNodes:
         """A `moe-lora cluster` command."""
         return subprocess.run(
             self.command(*words),
-            env={**self._environment, **environment},
+            env={**self.environment, **environment},
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

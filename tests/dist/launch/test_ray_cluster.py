@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import yaml
 
 from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, Host, local_answers, make_requests, until
 from tests.dist.launch.ray_nodes import RayNodes
+from tests.patience import PATIENCE_S
 
 CONTENT: dict[str, Any] = {
     "model_dir": str(DEMO / "model"),
@@ -72,15 +75,83 @@ class Served:
         return [pid for pid, words in self.nodes.roles().items() if "Keeper" in words]
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[RayNodes]:
+def ray_nodes(num_nodes: int, num_cpus: int, **environment: str) -> Iterator[RayNodes]:
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install '.[ray]'")
-    found = RayNodes(4, num_cpus=3)
+    found = RayNodes(num_nodes, num_cpus, **environment)
     try:
         yield found
     finally:
         found.stop()
+
+
+@pytest.fixture
+def nodes() -> Iterator[RayNodes]:
+    yield from ray_nodes(4, num_cpus=3)
+
+
+@pytest.fixture
+def small() -> Iterator[RayNodes]:
+    """A node with room for two roles."""
+    yield from ray_nodes(2, num_cpus=2)
+
+
+def assert_nothing_is_left(nodes: RayNodes) -> None:
+    until(lambda: not nodes.roles(), lambda: str(nodes.roles()))
+    assert not list((nodes.folder / "tmp").iterdir())
+    assert not list((nodes.folder / "state").rglob("ray-*"))
+    done = nodes.run("status")
+    assert done.returncode == 1
+    assert "no cluster named moe-lora is on this Ray cluster" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_that_can_not_start_leaves_nothing(small: RayNodes) -> None:
+    file = small.folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(CONTENT))
+    done = small.run("up", str(file), "--on", "ray", "--name", "A")
+    assert "--name A: give at most 40 of a-z, 0-9 and -" in done.stderr
+
+    with subprocess.Popen(
+        small.command("up", str(file), "--on", "ray"),
+        env=small.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if "waits for room (no host has 1 CPU free)" in line:
+                break
+        done = small.run("up", str(file), "--on", "ray")
+        assert done.returncode == 1
+        assert "a cluster named moe-lora is on this Ray cluster; see moe-lora cluster status" in done.stderr
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(PATIENCE_S) != 0
+    assert_nothing_is_left(small)
+
+    alone = {name: value for name, value in CONTENT.items() if name != "lora_server"}
+    file.write_text(yaml.safe_dump({**alone, "model_dir": "/no/model"}))
+    done = small.run("up", str(file), "--on", "ray")
+    assert done.returncode == 1
+    assert "instance-" in done.stderr
+    assert "can't be started: " in done.stderr
+    assert "/no/model" in done.stderr
+    assert_nothing_is_left(small)
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_that_admits_anyone_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(CONTENT))
+    for nodes in ray_nodes(1, num_cpus=0, RAY_AUTH_MODE="disabled"):
+        done = nodes.run("up", str(file), "--on", "ray")
+        assert done.returncode == 1
+        assert "whoever reaches 127.0.0.2 can run commands on this Ray cluster" in done.stderr
+        assert "RAY_AUTH_MODE=token" in done.stderr
+        assert_nothing_is_left(nodes)
 
 
 @pytest.mark.slow
@@ -126,6 +197,4 @@ def test_a_cluster_on_ray_answers_and_outlives_lost_hosts(nodes: RayNodes) -> No
         assert running.answers() == expected * 4
 
     assert nodes.run("down").returncode == 0
-    assert not nodes.roles()
-    assert not list((nodes.folder / "tmp").iterdir())
-    assert not list((nodes.folder / "state").rglob("ray-*"))
+    assert_nothing_is_left(nodes)
