@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,11 @@ class HostRoles:
         Raises a role's start error, or its end after `START_TRIES` silent deaths.
         """
         await asyncio.gather(*self._ready.values())
+
+    @property
+    def running(self) -> Collection[str]:
+        """Names of the roles with a process."""
+        return self._running
 
     def kill(self, name: str) -> None:
         """Kill a stuck process, for a restart."""

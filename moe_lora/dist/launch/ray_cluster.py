@@ -114,7 +114,7 @@ def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list
     said: dict[str, str] = {}
     deadline_s = time.monotonic() + limit_s
     while True:
-        rows = _called(keeper.status.remote())
+        rows = _called(keeper.status.remote(), max(1.0, deadline_s - time.monotonic()))
         for row in rows:
             if said.get(row.name) != (text := _line(row)):
                 said[row.name] = text
@@ -138,10 +138,10 @@ def _line(row: Row) -> str:
     return f"{row.name}{place}: {row.state}" + (f" ({row.problem})" if row.problem else "")
 
 
-def _called(answer: Any) -> Any:
+def _called(answer: Any, limit_s: float = _ANSWER_S) -> Any:
     """The keeper's answer.  Raises ConfigError."""
     try:
-        return ray.get(answer, timeout=_ANSWER_S)
+        return ray.get(answer, timeout=limit_s)
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise ConfigError(str(cause)) from error
@@ -171,7 +171,7 @@ def status(name: str, address: str) -> list[Row]:
 def scale(name: str, address: str, num_instances: int) -> None:
     """Change the number of instances.  Raises ConfigError."""
     with connected(address, name):
-        _called(_keeper(name).scale.remote(num_instances))
+        _called(_keeper(name).scale.remote(num_instances), _ANSWER_S + 2 * STOP_S)
 
 
 def down(name: str, address: str) -> None:
@@ -189,13 +189,13 @@ def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
         ray.get(keeper.stop.remote(), timeout=drain_s + 4 * STOP_S)
         ray.kill(keeper)
     except (ValueError, RayError):
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(KEEPER))
         roles = sorted(alive_roles().items(), key=lambda role: not role[0].startswith(FRONT_END))
         for _, (_, actor) in roles:
             with suppress(RayError):
-                ray.get(actor.stop.remote(), timeout=drain_s + 2 * STOP_S)
+                ray.get(actor.stop.remote(), timeout=_ANSWER_S + drain_s)
             ray.kill(actor)
-        with suppress(ValueError):
-            ray.kill(ray.get_actor(KEEPER))
     deadline_s = time.monotonic() + _ANSWER_S
     while rest := ray.util.list_named_actors():
         if time.monotonic() > deadline_s:

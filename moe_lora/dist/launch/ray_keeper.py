@@ -32,7 +32,7 @@ from .topology import Hosts, Part, parts_of, roles_file
 logger = logging.getLogger(__name__)
 
 KEEPER = "keeper"
-HTTP = ("port", "tls_cert", "drain_s", "heartbeat_dead_s")
+_HTTP = ("port", "tls_cert", "drain_s", "heartbeat_dead_s")
 """Settings of front ends for actors."""
 FAILED, PLACING, WAITING = "failed", "placing", "waits for room"
 """States of a role without a host."""
@@ -91,29 +91,31 @@ class _Kept:
 
     def row(self) -> Row:
         """The state for `status`."""
-        facts = self.facts
+        facts, num_failures = self.facts, self.num_failures
         if facts is None:
-            return replace(Row(name=self.name, state=FAILED), **self._absence())
+            state, problem = self._absence()
+            counts = {"num_restarts": num_failures, "num_failures": num_failures}
+            return Row(name=self.name, state=state, problem=problem, **counts)
         return Row(
             name=self.name,
             state=STARTING if facts.state == NEW else facts.state,
             host=facts.host,
             url=facts.url or ", ".join(facts.addresses.values()),
-            num_restarts=facts.num_restarts + self.num_failures,
-            num_failures=self.num_failures,
+            num_restarts=facts.num_restarts + num_failures,
+            num_failures=num_failures,
             problem=facts.problem,
         )
 
-    def _absence(self) -> dict[str, Any]:
-        counts = {"num_restarts": self.num_failures, "num_failures": self.num_failures}
+    def _absence(self) -> tuple[str, str]:
+        """State and reason of a role without a host."""
         if self.actor is None:
-            return {**counts, "problem": self.problem}
+            return FAILED, self.problem
         if time.monotonic() - self.since_s < _PLACING_S:
-            return {**counts, "state": PLACING, "problem": self.problem}
+            return PLACING, self.problem
         room = [f"{self.part.num_cores or 1} CPU"]
         if self.part.num_gpus:
             room.append(f"{self.part.num_gpus} GPU")
-        return {**counts, "state": WAITING, "problem": f"no host has {' and '.join(room)} free"}
+        return WAITING, f"no host has {' and '.join(room)} free"
 
 
 class Keeper:
@@ -173,16 +175,16 @@ class Keeper:
     async def _keep(self, kept: _Kept) -> None:
         policy, num_deaths = RestartPolicy(), 0
         while True:
-            started_s = time.monotonic()
+            started_s, is_lost = time.monotonic(), False
             try:
                 kept.problem = await self._live(kept)
             except RayActorError:
-                kept.problem = "its host or its actor was lost"
+                kept.problem, is_lost = "its host or its actor was lost", True
             except Exception as error:
                 kept.problem = _cause(error)
             logger.warning("%s is placed anew: %s", kept.name, kept.problem)
             kept.num_failures += 1
-            await self._release(kept)
+            await self._release(kept, is_lost=is_lost)
             num_deaths = policy.num_deaths(num_deaths, time.monotonic() - started_s)
             await asyncio.sleep(policy.pause_s(num_deaths))
 
@@ -210,7 +212,7 @@ class Keeper:
     def _place(self, kept: _Kept) -> Any:
         """Have Ray place the role's actor, pending until a host has room."""
         part, front_end = kept.part, self._cluster.front_end
-        http = {name: getattr(front_end, name) for name in HTTP}
+        http = {name: getattr(front_end, name) for name in _HTTP}
         options = ray.remote(RoleActor).options(
             name=f"{kept.name}@{kept.epoch}",
             lifetime="detached",
@@ -227,12 +229,12 @@ class Keeper:
             if kept.facts is not None:
                 kept.actor.set_book.remote(time.time_ns(), self._book)
 
-    async def _release(self, kept: _Kept) -> None:
-        """End a role's actor, if there is one."""
-        actor, is_placed = kept.actor, kept.facts is not None
+    async def _release(self, kept: _Kept, *, is_lost: bool = False) -> None:
+        """End a role's actor, if there is one; at once without a host."""
+        actor, has_process = kept.actor, kept.facts is not None and not is_lost
         kept.actor = kept.facts = None
         if actor is not None:
-            await end_role(actor, self._cluster.front_end.drain_s if is_placed else None)
+            await end_role(actor, self._cluster.front_end.drain_s if has_process else None)
 
     async def status(self) -> list[Row]:
         """The state of each role."""
@@ -262,7 +264,7 @@ class Keeper:
 
     async def stop(self) -> None:
         """End front ends after their requests, then all other roles; delete all files of this host."""
-        await self._begun
+        await asyncio.wait([self._begun])
         async with self._changing:
             front_ends = [kept for kept in self._kept.values() if kept.part.role == FRONT_END]
             await self._remove(front_ends)
@@ -273,33 +275,35 @@ class Keeper:
 
 
 async def _refresh(kept: _Kept) -> None:
+    actor = kept.actor
     if kept.facts is not None:
-        with suppress(RayError, TimeoutError, asyncio.TimeoutError):
-            facts = await asyncio.wait_for(kept.actor.facts.remote(), _FACTS_S)
-            kept.facts = facts if kept.facts is not None else None
+        with suppress(RayError, asyncio.TimeoutError):
+            facts = await asyncio.wait_for(actor.facts.remote(), _FACTS_S)
+            if kept.actor is actor:
+                kept.facts = facts
 
 
 def alive_roles() -> dict[str, tuple[int, Any]]:
-    """Epoch and actor of each role in this namespace, the latest of a role."""
+    """Epoch and actor of each role in this namespace; earlier actors of a role are ended."""
     found: dict[str, tuple[int, Any]] = {}
-    for full in ray.util.list_named_actors():
-        name, separator, epoch = full.partition("@")
-        if not separator:
-            continue
+    names = [full.split("@") for full in ray.util.list_named_actors() if "@" in full]
+    for name, epoch in sorted(names, key=lambda one: int(one[1])):
         with suppress(ValueError):  # the actor ended meanwhile
-            actor = ray.get_actor(full)
+            actor = ray.get_actor(f"{name}@{epoch}")
             if name in found:
-                ray.kill(min(found[name], (int(epoch), actor), key=lambda one: one[0])[1])
-            found[name] = max(found.get(name, (0, None)), (int(epoch), actor), key=lambda one: one[0])
+                ray.kill(found[name][1])
+            found[name] = int(epoch), actor
     return found
 
 
 async def end_role(actor: Any, drain_s: float | None = 0.0) -> None:
-    """End a role's process and its actor.  drain_s: time for requests; None: the actor has no host."""
-    if drain_s is not None:
-        with suppress(RayError, TimeoutError, asyncio.TimeoutError):
-            await asyncio.wait_for(actor.stop.remote(), drain_s + 2 * STOP_S)
-    ray.kill(actor)
+    """End a role's process and its actor.  drain_s: time for requests; None: the actor has no process."""
+    try:
+        if drain_s is not None:
+            with suppress(RayError, asyncio.TimeoutError):
+                await asyncio.wait_for(actor.stop.remote(), drain_s + 2 * STOP_S)
+    finally:
+        ray.kill(actor)
 
 
 def _cause(error: Exception) -> str:

@@ -27,6 +27,7 @@ PREFIX = "moe_lora-ray-"
 """Start of the names of roles' folders."""
 CERTIFICATES, STATE = "certificates", "state"
 """Folders in a role's folder."""
+_BOOK = "addresses.json"
 _READY_S = 5.0
 NEW, STARTING, RUNNING, READY = "new", "starting", "running", "ready"
 """States of a role."""
@@ -64,8 +65,7 @@ class RoleActor:
             f"{name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)
         }
         self._port = self._reserve(http["port"]) if part.role == FRONT_END else 0
-        self._own = OwnFolder(prefix=PREFIX)
-        self._folder = self._own.path
+        self._own: OwnFolder | None = None
         self._book_number = 0
         self._roles: HostRoles | None = None
 
@@ -82,6 +82,13 @@ class RoleActor:
         return int(sock.getsockname()[1])
 
     @property
+    def folder(self) -> Path:
+        """The role's folder, made at the first call."""
+        if self._own is None:
+            self._own = OwnFolder(prefix=PREFIX)
+        return self._own.path
+
+    @property
     def _url(self) -> str:
         scheme = "http" if self._http["tls_cert"] is None else "https"
         return f"{scheme}://{self._host}:{self._port}" if self._port else ""
@@ -91,8 +98,10 @@ class RoleActor:
         state, problem, num_restarts = NEW, "", 0
         if self._roles is not None:
             num_restarts = self._roles.num_restarts
-            state = RUNNING if self._roles.started else STARTING
-            if not self._roles.started and self._roles.problem is not None:
+            # A controller reports no start.
+            serving = self._roles.running if self._part.role == CONTROLLER else self._roles.started
+            state = RUNNING if serving else STARTING
+            if not serving and self._roles.problem is not None:
                 problem = str(self._roles.problem)
             if self._port and await _is_ready(f"{self._url}/ready"):
                 state = READY
@@ -107,16 +116,16 @@ class RoleActor:
 
     async def enrol(self, address: str, token: str, authority: str) -> None:
         """Get a certificate for this host.  Raises ConfigError."""
-        await asyncio.to_thread(enrol, address, token, authority, self._folder / CERTIFICATES)
+        await asyncio.to_thread(enrol, address, token, authority, self.folder / CERTIFICATES)
 
     async def start(self, content: Mapping[str, Any], number: int, book: Mapping[str, str]) -> None:
         """Start the role's process with this content of the cluster's file."""
         self.set_book(number, book)
-        (self._folder / STATE).mkdir(exist_ok=True)
+        (self.folder / STATE).mkdir(exist_ok=True)
         front_end = {**content["front_end"], "host": self._host}
         if self._port:
             front_end["port"] = self._port
-        file = self._folder / "cluster.yaml"
+        file = self.folder / "cluster.yaml"
         file.write_text(yaml.safe_dump({**content, "front_end": front_end}, sort_keys=False))
         index = str(self._number)
         module = _MODULES.get(self._part.role, _MODULE)
@@ -125,21 +134,17 @@ class RoleActor:
             name=f"{self._part.role}-{index}",
             kind=self._part.role,
             words=(*words, *self._part.options(index)),
-            environment={**self._part.environment(index), ADDRESSES: str(self.book)},
+            environment={**self._part.environment(index), ADDRESSES: str(self.folder / _BOOK)},
         )
         self._roles = HostRoles([role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"])
-
-    @property
-    def book(self) -> Path:
-        return self._folder / "addresses.json"
 
     def set_book(self, number: int, book: Mapping[str, str]) -> None:
         """Replace the address book, unless its number is lower."""
         if number > self._book_number:
             self._book_number = number
-            new = self._folder / "addresses.new"
+            new = self.folder / "addresses.new"
             new.write_text(json.dumps({**book, **self._addresses}))
-            os.replace(new, self.book)
+            new.replace(self.folder / _BOOK)
 
     async def failed(self) -> str:
         """Wait for a start error that ends the role; returns the error's text."""
@@ -150,7 +155,8 @@ class RoleActor:
         """End the process, a front end after its requests, and delete the folder."""
         if self._roles is not None:
             await self._roles.stop()
-        self._own.remove()
+        if self._own is not None:
+            self._own.remove()
 
 
 def _own_ip() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
 from pathlib import Path
 from typing import Any
@@ -200,9 +199,9 @@ def test_an_older_book_replaces_no_newer_one(monkeypatch):
         own = (await actor.facts()).addresses
         actor.set_book(2, {"front-end-0:7600": "10.0.0.2:1"})
         actor.set_book(1, {"front-end-0:7600": "10.0.0.1:1"})
-        [book] = (Path(one) for one in [actor.book])
+        [book] = actor.folder.glob("*.json")
         assert json.loads(book.read_text()) == {"front-end-0:7600": "10.0.0.2:1", **own}
         await actor.stop()
-        assert not os.path.exists(book.parent)
+        assert not book.parent.exists()
 
     asyncio.run(run())
