@@ -14,7 +14,7 @@ from .errors import user_errors
 
 @click.group()
 def cluster() -> None:
-    """Prepare a cluster over several hosts (docs/guides/cluster.md)."""
+    """Prepare, start and end a cluster over several hosts (docs/guides/cluster.md)."""
 
 
 @cluster.command()
@@ -98,13 +98,13 @@ def _ray() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError("Ray is not installed; on all hosts: pip install 'moe-lora[ray]'") from error
+        raise ConfigError("Ray is not installed; call on every host: pip install 'moe-lora[ray]'") from error
     return ray_cluster
 
 
 @cluster.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
-@click.option("--on", "kind", type=click.Choice(["ray"]), required=True, help="What places the roles.")
+@click.option("--on", "kind", type=click.Choice(["ray"]), required=True, help="Scheduler of the roles.")
 @_NAME
 @click.option(
     "--front-ends", "num_front_ends", type=click.IntRange(1, 64), default=1, help="Processes for HTTP."
@@ -119,9 +119,9 @@ def _ray() -> ModuleType:
 )
 @user_errors
 def up(file: str, kind: str, name: str, **options: Any) -> None:
-    """Start FILE's cluster, and wait until its front ends are ready; prints their URLs.
+    """Start FILE's cluster; print the URLs once ready.
 
-    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on all hosts and without addresses.
+    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on the hosts and without addresses.
     """
     from moe_lora.config.cluster import read_content
 
@@ -134,7 +134,7 @@ def up(file: str, kind: str, name: str, **options: Any) -> None:
 @_RAY_ADDRESS
 @user_errors
 def status(name: str, address: str) -> None:
-    """Show the roles of a cluster that `up` started."""
+    """Show the roles of a cluster started by `up`."""
     heads = ("role", "state", "host", "address", "restarts", "reason")
     table = [heads]
     for row in _ray().status(name, address):
@@ -151,9 +151,9 @@ def status(name: str, address: str) -> None:
 @_RAY_ADDRESS
 @user_errors
 def scale(role: str, number: int, name: str, address: str) -> None:
-    """Have N instances in a cluster that `up` started.  Requests of ended instances go on elsewhere."""
+    """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere."""
     _ray().scale(name, address, number)
-    print(f"{name} has {number} instances, or starts them; see moe-lora cluster status")
+    print(f"{name} has {number} instances soon; see moe-lora cluster status")
 
 
 @cluster.command()
@@ -161,6 +161,6 @@ def scale(role: str, number: int, name: str, address: str) -> None:
 @_RAY_ADDRESS
 @user_errors
 def down(name: str, address: str) -> None:
-    """End a cluster that `up` started, front ends first, after their requests."""
+    """End a cluster started by `up`, after open requests."""
     _ray().down(name, address)
     print(f"{name} has ended")

@@ -39,4 +39,4 @@ def test_commands_on_ray_name_the_missing_package(command, tmp_path, monkeypatch
         monkeypatch.delitem(sys.modules, f"moe_lora.dist.launch.{module}", raising=False)
     done = CliRunner().invoke(main, ["cluster", *command.replace("FILE", str(file)).split()])
     assert done.exit_code == 1
-    assert "Ray is not installed; on all hosts: pip install 'moe-lora[ray]'" in done.output
+    assert "Ray is not installed; call on every host: pip install 'moe-lora[ray]'" in done.output

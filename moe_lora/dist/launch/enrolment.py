@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates for new hosts of a cluster: signed over TLS for one-time tokens.
+"""Certificates for new hosts of a cluster: signed over TLS, a token each.
 
-A host makes its private key and sends a signing request.  Keys stay on their hosts.
+A host makes a private key and sends a signing request.  Private keys stay on the hosts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Enrolment:
         return (self._folder / AUTHORITY).read_text()
 
     def add_token(self, name: str) -> str:
-        """A token for one certificate with this name."""
+        """A token for a single certificate with this name."""
         token = secrets.token_urlsafe(32)
         self._names[_digest(token)] = name
         return token
@@ -118,7 +118,7 @@ def _signed(address: str, token: str, authority: str, request: bytes) -> bytes:
     except OSError as error:
         raise ConfigError(f"no certificate came from {address} ({error}); is the port open?") from error
     if not received:
-        raise ConfigError(f"{address} refused this host's token, which counts once; ask for another")
+        raise ConfigError(f"{address} refused this host's token: a token counts once; get a new token")
     return received
 
 

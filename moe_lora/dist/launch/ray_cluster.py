@@ -44,7 +44,7 @@ def connected(address: str, name: str) -> Iterator[None]:
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at --ray-address {address} ({error}); start one by ray start --head"
+            f"no Ray cluster answers at --ray-address {address} ({error}); start Ray by ray start --head"
         ) from error
     try:
         yield
@@ -55,9 +55,9 @@ def connected(address: str, name: str) -> Iterator[None]:
 def up(
     content: Any, name: str, *, num_front_ends: int, address: str, limit_s: float, say: Callable[[str], None]
 ) -> list[str]:
-    """Start a cluster; returns the URLs of its front ends, which are ready.
+    """Start a cluster; returns the URLs of the ready front ends.
 
-    say: gets lines of progress.  An error, Ctrl-C or the limit ends all roles.  Raises ConfigError.
+    say: gets lines of progress.  An error, Ctrl-C or the limit ends the roles.  Raises ConfigError.
     """
     cluster, _ = cluster_on_ray(content, num_front_ends)
     with connected(address, name):
@@ -82,20 +82,20 @@ def up(
 
 def _taken(name: str) -> str:
     return (
-        f"a cluster named {name} is on this Ray cluster; see moe-lora cluster status, end it by moe-lora "
+        f"a cluster named {name} is on this Ray cluster; see moe-lora cluster status, call moe-lora "
         "cluster down, or give another --name"
     )
 
 
 def _check_access() -> None:
-    """Raises ConfigError for a Ray cluster that admits anyone of its network."""
+    """Raises ConfigError for a Ray cluster without access control."""
     hosts = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    # Ray listens on all interfaces for any other address.
+    # For any further address Ray listens on every interface.
     reachable = [host for host in hosts if host not in _LOOPBACK]
     if reachable and not _needs_token(ray.get_runtime_context().gcs_address):
         raise ConfigError(
-            f"whoever reaches {reachable[0]} can run commands on this Ray cluster; start Ray with "
-            "RAY_AUTH_MODE=token and the same token on all hosts (ray get-auth-token --generate)"
+            f"any host with a way to {reachable[0]} can run commands on this Ray cluster; start Ray with "
+            "RAY_AUTH_MODE=token and the same token on every host (ray get-auth-token --generate)"
         )
 
 
@@ -110,7 +110,7 @@ def _needs_token(address: str) -> bool:
 
 
 def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list[str]:
-    """Wait for ready front ends; returns their URLs.  Raises ConfigError."""
+    """Wait for ready front ends; returns the URLs.  Raises ConfigError."""
     said: dict[str, str] = {}
     deadline_s = time.monotonic() + limit_s
     while True:
@@ -153,16 +153,16 @@ def _keeper(name: str) -> Any:
     except ValueError as error:
         if alive_roles():
             raise ConfigError(
-                f"the host of {name}'s keeper was lost: roles serve on, but none is placed anew; end them by "
-                "moe-lora cluster down, then start the cluster again"
+                f"the host of {name}'s keeper was lost: roles serve on without new places; call "
+                "moe-lora cluster down, then up again"
             ) from error
         raise ConfigError(
-            f"no cluster named {name} is on this Ray cluster; start one by cluster up"
+            f"no cluster named {name} is on this Ray cluster; start the cluster by up"
         ) from error
 
 
 def status(name: str, address: str) -> list[Row]:
-    """The state of each role.  Raises ConfigError."""
+    """The state of every role.  Raises ConfigError."""
     with connected(address, name):
         found: list[Row] = _called(_keeper(name).status.remote())
         return found
@@ -175,7 +175,7 @@ def scale(name: str, address: str, num_instances: int) -> None:
 
 
 def down(name: str, address: str) -> None:
-    """End all roles of a cluster, front ends first.  Raises ConfigError without one."""
+    """End a cluster, front ends first.  Raises ConfigError without a cluster."""
     with connected(address, name):
         if not ray.util.list_named_actors():
             raise ConfigError(f"no cluster named {name} is on this Ray cluster")
@@ -183,7 +183,7 @@ def down(name: str, address: str) -> None:
 
 
 def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
-    """End the roles, by their keeper if it answers, and all actors.  Raises ConfigError if one stays."""
+    """End the roles, by the keeper if possible, and the actors.  Raises ConfigError for a stuck actor."""
     try:
         keeper = ray.get_actor(KEEPER)
         ray.get(keeper.stop.remote(), timeout=drain_s + 4 * STOP_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray actor that places the roles of a cluster, and places lost roles again."""
+"""A Ray actor for the places of a cluster's roles: finds hosts, and new hosts for lost roles."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _PLACING_S = 10.0
 """Time for a host to start an actor."""
 _FACTS_S = 10.0
 _LOST_S = 30.0
-"""Limit of an actor that does not answer."""
+"""Time limit of a silent actor."""
 _SPREAD = {FRONT_END, INSTANCE}
 
 
 def cluster_on_ray(content: Any, num_front_ends: int) -> tuple[ClusterConfig, dict[str, Any]]:
-    """The cluster as given, and the content of its roles' file.  Raises ConfigError."""
+    """The cluster as given, and the content of the roles' file.  Raises ConfigError."""
     hosts = Hosts(
         source="Ray",
         place="on all hosts",
@@ -60,7 +60,7 @@ def cluster_on_ray(content: Any, num_front_ends: int) -> tuple[ClusterConfig, di
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A role as `status` shows it.  num_failures: placements that ended by an error."""
+    """A role's line of `status`.  num_failures: placements with an error at the end."""
 
     name: str
     state: str
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class _Kept:
-    """A role to keep.  facts: None until a host has room.  since_s: start of the wait for room."""
+    """A role to keep.  facts: None without a host.  since_s: start of the wait for room."""
 
     part: Part
     number: int
@@ -119,9 +119,9 @@ class _Kept:
 
 
 class Keeper:
-    """Keeps each role of a cluster on a host with room.
+    """Keeps every role of a cluster on a host with room.
 
-    A restarted keeper finds the roles by their names.  content: of the cluster's file.
+    A restarted keeper finds the roles by name.  content: of the cluster's file.
     """
 
     def __init__(self, name: str, content: Any, num_front_ends: int) -> None:
@@ -163,7 +163,7 @@ class Keeper:
         return self._folder / "num_instances"
 
     def _set_instances(self, num_instances: int) -> None:
-        """Raises ConfigError for settings that need more instances."""
+        """Raises ConfigError for too few instances."""
         cluster = replace(self._cluster, engine=replace(self._cluster.engine, num_instances=num_instances))
         check_instances(cluster)
         self._cluster = cluster
@@ -179,7 +179,7 @@ class Keeper:
             try:
                 kept.problem = await self._live(kept)
             except RayActorError:
-                kept.problem, is_lost = "its host or its actor was lost", True
+                kept.problem, is_lost = "the host or the actor was lost", True
             except Exception as error:
                 kept.problem = _cause(error)
             logger.warning("%s is placed anew: %s", kept.name, kept.problem)
@@ -189,7 +189,7 @@ class Keeper:
             await asyncio.sleep(policy.pause_s(num_deaths))
 
     async def _live(self, kept: _Kept) -> str:
-        """Place a role and start its process; returns the error that ends it.  Raises RayError."""
+        """Place a role and start the process; returns the final error.  Raises RayError."""
         if kept.actor is None:
             kept.epoch += 1
             kept.since_s = time.monotonic()
@@ -224,27 +224,27 @@ class Keeper:
         return options.remote(part, kept.number, http)
 
     def _send_book(self) -> None:
-        """Send the address book to all roles."""
+        """Send the address book to the roles."""
         for kept in self._kept.values():
             if kept.facts is not None:
                 kept.actor.set_book.remote(time.time_ns(), self._book)
 
     async def _release(self, kept: _Kept, *, is_lost: bool = False) -> None:
-        """End a role's actor, if there is one; at once without a host."""
+        """End a role's actor, at once without a host."""
         actor, has_process = kept.actor, kept.facts is not None and not is_lost
         kept.actor = kept.facts = None
         if actor is not None:
             await end_role(actor, self._cluster.front_end.drain_s if has_process else None)
 
     async def status(self) -> list[Row]:
-        """The state of each role."""
+        """The state of every role."""
         await self._begun
         kept = list(self._kept.values())
         await asyncio.gather(*map(_refresh, kept))
         return [one.row() for one in kept]
 
     async def scale(self, num_instances: int) -> None:
-        """Add instances, or end the last ones, whose requests go on elsewhere.  Raises ConfigError."""
+        """Add instances, or end the last instances; requests go on elsewhere.  Raises ConfigError."""
         await self._begun
         async with self._changing:
             self._set_instances(num_instances)
@@ -263,7 +263,7 @@ class Keeper:
             del self._kept[kept.name]
 
     async def stop(self) -> None:
-        """End front ends after their requests, then all other roles; delete all files of this host."""
+        """End front ends after open requests, then the rest; delete this host's files."""
         await asyncio.wait([self._begun])
         async with self._changing:
             front_ends = [kept for kept in self._kept.values() if kept.part.role == FRONT_END]
@@ -284,7 +284,7 @@ async def _refresh(kept: _Kept) -> None:
 
 
 def alive_roles() -> dict[str, tuple[int, Any]]:
-    """Epoch and actor of each role in this namespace; earlier actors of a role are ended."""
+    """Epoch and actor of the roles in this namespace; earlier actors of a role are ended."""
     found: dict[str, tuple[int, Any]] = {}
     names = [full.split("@") for full in ray.util.list_named_actors() if "@" in full]
     for name, epoch in sorted(names, key=lambda one: int(one[1])):
@@ -297,7 +297,7 @@ def alive_roles() -> dict[str, tuple[int, Any]]:
 
 
 async def end_role(actor: Any, drain_s: float | None = 0.0) -> None:
-    """End a role's process and its actor.  drain_s: time for requests; None: the actor has no process."""
+    """End a role's process and actor.  drain_s: time for requests; None: without a process."""
     try:
         if drain_s is not None:
             with suppress(RayError, asyncio.TimeoutError):
@@ -307,6 +307,6 @@ async def end_role(actor: Any, drain_s: float | None = 0.0) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """One line of an error, that of the actor's host if there is one."""
+    """The first line of an error, by preference of the actor's own error."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray actor that keeps one role's process running on its host."""
+"""A Ray actor to keep a role's process running on a host."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MODULE = "moe_lora.dist.launch.run_role"
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFacts:
-    """A role's state on its host.
+    """A role's state on a host.
 
     addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  problem: of a start
-    that failed.
+    without success.
     """
 
     state: str
@@ -57,6 +57,7 @@ class RoleActor:
     def __init__(self, part: Part, number: int, http: Mapping[str, Any], host: str | None = None) -> None:
         """http: port, tls_cert, drain_s and heartbeat_dead_s of front ends.  host: this host's IP address."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         self._part, self._number, self._http = part, number, http
         self._host = host or _own_ip()
         self._reserved: list[socket.socket] = []
@@ -70,7 +71,7 @@ class RoleActor:
         self._roles: HostRoles | None = None
 
     def _reserve(self, port: int) -> int:
-        """The port if it is free, else a free port."""
+        """The port if free, else a free port."""
         sock = socket.socket()
         try:
             sock.bind((self._host, port))
@@ -139,7 +140,7 @@ class RoleActor:
         self._roles = HostRoles([role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"])
 
     def set_book(self, number: int, book: Mapping[str, str]) -> None:
-        """Replace the address book, unless its number is lower."""
+        """Replace the address book, except by a lower number."""
         if number > self._book_number:
             self._book_number = number
             new = self.folder / "addresses.new"
@@ -147,12 +148,12 @@ class RoleActor:
             new.replace(self.folder / _BOOK)
 
     async def failed(self) -> str:
-        """Wait for a start error that ends the role; returns the error's text."""
+        """Wait for a final start error; returns the text."""
         assert self._roles is not None
         return str(await asyncio.shield(self._roles.failed))
 
     async def stop(self) -> None:
-        """End the process, a front end after its requests, and delete the folder."""
+        """End the process, a front end after open requests, and delete the folder."""
         if self._roles is not None:
             await self._roles.stop()
         if self._own is not None:

@@ -43,9 +43,9 @@ _MADE_HERE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Processes of one role.
+    """Processes of a role.
 
-    num_gpus, num_cores: of a process; None: as many cores as there are.
+    num_gpus, num_cores: of a process; None: every core.
     """
 
     role: str
@@ -59,7 +59,7 @@ class Part:
         return ("--role", self.role, *(("--name", f"{self.role}-{index}") if named else ()))
 
     def ports(self, number: int) -> list[int]:
-        """Ports by which other roles know a process."""
+        """Ports for dialling roles."""
         if self.role == LORA_SERVER:
             return [PORTS["lora_server"]] if number == 0 else []
         return [PORTS[name] for name in _LISTENS.get(self.role, ())]
@@ -72,7 +72,7 @@ class Part:
 
 
 def parts_of(cluster: ClusterConfig, num_front_ends: int) -> list[Part]:
-    """The parts of a cluster, clients' first.  An instance has its ranks on one host."""
+    """The parts of a cluster, clients' first.  The ranks of an instance share a host."""
     engine = cluster.engine
     on_gpu = engine.device != "cpu"
     parts = [Part(role=FRONT_END, count=num_front_ends)]
@@ -105,7 +105,7 @@ class Hosts:
 
 
 def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any]]:
-    """The cluster as given, and the content of its file on the hosts.
+    """The cluster as given, and the content of the roles' file.
 
     content: with absolute paths of the hosts and without addresses.  Raises ConfigError.
     """

@@ -126,7 +126,7 @@ async def enrolled(folder: Path, *tokens: str | None) -> list[Keys | Exception]:
         except ConfigError as error:
             found.append(error)
         if number == 0:
-            with pytest.raises(ConfigError, match="which counts once"):
+            with pytest.raises(ConfigError, match="a token counts once"):
                 await asyncio.to_thread(enrol, address, token, enrolment.authority, own)
     enrolment.stop()
     return found
