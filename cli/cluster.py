@@ -135,10 +135,11 @@ def up(file: str, kind: str, name: str, **options: Any) -> None:
 @user_errors
 def status(name: str, address: str) -> None:
     """Show the roles of a cluster started by `up`."""
-    heads = ("role", "state", "host", "address", "restarts", "reason")
-    table = [heads]
-    for row in _ray().status(name, address):
-        table.append((row.name, row.state, row.host, row.url, str(row.num_restarts), row.problem))
+    table = [("role", "state", "host", "address", "restarts", "reason")]
+    for role in _ray().status(name, address):
+        place = role.url or ", ".join(role.addresses.values())
+        restarts = str(role.num_restarts + role.num_failures)
+        table.append((role.name, role.state, role.host, place, restarts, role.problem))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())

@@ -20,13 +20,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from moe_lora.core.errors import ConfigError
 
 from .host_roles import FRONT_END, START_TRIES, STOP_S
-from .ray_keeper import KEEPER, Keeper, Row, alive_roles, cluster_on_ray
-from .ray_role import READY
+from .ray_keeper import KEEPER, Keeper, alive_roles, cluster_on_ray
+from .ray_role import READY, RoleFacts
 
 _NAME = re.compile("[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _LOOPBACK = ("127.0.0.1", "::1")
 _LOOK_S = 0.5
-_ANSWER_S = 60.0
+_ANSWER_S, _FACTS_S = 60.0, 10.0
 DRAIN_LIMIT_S = 600.0
 
 
@@ -133,7 +133,7 @@ def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list
         time.sleep(_LOOK_S)
 
 
-def _line(row: Row) -> str:
+def _line(row: RoleFacts) -> str:
     place = f" on {row.host}" if row.host else ""
     return f"{row.name}{place}: {row.state}" + (f" ({row.problem})" if row.problem else "")
 
@@ -161,10 +161,10 @@ def _keeper(name: str) -> Any:
         ) from error
 
 
-def status(name: str, address: str) -> list[Row]:
+def status(name: str, address: str) -> list[RoleFacts]:
     """The state of every role.  Raises ConfigError."""
     with connected(address, name):
-        found: list[Row] = _called(_keeper(name).status.remote())
+        found: list[RoleFacts] = _called(_keeper(name).status.remote())
         return found
 
 
@@ -193,8 +193,9 @@ def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
             ray.kill(ray.get_actor(KEEPER))
         roles = sorted(alive_roles().items(), key=lambda role: not role[0].startswith(FRONT_END))
         for _, (_, actor) in roles:
-            with suppress(RayError):
-                ray.get(actor.stop.remote(), timeout=_ANSWER_S + drain_s)
+            with suppress(RayError):  # an actor without a host does not answer
+                ray.get(actor.facts.remote(), timeout=_FACTS_S)
+                ray.get(actor.stop.remote(), timeout=2 * STOP_S + drain_s)
             ray.kill(actor)
     deadline_s = time.monotonic() + _ANSWER_S
     while rest := ray.util.list_named_actors():

@@ -26,7 +26,7 @@ from moe_lora.dist.net.keys import make_keys
 from .cluster_file import check_instances
 from .enrolment import Enrolment
 from .host_roles import FRONT_END, INSTANCE, STOP_S
-from .ray_role import CERTIFICATES, NEW, PREFIX, STARTING, STATE, RoleActor, RoleFacts
+from .ray_role import CERTIFICATES, PLACED, PREFIX, STATE, RoleActor, RoleFacts
 from .topology import Hosts, Part, parts_of, roles_file
 
 logger = logging.getLogger(__name__)
@@ -58,19 +58,6 @@ def cluster_on_ray(content: Any, num_front_ends: int) -> tuple[ClusterConfig, di
     return roles_file(content, hosts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A role's line of `status`.  num_failures: placements with an error at the end."""
-
-    name: str
-    state: str
-    host: str = ""
-    url: str = ""
-    num_restarts: int = 0
-    num_failures: int = 0
-    problem: str = ""
-
-
 @dataclass(kw_only=True)
 class _Kept:
     """A role to keep.  facts: None without a host.  since_s: start of the wait for room."""
@@ -89,22 +76,13 @@ class _Kept:
     def name(self) -> str:
         return f"{self.part.role}-{self.number}"
 
-    def row(self) -> Row:
-        """The state for `status`."""
-        facts, num_failures = self.facts, self.num_failures
+    def shown(self) -> RoleFacts:
+        """The role for `status`."""
+        facts = self.facts
         if facts is None:
             state, problem = self._absence()
-            counts = {"num_restarts": num_failures, "num_failures": num_failures}
-            return Row(name=self.name, state=state, problem=problem, **counts)
-        return Row(
-            name=self.name,
-            state=STARTING if facts.state == NEW else facts.state,
-            host=facts.host,
-            url=facts.url or ", ".join(facts.addresses.values()),
-            num_restarts=facts.num_restarts + num_failures,
-            num_failures=num_failures,
-            problem=facts.problem,
-        )
+            facts = RoleFacts(name=self.name, state=state, problem=problem)
+        return replace(facts, num_failures=self.num_failures)
 
     def _absence(self) -> tuple[str, str]:
         """State and reason of a role without a host."""
@@ -197,7 +175,7 @@ class Keeper:
         actor = kept.actor
         kept.facts = facts = await actor.facts.remote()
         self._book.update(facts.addresses)
-        if facts.state == NEW:
+        if facts.state == PLACED:
             token = self._enrolment.add_token(kept.name)
             await actor.enrol.remote(self._address, token, self._enrolment.authority)
             await actor.start.remote(self._content, time.time_ns(), self._book)
@@ -236,12 +214,12 @@ class Keeper:
         if actor is not None:
             await end_role(actor, self._cluster.front_end.drain_s if has_process else None)
 
-    async def status(self) -> list[Row]:
+    async def status(self) -> list[RoleFacts]:
         """The state of every role."""
         await self._begun
         kept = list(self._kept.values())
         await asyncio.gather(*map(_refresh, kept))
-        return [one.row() for one in kept]
+        return [one.shown() for one in kept]
 
     async def scale(self, num_instances: int) -> None:
         """Add instances, or end the last instances; requests go on elsewhere.  Raises ConfigError."""

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ CERTIFICATES, STATE = "certificates", "state"
 """Folders in a role's folder."""
 _BOOK = "addresses.json"
 _READY_S = 5.0
-NEW, STARTING, RUNNING, READY = "new", "starting", "running", "ready"
+PLACED, STARTING, RUNNING, READY = "placed", "starting", "running", "ready"
 """States of a role."""
 _MODULES = {FRONT_END: "moe_lora.cli.host_role", CONTROLLER: "moe_lora.cli.host_role"}
 _MODULE = "moe_lora.dist.launch.run_role"
@@ -37,18 +37,20 @@ _MODULE = "moe_lora.dist.launch.run_role"
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFacts:
-    """A role's state on a host.
+    """A role's state.
 
-    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  problem: of a start
-    without success.
+    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  num_failures:
+    placements with an error at the end.  problem: reason of a missing start.
     """
 
+    name: str
     state: str
-    host: str
-    addresses: Mapping[str, str]
-    url: str
-    num_restarts: int
-    problem: str
+    host: str = ""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    num_restarts: int = 0
+    num_failures: int = 0
+    problem: str = ""
 
 
 class RoleActor:
@@ -61,9 +63,9 @@ class RoleActor:
         self._part, self._number, self._http = part, number, http
         self._host = host or _own_ip()
         self._reserved: list[socket.socket] = []
-        name = f"{part.role}-{number}"
+        self._name = f"{part.role}-{number}"
         self._addresses = {
-            f"{name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)
+            f"{self._name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)
         }
         self._port = self._reserve(http["port"]) if part.role == FRONT_END else 0
         self._own: OwnFolder | None = None
@@ -96,7 +98,7 @@ class RoleActor:
 
     async def facts(self) -> RoleFacts:
         """The role's state now."""
-        state, problem, num_restarts = NEW, "", 0
+        state, problem, num_restarts = PLACED, "", 0
         if self._roles is not None:
             num_restarts = self._roles.num_restarts
             # A controller reports no start.
@@ -107,6 +109,7 @@ class RoleActor:
             if self._port and await _is_ready(f"{self._url}/ready"):
                 state = READY
         return RoleFacts(
+            name=self._name,
             state=state,
             host=self._host,
             addresses=self._addresses,
@@ -132,7 +135,7 @@ class RoleActor:
         module = _MODULES.get(self._part.role, _MODULE)
         words = ("-m", module, "--config", str(file), "--parent", str(os.getpid()))
         role = Role(
-            name=f"{self._part.role}-{index}",
+            name=self._name,
             kind=self._part.role,
             words=(*words, *self._part.options(index)),
             environment={**self._part.environment(index), ADDRESSES: str(self.folder / _BOOK)},
