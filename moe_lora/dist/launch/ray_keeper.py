@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 KEEPER = "keeper"
 _HTTP = ("port", "tls_cert", "drain_s", "heartbeat_dead_s")
 """Settings of front ends for actors."""
-FAILED, PLACING, WAITING = "failed", "placing", "waits for room"
-"""States of a role without a host."""
+FAILED, PLACING, WAITING, SILENT = "failed", "placing", "waits for room", "silent"
+"""States of a role without a host, or without an answer."""
 _PLACING_S = 10.0
 """Time for a host to start an actor."""
 _FACTS_S = 10.0
@@ -253,12 +253,15 @@ class Keeper:
 
 
 async def _refresh(kept: _Kept) -> None:
-    actor = kept.actor
-    if kept.facts is not None:
-        with suppress(RayError, asyncio.TimeoutError):
-            facts = await asyncio.wait_for(actor.facts.remote(), _FACTS_S)
-            if kept.actor is actor:
-                kept.facts = facts
+    actor, facts = kept.actor, kept.facts
+    if facts is None:
+        return
+    try:
+        facts = await asyncio.wait_for(actor.facts.remote(), _FACTS_S)
+    except (RayError, asyncio.TimeoutError):
+        facts = replace(facts, state=SILENT, problem="the actor does not answer")
+    if kept.actor is actor:
+        kept.facts = facts
 
 
 def alive_roles() -> dict[str, tuple[int, Any]]:
