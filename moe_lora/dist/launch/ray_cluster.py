@@ -44,7 +44,8 @@ def connected(address: str, name: str) -> Iterator[None]:
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at --ray-address {address} ({error}); start Ray by ray start --head"
+            f"no Ray cluster answers at --ray-address {address} ({error}); start Ray by ray start --head, "
+            "and with a token set RAY_AUTH_MODE=token here too"
         ) from error
     try:
         yield
