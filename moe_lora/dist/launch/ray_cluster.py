@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moe_lora.core.errors import ConfigError
@@ -143,6 +143,9 @@ def _called(answer: Any, limit_s: float = _ANSWER_S) -> Any:
     """The keeper's answer.  Raises ConfigError."""
     try:
         return ray.get(answer, timeout=limit_s)
+    except (RayActorError, GetTimeoutError) as error:
+        reason = (str(error).strip() or "no answer in time").splitlines()[-1]
+        raise ConfigError(f"the keeper does not answer ({reason}); call again after a while") from error
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise ConfigError(str(cause)) from error
