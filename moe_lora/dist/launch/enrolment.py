@@ -23,7 +23,7 @@ from moe_lora.dist.net.keys import AUTHORITY, MEMBER, Keys, make_request, sign_r
 
 logger = logging.getLogger(__name__)
 
-_LIMIT_S = 30.0
+LIMIT_S = 30.0
 _MAX_BYTES = 1 << 14
 _END = b"-----END CERTIFICATE REQUEST-----\n"
 
@@ -42,7 +42,7 @@ class Enrolment:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(self._folder / MEMBER)
         self._server = await asyncio.start_server(
-            self._visit, host, 0, ssl=context, ssl_handshake_timeout=_LIMIT_S, limit=_MAX_BYTES
+            self._visit, host, 0, ssl=context, ssl_handshake_timeout=LIMIT_S, limit=_MAX_BYTES
         )
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
@@ -64,7 +64,7 @@ class Enrolment:
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with fail_after(_LIMIT_S):
+            with fail_after(LIMIT_S):
                 token = (await reader.readline()).decode().strip()
                 name = self._names.pop(_digest(token), None)
                 if name is None:
@@ -109,14 +109,16 @@ def _signed(address: str, token: str, authority: str, request: bytes) -> bytes:
     place, received = parse_address("the enrolment's address", address), b""
     try:
         with (
-            socket.create_connection((place.host, place.port), _LIMIT_S) as plain,
+            socket.create_connection((place.host, place.port), LIMIT_S) as plain,
             context.wrap_socket(plain) as sock,
         ):
             sock.sendall(token.encode() + b"\n" + request)
             while len(received) < _MAX_BYTES and (part := sock.recv(_MAX_BYTES)):
                 received += part
     except OSError as error:
-        raise ConfigError(f"no certificate came from {address} ({error}); is the port open?") from error
+        raise ConfigError(
+            f"no certificate came from {address} ({error}); is the port open, and do both clocks agree?"
+        ) from error
     if not received:
         raise ConfigError(f"{address} refused this host's token: a token counts once; get a new token")
     return received

@@ -60,7 +60,7 @@ def up(
 
     say: gets lines of progress.  An error, Ctrl-C or the limit ends the roles.  Raises ConfigError.
     """
-    cluster, _ = cluster_on_ray(content, num_front_ends)
+    cluster_on_ray(content, num_front_ends)
     with connected(address, name):
         _check_access()
         if ray.util.list_named_actors():
@@ -76,8 +76,10 @@ def up(
         try:
             return _ready_urls(actor, limit_s, say)
         except BaseException:
-            say("ending all roles")
-            _end_all(cluster.front_end.drain_s)
+            try:
+                say("ending all roles")
+            finally:
+                _end_all()
             raise
 
 
@@ -186,11 +188,12 @@ def down(name: str, address: str) -> None:
         _end_all()
 
 
-def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
+def _end_all() -> None:
     """End the roles, by the keeper if possible, and the actors.  Raises ConfigError for a stuck actor."""
     try:
         keeper = ray.get_actor(KEEPER)
-        ray.get(keeper.stop.remote(), timeout=drain_s + 4 * STOP_S)
+        limit_s = ray.get(keeper.longest_stop_s.remote(), timeout=_ANSWER_S)
+        ray.get(keeper.stop.remote(), timeout=limit_s)
         ray.kill(keeper)
     except (ValueError, RayError):
         with suppress(ValueError):
@@ -199,7 +202,7 @@ def _end_all(drain_s: float = DRAIN_LIMIT_S) -> None:
         for _, (_, actor) in roles:
             with suppress(RayError):  # an actor without a host does not answer
                 ray.get(actor.facts.remote(), timeout=_FACTS_S)
-                ray.get(actor.stop.remote(), timeout=2 * STOP_S + drain_s)
+                ray.get(actor.stop.remote(), timeout=2 * STOP_S + DRAIN_LIMIT_S)
             ray.kill(actor)
     deadline_s = time.monotonic() + _ANSWER_S
     while rest := ray.util.list_named_actors():

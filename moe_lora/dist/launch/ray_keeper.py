@@ -55,7 +55,9 @@ def cluster_on_ray(content: Any, num_front_ends: int) -> tuple[ClusterConfig, di
         num_front_ends=num_front_ends,
         name=lambda role, number: f"{role}-{number}",
     )
-    return roles_file(content, hosts)
+    cluster, given = roles_file(content, hosts)
+    given["engine"].setdefault("num_threads", 1)  # as reserved: instances may share a host
+    return cluster, given
 
 
 @dataclass(kw_only=True)
@@ -156,8 +158,8 @@ class Keeper:
             started_s, is_lost = time.monotonic(), False
             try:
                 kept.problem = await self._live(kept)
-            except RayActorError:
-                kept.problem, is_lost = "the host or the actor was lost", True
+            except RayActorError as error:
+                kept.problem, is_lost = _loss(error), True
             except Exception as error:
                 kept.problem = _cause(error)
             logger.warning("%s is placed anew: %s", kept.name, kept.problem)
@@ -185,7 +187,8 @@ class Keeper:
             try:
                 return str(await actor.failed.remote())
             except ActorUnavailableError:
-                await asyncio.wait_for(actor.facts.remote(), _LOST_S)
+                await _answer(actor)
+                self._send_book()
 
     def _place(self, kept: _Kept) -> Any:
         """Have Ray place the role's actor, pending until a host has room."""
@@ -240,6 +243,10 @@ class Keeper:
         for kept in roles:
             del self._kept[kept.name]
 
+    async def longest_stop_s(self) -> float:
+        """Longest time of `stop`, in seconds."""
+        return self._cluster.front_end.drain_s + 4 * STOP_S
+
     async def stop(self) -> None:
         """End front ends after open requests, then the rest; delete this host's files."""
         await asyncio.wait([self._begun])
@@ -285,6 +292,26 @@ async def end_role(actor: Any, drain_s: float | None = 0.0) -> None:
                 await asyncio.wait_for(actor.stop.remote(), drain_s + 2 * STOP_S)
     finally:
         ray.kill(actor)
+
+
+async def _answer(actor: Any) -> None:
+    """Wait for an unavailable actor.  Raises RayActorError or TimeoutError after _LOST_S."""
+    deadline_s = time.monotonic() + _LOST_S
+    while True:
+        try:
+            await asyncio.wait_for(actor.facts.remote(), _LOST_S)
+            return
+        except ActorUnavailableError:
+            if time.monotonic() > deadline_s:
+                raise
+            await asyncio.sleep(1.0)
+
+
+def _loss(error: RayActorError) -> str:
+    """Why an actor is gone: the last line of an error in its constructor."""
+    if getattr(error, "actor_init_failed", False):
+        return str(error).strip().splitlines()[-1]
+    return "the host or the actor was lost"
 
 
 def _cause(error: Exception) -> str:

@@ -23,6 +23,8 @@ from .enrolment import enrol
 from .host_roles import CONTROLLER, FRONT_END, HostRoles, Role
 from .topology import Part
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "moe_lora-ray-"
 """Start of the names of roles' folders."""
 CERTIFICATES, STATE = "certificates", "state"
@@ -65,20 +67,28 @@ class RoleActor:
         self._reserved: list[socket.socket] = []
         self._name = f"{part.role}-{number}"
         self._addresses = {
-            f"{self._name}:{port}": f"{self._host}:{self._reserve(0)}" for port in part.ports(number)
+            f"{self._name}:{port}": f"{self._host}:{self._reserve()}" for port in part.ports(number)
         }
-        self._port = self._reserve(http["port"]) if part.role == FRONT_END else 0
+        self._listening = self._listen(http["port"]) if part.role == FRONT_END else None
+        self._port = 0 if self._listening is None else int(self._listening.getsockname()[1])
         self._own: OwnFolder | None = None
         self._book_number = 0
         self._roles: HostRoles | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._is_ending = asyncio.Event()
 
-    def _reserve(self, port: int) -> int:
-        """The port if free, else a free port."""
-        sock = socket.socket()
+    def _listen(self, port: int) -> socket.socket:
+        """A listening socket for the front end's process, at a free port if the port is in use."""
         try:
-            sock.bind((self._host, port))
-        except OSError:
-            sock.bind((self._host, 0))
+            return socket.create_server((self._host, port))
+        except OSError as error:
+            logger.warning("HTTP has a free port: %d of %s: %s", port, self._host, error)
+            return socket.create_server((self._host, 0))
+
+    def _reserve(self) -> int:
+        """A free port."""
+        sock = socket.socket()
+        sock.bind((self._host, 0))
         # Set after bind: the role's process may bind the port now, another role's `_reserve` may not.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.append(sock)
@@ -106,7 +116,7 @@ class RoleActor:
             state = RUNNING if serving else STARTING
             if not serving and self._roles.problem is not None:
                 problem = str(self._roles.problem)
-            if self._port and await _is_ready(f"{self._url}/ready"):
+            if serving and self._port and await _is_ready(f"{self._url}/ready"):
                 state = READY
         return RoleFacts(
             name=self._name,
@@ -134,10 +144,13 @@ class RoleActor:
         index = str(self._number)
         module = _MODULES.get(self._part.role, _MODULE)
         words = ("-m", module, "--config", str(file), "--parent", str(os.getpid()))
+        fds = () if self._listening is None else (self._listening.fileno(),)
+        listen = [word for fd in fds for word in ("--listen-fd", str(fd))]
         role = Role(
             name=self._name,
             kind=self._part.role,
-            words=(*words, *self._part.options(index)),
+            words=(*words, *self._part.options(index), *listen),
+            fds=fds,
             environment={**self._part.environment(index), ADDRESSES: str(self.folder / _BOOK)},
         )
         self._roles = HostRoles([role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"])
@@ -151,12 +164,25 @@ class RoleActor:
             new.replace(self.folder / _BOOK)
 
     async def failed(self) -> str:
-        """Wait for a final start error; returns the text."""
+        """Wait for a final start error, or for `stop`; returns the reason."""
         assert self._roles is not None
-        return str(await asyncio.shield(self._roles.failed))
+        ending = asyncio.ensure_future(self._is_ending.wait())
+        await asyncio.wait([self._roles.failed, ending], return_when=asyncio.FIRST_COMPLETED)
+        return str(self._roles.failed.result()) if self._roles.failed.done() else "its process was ended"
 
     async def stop(self) -> None:
-        """End the process, a front end after open requests, and delete the folder."""
+        """End the process, a front end after open requests, and delete the folder.
+
+        Idempotent: a second signal would end open requests.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        self._is_ending.set()
+        if self._listening is not None:
+            self._listening.close()
         if self._roles is not None:
             await self._roles.stop()
         if self._own is not None:

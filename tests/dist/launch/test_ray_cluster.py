@@ -71,6 +71,14 @@ class Served:
 
         until(whole, lambda: str(shown))
 
+    def lose_host_of(self, role: str) -> None:
+        """Kill the role's host; until all roles serve elsewhere."""
+        host = self.host_of(role)
+        self.nodes.kill(host)
+        until(lambda: self.host_of(role) not in ("", host), lambda: str(self.nodes.status()))
+        self.wait_until_whole()
+        self.nodes.add(host)
+
     def keepers(self) -> list[int]:
         return [pid for pid, words in self.nodes.roles().items() if "Keeper" in words]
 
@@ -119,17 +127,19 @@ def test_a_cluster_that_can_not_start_leaves_nothing(small: RayNodes) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            if "waits for room (no host has 1 CPU free)" in line:
-                break
-        done = small.run("up", str(file), "--on", "ray")
-        assert done.returncode == 1
-        assert "a cluster named moe-lora is on this Ray cluster; see moe-lora cluster status" in done.stderr
-        process.send_signal(signal.SIGINT)
-        process.stdout.read()
-        assert process.wait(PATIENCE_S) != 0
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "waits for room (no host has 1 CPU free)" in line:
+                    break
+            done = small.run("up", str(file), "--on", "ray")
+            assert done.returncode == 1
+            assert "a cluster named moe-lora is on this Ray cluster; see moe-lora cluster" in done.stderr
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+            assert process.wait(PATIENCE_S) != 0
+        finally:
+            process.kill()
     assert_nothing_is_left(small)
 
     alone = {name: value for name, value in CONTENT.items() if name != "lora_server"}
@@ -162,24 +172,9 @@ def test_a_cluster_on_ray_answers_and_outlives_lost_hosts(nodes: RayNodes) -> No
     served.wait_until_whole()
     assert served.drive().answers() == expected
 
-    host = served.host_of("instance-1")
-    nodes.kill(host)
-    served.wait_until_whole()
-    assert served.host_of("instance-1") != host
-    assert served.drive().answers() == expected
-    nodes.add(host)
-
-    host = served.host_of("front-end-0")
-    nodes.kill(host)
-    served.wait_until_whole()
-    assert served.host_of("front-end-0") != host
-    assert served.drive().answers() == expected
-    nodes.add(host)
-
-    host = served.host_of("lora-server-0")
-    nodes.kill(host)
-    served.wait_until_whole()
-    assert served.drive().answers() == expected
+    for role in ("instance-1", "front-end-0", "lora-server-0"):
+        served.lose_host_of(role)
+        assert served.drive().answers() == expected
 
     before, [keeper] = nodes.status(), served.keepers()
     os.kill(keeper, signal.SIGKILL)

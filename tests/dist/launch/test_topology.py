@@ -14,7 +14,7 @@ import pytest
 from moe_lora.config.cluster import cluster_of
 from moe_lora.core.address import ADDRESSES, Address, located, own_host
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch.enrolment import Enrolment, enrol
+from moe_lora.dist.launch.enrolment import LIMIT_S, Enrolment, enrol
 from moe_lora.dist.launch.host_roles import CONTROLLER, FRONT_END, INSTANCE
 from moe_lora.dist.launch.ray_role import CERTIFICATES, STATE, RoleActor
 from moe_lora.dist.launch.topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
@@ -166,9 +166,11 @@ def test_a_stranger_gets_no_token_and_no_room(tmp_path):
         context = ssl.create_default_context(cadata=enrolment.authority)
         context.check_hostname = False
         reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
-        writer.write(token.encode() + b"\n" + 100_000 * b"-")
-        answer = await reader.read()
+        writer.write(enrolment.add_token("too long").encode() + b"\n" + 100_000 * b"-")
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S / 2)
         writer.close()
+        # A stranger's certificate left the token unused.
+        await asyncio.to_thread(enrol, address, token, enrolment.authority, tmp_path / "host")
         enrolment.stop()
         return answer
 
@@ -184,8 +186,8 @@ def test_ports_of_a_host_are_reserved_for_one_role():
         ]
         facts = [await actor.facts() for actor in actors]
         assert facts[0].url == f"http://127.0.0.1:{port}" != facts[1].url
-        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
-        server.close()
+        with pytest.raises(OSError, match="in use"):
+            await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
         for actor in actors:
             await actor.stop()
             await actor.stop()
