@@ -260,13 +260,13 @@ class Keeper:
 
 
 async def _refresh(kept: _Kept) -> None:
-    actor, facts = kept.actor, kept.facts
-    if facts is None:
+    actor, before = kept.actor, kept.facts
+    if before is None:
         return
     try:
         facts = await asyncio.wait_for(actor.facts.remote(), _FACTS_S)
     except (RayError, asyncio.TimeoutError):
-        facts = replace(facts, state=SILENT, problem="the actor does not answer")
+        facts = replace(before, state=SILENT, problem="the actor does not answer")
     if kept.actor is actor:
         kept.facts = facts
 
