@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from .errors import user_errors
 
 @click.group()
 def cluster() -> None:
-    """Prepare a cluster over several hosts (docs/guides/cluster.md)."""
+    """Prepare, start and end a cluster over several hosts (docs/guides/cluster.md)."""
 
 
 @cluster.command()
@@ -80,3 +81,87 @@ def manifests(file: str, **options: Any) -> None:
     from moe_lora.dist.launch.kubernetes import Pods, manifests_text
 
     print(manifests_text(read_content(file), Pods(**options)), end="")
+
+
+_NAME = click.option("--name", default="moe-lora", show_default=True, help="Name of the cluster.")
+_RAY_ADDRESS = click.option(
+    "--ray-address", "address", default="auto", show_default=True, help="Address of the Ray cluster."
+)
+
+
+def _ray() -> ModuleType:
+    """Commands of clusters on Ray.  Raises ConfigError without Ray."""
+    from moe_lora.core.errors import ConfigError
+
+    try:
+        from moe_lora.dist.launch import ray_cluster
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("Ray is not installed; call on every host: pip install 'moe-lora[ray]'") from error
+    return ray_cluster
+
+
+@cluster.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--on", "kind", type=click.Choice(["ray"]), required=True, help="Scheduler of the roles.")
+@_NAME
+@click.option(
+    "--front-ends", "num_front_ends", type=click.IntRange(1, 64), default=1, help="Processes for HTTP."
+)
+@_RAY_ADDRESS
+@click.option(
+    "--limit-s",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Time until the cluster is ready, or is ended again.",
+)
+@user_errors
+def up(file: str, kind: str, name: str, **options: Any) -> None:
+    """Start FILE's cluster; print the URLs once ready.
+
+    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on the hosts and without addresses.
+    """
+    from moe_lora.config.cluster import read_content
+
+    for url in _ray().up(read_content(file), name, say=click.echo, **options):
+        print(url)
+
+
+@cluster.command()
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def status(name: str, address: str) -> None:
+    """Show the roles of a cluster started by `up`."""
+    table = [("role", "state", "host", "address", "restarts", "reason")]
+    for role in _ray().status(name, address):
+        place = role.url or ", ".join(role.addresses.values())
+        restarts = str(role.num_restarts + role.num_failures)
+        table.append((role.name, role.state, role.host, place, restarts, role.problem))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+@cluster.command()
+@click.argument("role", type=click.Choice(["instance"]))
+@click.argument("number", metavar="N", type=click.IntRange(1, 4096))
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def scale(role: str, number: int, name: str, address: str) -> None:
+    """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere."""
+    _ray().scale(name, address, number)
+    print(f"{name} has {number} instances soon; see moe-lora cluster status")
+
+
+@cluster.command()
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def down(name: str, address: str) -> None:
+    """End a cluster started by `up`, after open requests."""
+    _ray().down(name, address)
+    print(f"{name} has ended")

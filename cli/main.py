@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": "Serve a model and its adapters over HTTP.",
     "batch": "Answer a file of requests, offline.",
     "settings": "List all settings of serve.",
-    "cluster": "Make the certificates of a cluster of several hosts.",
+    "cluster": "Prepare, start and end a cluster of several hosts.",
     "replay": "Send a trace's traffic to a server and measure it.",
     "report": "Compare saved runs in one HTML page.",
     "drain": "Give an instance no requests, before work on it.",

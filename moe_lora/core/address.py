@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import ConfigError, LoraServerError
 
@@ -43,6 +45,25 @@ def parse_address(setting: str, address: str) -> Address:
             "socket on this host"
         )
     return Address(host, int(port))
+
+
+ADDRESSES = "MOE_LORA_ADDRESSES"
+"""Variable with the path of an address book: JSON, name:port -> ip:port, replaced as roles move."""
+
+
+def located(address: Address) -> Address:
+    """The address's entry in the address book, read anew; unchanged without book or entry.
+
+    Raises ConfigError for an unreadable book.
+    """
+    path = os.environ.get(ADDRESSES)
+    if path is None or address.path:
+        return address
+    try:
+        found = json.loads(Path(path).read_text()).get(str(address))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{ADDRESSES}={path} is no address book ({error}); unset the variable") from error
+    return address if found is None else parse_address(ADDRESSES, found)
 
 
 def _is_host(host: str) -> bool:
@@ -103,10 +124,11 @@ _NAME_S = 60
 
 def own_host(address: str) -> str:
     """This host's IP address on the route to an address.  Raises LoraServerError."""
-    place = parse_address("lora_server.address", address)
-    if place.path:
+    name = parse_address("lora_server.address", address)
+    if name.path:
         return "127.0.0.1"
     for left_s in reversed(range(_NAME_S)):
+        place = located(name)
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
                 sock.connect((place.host, place.port))

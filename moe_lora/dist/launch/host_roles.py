@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,8 @@ class HostRoles:
     """Keeps roles running; belongs to one event loop.
 
     Restarts for ever, unless a setting breaks the first start.  drain_s: time for a front end's requests.
-    at_once: once set, `stop` waits for no process.  failed: cause that stops every role of a kind.
+    at_once: once set, `stop` waits for no process.  failed: cause that stops every role of a kind.  started:
+    names of roles in service.  problem: of the last end.
     """
 
     def __init__(
@@ -105,6 +106,9 @@ class HostRoles:
         self._stopped_s = STOPPED_DEATHS * dead_s
         self._at_once = at_once or asyncio.Event()
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.started: set[str] = set()
+        self.num_restarts = 0
+        self.problem: Exception | None = None
         self._roles = list(roles)
         self._drain_s = drain_s
         self._clock = clock or WallClock()
@@ -122,6 +126,11 @@ class HostRoles:
         Raises a role's start error, or its end after `START_TRIES` silent deaths.
         """
         await asyncio.gather(*self._ready.values())
+
+    @property
+    def running(self) -> Collection[str]:
+        """Names of the roles with a process."""
+        return self._running
 
     def kill(self, name: str) -> None:
         """Kill a stuck process, for a restart."""
@@ -167,6 +176,7 @@ class HostRoles:
             if self._stopping:
                 return
             num_starts += 1
+            self.num_restarts, self.problem = self.num_restarts + 1, error
             lived_s = self._clock.now_s() - started_s
             num_deaths = self._policy.num_deaths(num_deaths, lived_s)
             logger.warning("%s ended after %.1f s: %s", role.name, lived_s, error)
@@ -212,11 +222,13 @@ class HostRoles:
                 if not child.ended.done():
                     await _end([child], STOP_S, self._at_once)
                 del self._running[role.name]
+                self.started.discard(role.name)
         if started is not None and started.error is not None:
             return started.error
         return _Died(f"process {child.pid} {child.how_ended}{'' if started else ' while starting'}")
 
     def _does_its_part(self, role: Role, spare: Spare | None) -> None:
+        self.started.add(role.name)
         if not self._ready[role.name].done():
             self._ready[role.name].set_result(None)
         if spare is not None and not self._stopping:

@@ -9,28 +9,22 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moe_lora.config.cluster import ClusterConfig, cluster_of, cluster_text
-from moe_lora.config.settings import mapping_of
-from moe_lora.core.address import parse_address
+from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.partition import Layout
 
-from .cluster_file import check_instances
 from .host_roles import CONTROLLER, FRONT_END, INSTANCE
+from .topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
 
 CONFIG, CERTIFICATES, STATE = "/srv/moe_lora/config", "/srv/moe_lora/certificates", "/srv/moe_lora/state"
 """Folders of a pod: the cluster's file, the Secret of certificates, files of the pod's lifetime."""
-LORA_SERVER = "lora-server"
-_OF_FILE = f"{CONFIG}/{'-/' * 16}"
-"""Start of relative paths, below which `..` stays."""
-_PORTS = {"engines": 7600, "controller": 7700, "controller_engines": 7701, "lora_server": 7500}
+_INDEX = "$(INDEX)"
+"""Number of a pod, in words of its command."""
 _USER = 1000
 _NAME, _MAX_NAME = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?"), 40
 _STARTED = f"{STATE}/started"
@@ -39,19 +33,6 @@ _UNREAD_S = 5
 """Time from the end of a pod to the last new client."""
 _STOP_S = 30
 """Time of a role to end, beside a front end's drain."""
-_MADE_HERE = (
-    ("certificates",),
-    ("devices",),
-    ("front_ends",),
-    ("controller",),
-    ("front_end", "engines_address"),
-    ("front_end", "host"),
-    ("lora_server", "address"),
-    ("lora_server", "store_dir"),
-    ("engine", "state_dir"),
-    ("pool", "host"),
-)
-"""Settings with values from the pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,100 +100,24 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
 
     content: of a cluster's file, with absolute paths of the pods and without addresses.  Raises ConfigError.
     """
-    cluster, text = _in_pods(content, pods)
-    engine, front_end = cluster.engine, cluster.front_end
-    on_gpu, digest = engine.device != "cpu", hashlib.sha256(text.encode()).hexdigest()[:10]
+    hosts = Hosts(
+        source="the pods",
+        place="in the pods",
+        folder=CONFIG,
+        certificates=CERTIFICATES,
+        state_dir=STATE,
+        num_front_ends=pods.num_front_ends,
+        name=pods.host,
+    )
+    cluster, file = roles_file(content, hosts)
+    front_end, text = cluster.front_end, yaml.safe_dump(file, sort_keys=False, width=1000)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     made = [*_shared(pods, digest, text, front_end.port)]
-    roles = [(FRONT_END, pods.num_front_ends, _front_end(pods, cluster))]
-    if pods.num_front_ends > 1:
-        roles.append((CONTROLLER, 1, {"command": _served(CONTROLLER)}))
-    if cluster.lora_server is not None:
-        ranks = Layout.parse(cluster.lora_server.layout).num_ranks
-        roles.append((LORA_SERVER, ranks, _server_rank(ranks, on_gpu=on_gpu)))
-    instance = _instance(engine.num_ranks, on_gpu, engine.num_threads)
-    roles.append((INSTANCE, engine.num_instances, instance))
-    for role, replicas, container in roles:
-        grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if role == FRONT_END else 0)
-        made += _of_role(pods, role, replicas, _pod(pods, role, container, grace_s, digest))
+    for part in parts_of(cluster, pods.num_front_ends):
+        grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if part.role == FRONT_END else 0)
+        pod = _pod(pods, part.role, _container(part, front_end), grace_s, digest)
+        made += _of_role(pods, part.role, part.count, pod)
     return made
-
-
-def _in_pods(content: Any, pods: Pods) -> tuple[ClusterConfig, str]:
-    """The cluster as given, and its file in the pods."""
-    given = dict(mapping_of("the file", content))
-    for place in _MADE_HERE:
-        found: Any = given
-        for name in place:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is not None:
-            raise ConfigError(f"{'.'.join(place)} follows from the pods; leave the setting out")
-    cluster = cluster_of(given, Path(_OF_FILE))
-    for setting, path in _relative(yaml.safe_load(cluster_text(cluster))):
-        raise ConfigError(f"{setting}: {path} is a relative path; give the absolute path in the pods")
-    _check(cluster)
-    engine = {**(given.get("engine") or {}), "state_dir": STATE}
-    engine.pop("num_instances", None)
-    front_end = {**(given.get("front_end") or {}), "host": "0.0.0.0"}
-    given |= {"engine": engine, "certificates": CERTIFICATES, "front_end": front_end}
-    places = {
-        f"{FRONT_END}-{number}": f"{pods.host(FRONT_END, number)}:{_PORTS['engines']}"
-        for number in range(pods.num_front_ends)
-    }
-    if len(places) == 1:
-        front_end["engines_address"] = places[f"{FRONT_END}-0"]
-    else:
-        host = pods.host(CONTROLLER, 0)
-        given["front_ends"] = {name: {"engines_address": place} for name, place in places.items()}
-        given["controller"] = {
-            "address": f"{host}:{_PORTS['controller']}",
-            "engines_address": f"{host}:{_PORTS['controller_engines']}",
-        }
-    if cluster.lora_server is not None:
-        address = f"{pods.host(LORA_SERVER, 0)}:{_PORTS['lora_server']}"
-        server = _between_hosts("lora_server", given["lora_server"])
-        given["lora_server"] = {**server, "address": address, "store_dir": f"{STATE}/store"}
-    if cluster.engine.pool is not None:
-        given["pool"] = _between_hosts("pool", given["pool"])
-    cluster_of(given, Path(CONFIG))
-    return cluster, yaml.safe_dump(given, sort_keys=False, width=1000)
-
-
-def _check(cluster: ClusterConfig) -> None:
-    """Raises ConfigError for settings without a meaning in pods."""
-    check_instances(cluster)
-    front_end, server = cluster.front_end, cluster.lora_server
-    ports = {"front_end.port": front_end.port}
-    if front_end.admin_address is not None and not front_end.admin_address.startswith("/"):
-        ports["front_end.admin_address"] = parse_address("", front_end.admin_address).port
-    for setting, port in ports.items():
-        if port in _PORTS.values() or port < 1024:
-            raise ConfigError(
-                f"{setting} has port {port}; give one from 1024 on, but not "
-                + ", ".join(map(str, _PORTS.values()))
-            )
-    if server is not None and server.device_puts != "none":
-        raise ConfigError("lora_server.device_puts joins processes of one host; leave device_puts out")
-    if cluster.engine.host_cores:
-        raise ConfigError("engine.host_cores names cores of a host; leave host_cores out")
-
-
-def _between_hosts(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A section, with a transport of several hosts.  Raises ConfigError."""
-    found = {"transport": "gloo", **(given or {})}
-    if found["transport"] == "shm":
-        raise ConfigError(
-            f"{section}.transport=shm joins processes of one host; leave transport out for gloo"
-        )
-    return found
-
-
-def _relative(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Names and paths of settings below the file's folder."""
-    if isinstance(value, dict):
-        for name, one in value.items():
-            yield from _relative(one, f"{place}.{name}" if place else str(name))
-    elif isinstance(value, str) and value.startswith(f"{CONFIG}/-"):
-        yield place, os.path.relpath(value, _OF_FILE)
 
 
 def _shared(pods: Pods, digest: str, text: str, port: int) -> Iterator[dict[str, Any]]:
@@ -231,10 +136,22 @@ def _shared(pods: Pods, digest: str, text: str, port: int) -> Iterator[dict[str,
         yield _object("networking.k8s.io/v1", "NetworkPolicy", pods, part, spec=spec)
 
 
-def _front_end(pods: Pods, cluster: ClusterConfig) -> dict[str, Any]:
-    """HTTP, with probes of the process and of readiness."""
-    named = ("--name", f"{FRONT_END}-$(INDEX)") if pods.num_front_ends > 1 else ()
-    scheme = "HTTP" if cluster.front_end.tls_cert is None else "HTTPS"
+def _container(part: Part, front_end: FrontEndConfig) -> dict[str, Any]:
+    """Command, environment, probes and resources of a part's pods."""
+    words = ("--config", f"{CONFIG}/cluster.yaml", *part.options(_INDEX))
+    if part.role in (FRONT_END, CONTROLLER):
+        command = ["moe-lora", "serve", *words]
+        return {"command": command, **(_of_http(front_end) if part.role == FRONT_END else {})}
+    environment = [
+        _index(name) if value == _INDEX else {"name": name, "value": value}
+        for name, value in part.environment(_INDEX).items()
+    ]
+    return {**_ran(words), **({"env": environment} if environment else {}), **_resources(part)}
+
+
+def _of_http(front_end: FrontEndConfig) -> dict[str, Any]:
+    """Port, and probes of the process and of readiness."""
+    scheme = "HTTP" if front_end.tls_cert is None else "HTTPS"
 
     def probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
         get = {"path": path, "port": "http", "scheme": scheme}
@@ -246,8 +163,7 @@ def _front_end(pods: Pods, cluster: ClusterConfig) -> dict[str, Any]:
         }
 
     return {
-        "command": [*_served(FRONT_END), *named],
-        "ports": [{"name": "http", "containerPort": cluster.front_end.port}],
+        "ports": [{"name": "http", "containerPort": front_end.port}],
         "startupProbe": probe("/live", 2, 150),
         "livenessProbe": probe("/live", 10, 3),
         "readinessProbe": probe("/ready", 2, 1),
@@ -255,43 +171,21 @@ def _front_end(pods: Pods, cluster: ClusterConfig) -> dict[str, Any]:
     }
 
 
-def _served(role: str) -> list[str]:
-    return ["moe-lora", "serve", "--config", f"{CONFIG}/cluster.yaml", "--role", role]
-
-
-def _ran(role: str, *options: str) -> dict[str, Any]:
+def _ran(words: Sequence[str]) -> dict[str, Any]:
     """A role without HTTP: ready once it has told its start."""
-    module = ("python3", "-m", "moe_lora.dist.launch.run_role", "--config", f"{CONFIG}/cluster.yaml")
     told = f'exec 9> {_STARTED} && exec "$@" --status-fd 9'
     return {
-        "command": ["sh", "-c", told, "sh", *module, "--role", role, *options],
+        "command": ["sh", "-c", told, "sh", "python3", "-m", "moe_lora.dist.launch.run_role", *words],
         "readinessProbe": {"exec": {"command": ["test", "-s", _STARTED]}, "periodSeconds": 2},
     }
 
 
-def _server_rank(num_ranks: int, *, on_gpu: bool) -> dict[str, Any]:
-    """A rank of the LoRA Server: a pod, a GPU."""
-    numbers = (("LOCAL_RANK", "0"), ("WORLD_SIZE", str(num_ranks)))
-    environment = [{"name": name, "value": value} for name, value in numbers]
-    return {
-        **_ran(LORA_SERVER),
-        "env": [_index("RANK"), *environment],
-        **_resources(1 if on_gpu else 0, None),
-    }
-
-
-def _instance(num_ranks: int, on_gpu: bool, num_threads: int | None) -> dict[str, Any]:
-    """An instance with the ranks of one host."""
-    command = _ran(INSTANCE, "--name", f"{INSTANCE}-$(INDEX)")
-    return {**command, **_resources(num_ranks if on_gpu else 0, num_threads)}
-
-
-def _resources(num_gpus: int, num_cores: int | None) -> dict[str, Any]:
+def _resources(part: Part) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if num_gpus:
-        found["limits"] = {"nvidia.com/gpu": str(num_gpus)}
-    if num_cores:
-        found["requests"] = {"cpu": str(num_cores)}
+    if part.num_gpus:
+        found["limits"] = {"nvidia.com/gpu": str(part.num_gpus)}
+    if part.num_cores:
+        found["requests"] = {"cpu": str(part.num_cores)}
     return {"resources": found} if found else {}
 
 

@@ -17,7 +17,7 @@ from websockets.asyncio.connection import Connection
 from websockets.asyncio.server import ServerConnection, serve, unix_serve
 from websockets.exceptions import WebSocketException
 
-from moe_lora.core.address import Address, needs_keys, unix_socket
+from moe_lora.core.address import Address, located, needs_keys, unix_socket
 from moe_lora.core.errors import ConfigError
 
 from .codec import MAX_FRAME_BYTES
@@ -76,32 +76,34 @@ async def listen(
         await visit(connection, peer[0] if isinstance(peer, tuple) and peer else "this host")
 
     context = None if address.path else _context(setting, address, keys, server=True)
+    place = located(address)
     with ExitStack() as stack:
         try:
             if address.path:
                 own = stack.enter_context(unix_socket(address.path))
                 server = await unix_serve(handle, sock=own, **_options(pings))
             else:
-                server = await serve(handle, address.host, address.port, ssl=context, **_options(pings))
+                server = await serve(handle, place.host, place.port, ssl=context, **_options(pings))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"can't listen at {setting}={address}: {reason}; choose another") from error
+            raise ConfigError(f"can't listen at {setting}={place}: {reason}; choose another") from error
         async with server:
             sock = next(iter(server.sockets))
-            yield address if address.path else Address(address.host, sock.getsockname()[1])
+            yield address if address.path or address.port else Address(address.host, sock.getsockname()[1])
 
 
 async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings | None = None) -> Connection:
     """Connect.  Raises ConnectionError; ConfigError for a network address without keys."""
     context = None if address.path else _context(setting, address, keys, server=False)
+    place = located(address)
     try:
         if address.path:
             connection = await unix_connect(address.path, proxy=None, **_options(pings))
         else:
             connection = await connect(
-                f"wss://{address.host}:{address.port}",
+                f"wss://{place}",
                 ssl=context,
-                server_hostname=address.host,
+                server_hostname=place.host,
                 proxy=None,
                 **_options(pings),
             )

@@ -86,28 +86,42 @@ def make_keys(folder: Path) -> Keys:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder) as new:
-            authority = ("-CA", AUTHORITY, "-CAkey", AUTHORITY_KEY)
-            _certificate(
-                new, "moe_lora cluster", AUTHORITY, AUTHORITY_KEY, "basicConstraints=critical,CA:TRUE"
-            )
-            _certificate(new, "member", MEMBER, "member.key", "basicConstraints=CA:FALSE", *authority)
+            root = ("-addext", "basicConstraints=critical,CA:TRUE", "-out", AUTHORITY, *_VALID, *_NEW_KEY)
+            _openssl(new, "moe_lora cluster", *root, "-keyout", AUTHORITY_KEY)
+            make_request(new, "member", "member.csr", "member.key")
+            sign_request(new, "member", "member.csr", MEMBER, Path(new))
             with open(f"{new}/{MEMBER}", "ab") as member:
                 member.write(Path(new, "member.key").read_bytes())
             for path in made:
                 os.chmod(f"{new}/{path.name}", 0o600)
                 os.replace(f"{new}/{path.name}", path)
-    except FileNotFoundError as error:
-        raise ConfigError("certificates are made by the command openssl, which is not installed") from error
     except OSError as error:
         raise ConfigError(f"certificates can't be written to {folder}: {error.strerror}") from error
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(f"openssl can't make certificates: {error.stderr.strip()}") from error
     return Keys(folder)
 
 
-def _certificate(folder: str, name: str, out: str, key: str, extension: str, *signed_by: str) -> None:
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-subj", f"/CN={name}", "-addext", extension, "-days", str(_VALID_DAYS), "-out", out]
-    subprocess.run(
-        [*words, "-keyout", key, *signed_by], cwd=folder, check=True, capture_output=True, text=True
-    )
+def make_request(folder: str, name: str, out: str, key: str) -> None:
+    """Make a private key, and a request for a member's certificate.  Raises ConfigError."""
+    _openssl(folder, name, "-new", "-out", out, "-keyout", key, *_NEW_KEY)
+
+
+def sign_request(folder: str, name: str, request: str, out: str, authority: Path) -> None:
+    """Sign a request with an authority's key; the name replaces the request's.  Raises ConfigError."""
+    folder_of_key = authority.resolve()
+    signed_by = ("-CA", str(folder_of_key / AUTHORITY), "-CAkey", str(folder_of_key / AUTHORITY_KEY))
+    _openssl(folder, name, "-in", request, "-out", out, *_MEMBER, *_VALID, *signed_by)
+
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_VALID = ("-x509", "-days", str(_VALID_DAYS))
+_MEMBER = ("-addext", "basicConstraints=CA:FALSE")
+
+
+def _openssl(folder: str, name: str, *words: str) -> None:
+    try:
+        command = ["openssl", "req", "-subj", f"/CN={name}", *words]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigError("certificates are made by the command openssl, which is not installed") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"openssl can't make certificates: {error.stderr.strip()}") from error

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of a cluster on Ray: up, status, scale and down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moe_lora.core.errors import ConfigError
+
+from .host_roles import FRONT_END, START_TRIES, STOP_S
+from .ray_keeper import KEEPER, Keeper, alive_roles, cluster_on_ray
+from .ray_role import READY, RoleFacts
+
+_NAME = re.compile("[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_LOOPBACK = ("127.0.0.1", "::1")
+_LOOK_S = 0.5
+_ANSWER_S, _FACTS_S = 60.0, 10.0
+DRAIN_LIMIT_S = 600.0
+
+
+@contextmanager
+def connected(address: str, name: str) -> Iterator[None]:
+    """A connection to a Ray cluster, in the namespace of our cluster.  Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--name {name}: give at most 40 of a-z, 0-9 and -, beginning with a letter")
+    try:
+        ray.init(
+            address=address,
+            namespace=f"moe_lora-{name}",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at --ray-address {address} ({error}); start Ray by ray start --head, "
+            "and with a token set RAY_AUTH_MODE=token here too"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def up(
+    content: Any, name: str, *, num_front_ends: int, address: str, limit_s: float, say: Callable[[str], None]
+) -> list[str]:
+    """Start a cluster; returns the URLs of the ready front ends.
+
+    say: gets lines of progress.  An error, Ctrl-C or the limit ends the roles.  Raises ConfigError.
+    """
+    cluster_on_ray(content, num_front_ends)
+    with connected(address, name):
+        _check_access()
+        if ray.util.list_named_actors():
+            raise ConfigError(_taken(name))
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        keeper = ray.remote(Keeper).options(
+            name=KEEPER, lifetime="detached", num_cpus=0, max_restarts=-1, scheduling_strategy=here
+        )
+        try:
+            actor = keeper.remote(name, content, num_front_ends)
+        except ValueError as error:
+            raise ConfigError(_taken(name)) from error
+        try:
+            return _ready_urls(actor, limit_s, say)
+        except BaseException:
+            try:
+                say("ending all roles")
+            finally:
+                _end_all()
+            raise
+
+
+def _taken(name: str) -> str:
+    return (
+        f"a cluster named {name} is on this Ray cluster; see moe-lora cluster status, call moe-lora "
+        "cluster down, or give another --name"
+    )
+
+
+def _check_access() -> None:
+    """Raises ConfigError for a Ray cluster without access control."""
+    hosts = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    # For any further address Ray listens on every interface.
+    reachable = [host for host in hosts if host not in _LOOPBACK]
+    if reachable and not _needs_token(ray.get_runtime_context().gcs_address):
+        raise ConfigError(
+            f"any host with a way to {reachable[0]} can run commands on this Ray cluster; start Ray with "
+            "RAY_AUTH_MODE=token and the same token on every host (ray get-auth-token --generate)"
+        )
+
+
+def _needs_token(address: str) -> bool:
+    """True if the Ray cluster refuses a caller without a token."""
+    words = ["-m", "ray.scripts.scripts", "health-check", "--address", address]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode != 0 and "AuthenticationError" in done.stderr
+
+
+def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list[str]:
+    """Wait for ready front ends; returns the URLs.  Raises ConfigError."""
+    said: dict[str, str] = {}
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        rows = _called(keeper.status.remote(), max(1.0, deadline_s - time.monotonic()))
+        for row in rows:
+            if said.get(row.name) != (text := _line(row)):
+                said[row.name] = text
+                say(text)
+        front_ends = [row for row in rows if row.name.startswith(FRONT_END)]
+        if all(row.state == READY for row in front_ends):
+            return [row.url for row in front_ends]
+        for row in rows:
+            if row.num_failures >= START_TRIES:
+                raise ConfigError(f"{row.name} can't be started: {row.problem}")
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"no front end is ready after --limit-s {limit_s:g}: {'; '.join(said.values())}; add hosts, "
+                "or give more time"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _line(row: RoleFacts) -> str:
+    place = f" on {row.host}" if row.host else ""
+    return f"{row.name}{place}: {row.state}" + (f" ({row.problem})" if row.problem else "")
+
+
+def _called(answer: Any, limit_s: float = _ANSWER_S) -> Any:
+    """The keeper's answer.  Raises ConfigError."""
+    try:
+        return ray.get(answer, timeout=limit_s)
+    except (RayActorError, GetTimeoutError) as error:
+        reason = (str(error).strip() or "no answer in time").splitlines()[-1]
+        raise ConfigError(f"the keeper does not answer ({reason}); call again after a while") from error
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise ConfigError(str(cause)) from error
+
+
+def _keeper(name: str) -> Any:
+    try:
+        return ray.get_actor(KEEPER)
+    except ValueError as error:
+        if alive_roles():
+            raise ConfigError(
+                f"the host of {name}'s keeper was lost: roles serve on without new places; call "
+                "moe-lora cluster down, then up again"
+            ) from error
+        raise ConfigError(
+            f"no cluster named {name} is on this Ray cluster; start the cluster by up"
+        ) from error
+
+
+def status(name: str, address: str) -> list[RoleFacts]:
+    """The state of every role.  Raises ConfigError."""
+    with connected(address, name):
+        found: list[RoleFacts] = _called(_keeper(name).status.remote())
+        return found
+
+
+def scale(name: str, address: str, num_instances: int) -> None:
+    """Change the number of instances.  Raises ConfigError."""
+    with connected(address, name):
+        _called(_keeper(name).scale.remote(num_instances), _ANSWER_S + 2 * STOP_S)
+
+
+def down(name: str, address: str) -> None:
+    """End a cluster, front ends first.  Raises ConfigError without a cluster."""
+    with connected(address, name):
+        if not ray.util.list_named_actors():
+            raise ConfigError(f"no cluster named {name} is on this Ray cluster")
+        _end_all()
+
+
+def _end_all() -> None:
+    """End the roles, by the keeper if possible, and the actors.  Raises ConfigError for a stuck actor."""
+    try:
+        keeper = ray.get_actor(KEEPER)
+        limit_s = ray.get(keeper.longest_stop_s.remote(), timeout=_ANSWER_S)
+        ray.get(keeper.stop.remote(), timeout=limit_s)
+        ray.kill(keeper)
+    except (ValueError, RayError):
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(KEEPER))
+        roles = sorted(alive_roles().items(), key=lambda role: not role[0].startswith(FRONT_END))
+        for _, (_, actor) in roles:
+            with suppress(RayError):  # an actor without a host does not answer
+                ray.get(actor.facts.remote(), timeout=_FACTS_S)
+                ray.get(actor.stop.remote(), timeout=2 * STOP_S + DRAIN_LIMIT_S)
+            ray.kill(actor)
+    deadline_s = time.monotonic() + _ANSWER_S
+    while rest := ray.util.list_named_actors():
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"{', '.join(rest)} did not end; call moe-lora cluster down again")
+        time.sleep(_LOOK_S)

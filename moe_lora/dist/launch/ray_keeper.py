@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray actor for the places of a cluster's roles: finds hosts, and new hosts for lost roles."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.host import state_folder, sweep_folders
+from moe_lora.core.processes import RestartPolicy
+from moe_lora.dist.net.keys import make_keys
+
+from .cluster_file import check_instances
+from .enrolment import Enrolment
+from .host_roles import FRONT_END, INSTANCE, STOP_S
+from .ray_role import CERTIFICATES, PLACED, PREFIX, STATE, RoleActor, RoleFacts
+from .topology import Hosts, Part, parts_of, roles_file
+
+logger = logging.getLogger(__name__)
+
+KEEPER = "keeper"
+_HTTP = ("port", "tls_cert", "drain_s", "heartbeat_dead_s")
+"""Settings of front ends for actors."""
+FAILED, PLACING, WAITING, SILENT = "failed", "placing", "waits for room", "silent"
+"""States of a role without a host, or without an answer."""
+_PLACING_S = 10.0
+"""Time for a host to start an actor."""
+_FACTS_S = 10.0
+_LOST_S = 30.0
+"""Time limit of a silent actor."""
+_SPREAD = {FRONT_END, INSTANCE}
+
+
+def cluster_on_ray(content: Any, num_front_ends: int) -> tuple[ClusterConfig, dict[str, Any]]:
+    """The cluster as given, and the content of the roles' file.  Raises ConfigError."""
+    hosts = Hosts(
+        source="Ray",
+        place="on all hosts",
+        folder="/",
+        certificates=CERTIFICATES,
+        state_dir=STATE,
+        num_front_ends=num_front_ends,
+        name=lambda role, number: f"{role}-{number}",
+    )
+    cluster, given = roles_file(content, hosts)
+    given["engine"].setdefault("num_threads", 1)  # as reserved: instances may share a host
+    return cluster, given
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """A role to keep.  facts: None without a host.  since_s: start of the wait for room."""
+
+    part: Part
+    number: int
+    epoch: int = 0
+    actor: Any = None
+    facts: RoleFacts | None = None
+    since_s: float = 0.0
+    num_failures: int = 0
+    problem: str = ""
+    task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.part.role}-{self.number}"
+
+    def shown(self) -> RoleFacts:
+        """The role for `status`."""
+        facts = self.facts
+        if facts is None:
+            state, problem = self._absence()
+            facts = RoleFacts(name=self.name, state=state, problem=problem)
+        return replace(facts, num_failures=self.num_failures)
+
+    def _absence(self) -> tuple[str, str]:
+        """State and reason of a role without a host."""
+        if self.actor is None:
+            return FAILED, self.problem
+        if time.monotonic() - self.since_s < _PLACING_S:
+            return PLACING, self.problem
+        room = [f"{self.part.num_cores or 1} CPU"]
+        if self.part.num_gpus:
+            room.append(f"{self.part.num_gpus} GPU")
+        return WAITING, f"no host has {' and '.join(room)} free"
+
+
+class Keeper:
+    """Keeps every role of a cluster on a host with room.
+
+    A restarted keeper finds the roles by name.  content: of the cluster's file.
+    """
+
+    def __init__(self, name: str, content: Any, num_front_ends: int) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        self._num_front_ends = num_front_ends
+        self._cluster, self._content = cluster_on_ray(content, num_front_ends)
+        context = ray.get_runtime_context()
+        cluster = hashlib.sha256(context.gcs_address.encode()).hexdigest()[:8]
+        self._folder = state_folder(None) / f"ray-{name}-{cluster}"
+        if not context.was_current_actor_reconstructed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            make_keys(self._folder)
+        self._enrolment = Enrolment(self._folder)
+        self._kept: dict[str, _Kept] = {}
+        self._book: dict[str, str] = {}
+        self._changing = asyncio.Lock()
+        self._begun = asyncio.get_running_loop().create_task(self._begin())
+
+    async def _begin(self) -> None:
+        self._address = await self._enrolment.start(ray.util.get_node_ip_address())
+        with suppress(FileNotFoundError):
+            self._set_instances(int(self._number_file.read_text()))
+        alive = alive_roles()
+        for kept in self._wanted():
+            if (found := alive.pop(kept.name, None)) is not None:
+                kept.epoch, kept.actor = found
+                logger.info("%s is found again", kept.name)
+            self._add(kept)
+        for name, (_, actor) in alive.items():
+            logger.info("%s is ended: the cluster has fewer instances now", name)
+            await end_role(actor)
+
+    def _wanted(self) -> list[_Kept]:
+        parts = parts_of(self._cluster, self._num_front_ends)
+        return [_Kept(part=part, number=number) for part in parts for number in range(part.count)]
+
+    @property
+    def _number_file(self) -> Path:
+        return self._folder / "num_instances"
+
+    def _set_instances(self, num_instances: int) -> None:
+        """Raises ConfigError for too few instances."""
+        cluster = replace(self._cluster, engine=replace(self._cluster.engine, num_instances=num_instances))
+        check_instances(cluster)
+        self._cluster = cluster
+
+    def _add(self, kept: _Kept) -> None:
+        self._kept[kept.name] = kept
+        kept.task = asyncio.create_task(self._keep(kept))
+
+    async def _keep(self, kept: _Kept) -> None:
+        policy, num_deaths = RestartPolicy(), 0
+        while True:
+            started_s, is_lost = time.monotonic(), False
+            try:
+                kept.problem = await self._live(kept)
+            except RayActorError as error:
+                kept.problem, is_lost = _loss(error), True
+            except Exception as error:
+                kept.problem = _cause(error)
+            logger.warning("%s is placed anew: %s", kept.name, kept.problem)
+            kept.num_failures += 1
+            await self._release(kept, is_lost=is_lost)
+            num_deaths = policy.num_deaths(num_deaths, time.monotonic() - started_s)
+            await asyncio.sleep(policy.pause_s(num_deaths))
+
+    async def _live(self, kept: _Kept) -> str:
+        """Place a role and start the process; returns the final error.  Raises RayError."""
+        if kept.actor is None:
+            kept.epoch += 1
+            kept.since_s = time.monotonic()
+            kept.actor = self._place(kept)
+        actor = kept.actor
+        kept.facts = facts = await actor.facts.remote()
+        self._book.update(facts.addresses)
+        if facts.state == PLACED:
+            token = self._enrolment.add_token(kept.name)
+            await actor.enrol.remote(self._address, token, self._enrolment.authority)
+            await actor.start.remote(self._content, time.time_ns(), self._book)
+        self._send_book()
+        logger.info("%s is on %s", kept.name, facts.host)
+        while True:
+            try:
+                return str(await actor.failed.remote())
+            except ActorUnavailableError:
+                await _answer(actor)
+                self._send_book()
+
+    def _place(self, kept: _Kept) -> Any:
+        """Have Ray place the role's actor, pending until a host has room."""
+        part, front_end = kept.part, self._cluster.front_end
+        http = {name: getattr(front_end, name) for name in _HTTP}
+        options = ray.remote(RoleActor).options(
+            name=f"{kept.name}@{kept.epoch}",
+            lifetime="detached",
+            num_cpus=part.num_cores or 1,
+            num_gpus=part.num_gpus,
+            max_restarts=0,
+            scheduling_strategy="SPREAD" if part.role in _SPREAD else "DEFAULT",
+        )
+        return options.remote(part, kept.number, http)
+
+    def _send_book(self) -> None:
+        """Send the address book to the roles."""
+        for kept in self._kept.values():
+            if kept.facts is not None:
+                kept.actor.set_book.remote(time.time_ns(), self._book)
+
+    async def _release(self, kept: _Kept, *, is_lost: bool = False) -> None:
+        """End a role's actor, at once without a host."""
+        actor, has_process = kept.actor, kept.facts is not None and not is_lost
+        kept.actor = kept.facts = None
+        if actor is not None:
+            await end_role(actor, self._cluster.front_end.drain_s if has_process else None)
+
+    async def status(self) -> list[RoleFacts]:
+        """The state of every role."""
+        await self._begun
+        kept = list(self._kept.values())
+        await asyncio.gather(*map(_refresh, kept))
+        return [one.shown() for one in kept]
+
+    async def scale(self, num_instances: int) -> None:
+        """Add instances, or end the last instances; requests go on elsewhere.  Raises ConfigError."""
+        await self._begun
+        async with self._changing:
+            self._set_instances(num_instances)
+            self._number_file.write_text(str(num_instances))
+            wanted = {kept.name: kept for kept in self._wanted()}
+            for name in wanted.keys() - self._kept.keys():
+                self._add(wanted[name])
+            await self._remove([self._kept[name] for name in self._kept.keys() - wanted.keys()])
+
+    async def _remove(self, roles: Collection[_Kept]) -> None:
+        for kept in roles:
+            kept.task.cancel()
+        await asyncio.gather(*(kept.task for kept in roles), return_exceptions=True)
+        await asyncio.gather(*map(self._release, roles))
+        for kept in roles:
+            del self._kept[kept.name]
+
+    async def longest_stop_s(self) -> float:
+        """Longest time of `stop`, in seconds."""
+        return self._cluster.front_end.drain_s + 4 * STOP_S
+
+    async def stop(self) -> None:
+        """End front ends after open requests, then the rest; delete this host's files."""
+        await asyncio.wait([self._begun])
+        async with self._changing:
+            front_ends = [kept for kept in self._kept.values() if kept.part.role == FRONT_END]
+            await self._remove(front_ends)
+            await self._remove(list(self._kept.values()))
+            self._enrolment.stop()
+            sweep_folders(Path(tempfile.gettempdir()), PREFIX)
+            shutil.rmtree(self._folder)
+
+
+async def _refresh(kept: _Kept) -> None:
+    actor, before = kept.actor, kept.facts
+    if before is None:
+        return
+    try:
+        facts = await asyncio.wait_for(actor.facts.remote(), _FACTS_S)
+    except (RayError, asyncio.TimeoutError):
+        facts = replace(before, state=SILENT, problem="the actor does not answer")
+    if kept.actor is actor:
+        kept.facts = facts
+
+
+def alive_roles() -> dict[str, tuple[int, Any]]:
+    """Epoch and actor of the roles in this namespace; earlier actors of a role are ended."""
+    found: dict[str, tuple[int, Any]] = {}
+    names = [full.split("@") for full in ray.util.list_named_actors() if "@" in full]
+    for name, epoch in sorted(names, key=lambda one: int(one[1])):
+        with suppress(ValueError):  # the actor ended meanwhile
+            actor = ray.get_actor(f"{name}@{epoch}")
+            if name in found:
+                ray.kill(found[name][1])
+            found[name] = int(epoch), actor
+    return found
+
+
+async def end_role(actor: Any, drain_s: float | None = 0.0) -> None:
+    """End a role's process and actor.  drain_s: time for requests; None: without a process."""
+    try:
+        if drain_s is not None:
+            with suppress(RayError, asyncio.TimeoutError):
+                await asyncio.wait_for(actor.stop.remote(), drain_s + 2 * STOP_S)
+    finally:
+        ray.kill(actor)
+
+
+async def _answer(actor: Any) -> None:
+    """Wait for an unavailable actor.  Raises RayActorError or TimeoutError after _LOST_S."""
+    deadline_s = time.monotonic() + _LOST_S
+    while True:
+        try:
+            await asyncio.wait_for(actor.facts.remote(), _LOST_S)
+            return
+        except ActorUnavailableError:
+            if time.monotonic() > deadline_s:
+                raise
+            await asyncio.sleep(1.0)
+
+
+def _loss(error: RayActorError) -> str:
+    """Why an actor is gone: the last line of an error in its constructor."""
+    if getattr(error, "actor_init_failed", False):
+        return str(error).strip().splitlines()[-1]
+    return "the host or the actor was lost"
+
+
+def _cause(error: Exception) -> str:
+    """The first line of an error, by preference of the actor's own error."""
+    cause = getattr(error, "cause", None) or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

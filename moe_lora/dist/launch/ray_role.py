@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray actor to keep a role's process running on a host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from moe_lora.core.address import ADDRESSES
+from moe_lora.core.host import OwnFolder
+
+from .enrolment import enrol
+from .host_roles import CONTROLLER, FRONT_END, HostRoles, Role
+from .topology import Part
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "moe_lora-ray-"
+"""Start of the names of roles' folders."""
+CERTIFICATES, STATE = "certificates", "state"
+"""Folders in a role's folder."""
+_BOOK = "addresses.json"
+_READY_S = 5.0
+PLACED, STARTING, RUNNING, READY = "placed", "starting", "running", "ready"
+"""States of a role."""
+_MODULES = {FRONT_END: "moe_lora.cli.host_role", CONTROLLER: "moe_lora.cli.host_role"}
+_MODULE = "moe_lora.dist.launch.run_role"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFacts:
+    """A role's state.
+
+    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  num_failures:
+    placements with an error at the end.  problem: reason of a missing start.
+    """
+
+    name: str
+    state: str
+    host: str = ""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    num_restarts: int = 0
+    num_failures: int = 0
+    problem: str = ""
+
+
+class RoleActor:
+    """Keeps a role's process, with a private folder and reserved ports on this host."""
+
+    def __init__(self, part: Part, number: int, http: Mapping[str, Any], host: str | None = None) -> None:
+        """http: port, tls_cert, drain_s and heartbeat_dead_s of front ends.  host: this host's IP address."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self._part, self._number, self._http = part, number, http
+        self._host = host or _own_ip()
+        self._reserved: list[socket.socket] = []
+        self._name = f"{part.role}-{number}"
+        self._addresses = {
+            f"{self._name}:{port}": f"{self._host}:{self._reserve()}" for port in part.ports(number)
+        }
+        self._listening = self._listen(http["port"]) if part.role == FRONT_END else None
+        self._port = 0 if self._listening is None else int(self._listening.getsockname()[1])
+        self._own: OwnFolder | None = None
+        self._book_number = 0
+        self._roles: HostRoles | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._is_ending = asyncio.Event()
+
+    def _listen(self, port: int) -> socket.socket:
+        """A listening socket for the front end's process, at a free port if the port is in use."""
+        try:
+            return socket.create_server((self._host, port))
+        except OSError as error:
+            logger.warning("HTTP has a free port: %d of %s: %s", port, self._host, error)
+            return socket.create_server((self._host, 0))
+
+    def _reserve(self) -> int:
+        """A free port."""
+        sock = socket.socket()
+        sock.bind((self._host, 0))
+        # Set after bind: the role's process may bind the port now, another role's `_reserve` may not.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.append(sock)
+        return int(sock.getsockname()[1])
+
+    @property
+    def folder(self) -> Path:
+        """The role's folder, made at the first call."""
+        if self._own is None:
+            self._own = OwnFolder(prefix=PREFIX)
+        return self._own.path
+
+    @property
+    def _url(self) -> str:
+        scheme = "http" if self._http["tls_cert"] is None else "https"
+        return f"{scheme}://{self._host}:{self._port}" if self._port else ""
+
+    async def facts(self) -> RoleFacts:
+        """The role's state now."""
+        state, problem, num_restarts = PLACED, "", 0
+        if self._roles is not None:
+            num_restarts = self._roles.num_restarts
+            # A controller reports no start.
+            serving = self._roles.running if self._part.role == CONTROLLER else self._roles.started
+            state = RUNNING if serving else STARTING
+            if not serving and self._roles.problem is not None:
+                problem = str(self._roles.problem)
+            if serving and self._port and await _is_ready(f"{self._url}/ready"):
+                state = READY
+        return RoleFacts(
+            name=self._name,
+            state=state,
+            host=self._host,
+            addresses=self._addresses,
+            url=self._url,
+            num_restarts=num_restarts,
+            problem=problem,
+        )
+
+    async def enrol(self, address: str, token: str, authority: str) -> None:
+        """Get a certificate for this host.  Raises ConfigError."""
+        await asyncio.to_thread(enrol, address, token, authority, self.folder / CERTIFICATES)
+
+    async def start(self, content: Mapping[str, Any], number: int, book: Mapping[str, str]) -> None:
+        """Start the role's process with this content of the cluster's file."""
+        self.set_book(number, book)
+        (self.folder / STATE).mkdir(exist_ok=True)
+        front_end = {**content["front_end"], "host": self._host}
+        if self._port:
+            front_end["port"] = self._port
+        file = self.folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump({**content, "front_end": front_end}, sort_keys=False))
+        index = str(self._number)
+        module = _MODULES.get(self._part.role, _MODULE)
+        words = ("-m", module, "--config", str(file), "--parent", str(os.getpid()))
+        fds = () if self._listening is None else (self._listening.fileno(),)
+        listen = [word for fd in fds for word in ("--listen-fd", str(fd))]
+        role = Role(
+            name=self._name,
+            kind=self._part.role,
+            words=(*words, *self._part.options(index), *listen),
+            fds=fds,
+            environment={**self._part.environment(index), ADDRESSES: str(self.folder / _BOOK)},
+        )
+        self._roles = HostRoles([role], drain_s=self._http["drain_s"], dead_s=self._http["heartbeat_dead_s"])
+
+    def set_book(self, number: int, book: Mapping[str, str]) -> None:
+        """Replace the address book, except by a lower number."""
+        if number > self._book_number:
+            self._book_number = number
+            new = self.folder / "addresses.new"
+            new.write_text(json.dumps({**book, **self._addresses}))
+            new.replace(self.folder / _BOOK)
+
+    async def failed(self) -> str:
+        """Wait for a final start error, or for `stop`; returns the reason."""
+        assert self._roles is not None
+        ending = asyncio.ensure_future(self._is_ending.wait())
+        await asyncio.wait([self._roles.failed, ending], return_when=asyncio.FIRST_COMPLETED)
+        return str(self._roles.failed.result()) if self._roles.failed.done() else "its process was ended"
+
+    async def stop(self) -> None:
+        """End the process, a front end after open requests, and delete the folder.
+
+        Idempotent: a second signal would end open requests.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        self._is_ending.set()
+        if self._listening is not None:
+            self._listening.close()
+        if self._roles is not None:
+            await self._roles.stop()
+        if self._own is not None:
+            self._own.remove()
+
+
+def _own_ip() -> str:
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
+async def _is_ready(url: str) -> bool:
+    # No certificate is checked: the URL is this host's.
+    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=_READY_S) as client:
+        try:
+            return (await client.get(url)).status_code == 200
+        except httpx.HTTPError:
+            return False
