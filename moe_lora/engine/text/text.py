@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
+MOST_CUTS = 8
 
 
 class Tokenizer:
@@ -215,6 +216,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
+        self._token_of = tokenizer.backend.id_to_token
         self._special_ids = tokenizer.special_ids
         self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
         self._given = self._decode(self._window)
@@ -229,7 +231,11 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
-            return self._shorten(text) if len(self._window) > LONG_WINDOW_TOKENS else ""
+            is_long = len(self._window) > LONG_WINDOW_TOKENS
+            if self._token_of(token_id) is None or (is_long and not self._decode([token_id])):
+                self._window.pop()
+                return ""
+            return self._shorten(text) if is_long else ""
         return self._advance(text, len(self._window))
 
     def flush(self) -> str:
@@ -248,9 +254,11 @@ class IncrementalDetokenizer:
     def _shorten(self, text: str) -> str:
         """The part of a run of invalid bytes that later tokens cannot change.
 
-        If the texts of two halves add up to the whole, no character spans the cut.
+        If the texts of two halves add up to the whole, no character spans the cut.  A character has at most
+        four bytes, so the last few cuts suffice.
         """
-        for end in range(len(self._window) - 1, self._num_given, -1):
+        last = len(self._window) - 1
+        for end in range(last, max(self._num_given, last - MOST_CUTS), -1):
             head = self._decode(self._window[:end])
             tail = self._decode(self._window[end:])
             if len(head) > len(self._given) and tail and head + tail == text:

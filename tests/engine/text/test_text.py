@@ -8,6 +8,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.text.text import IncrementalDetokenizer, StopMatcher, TextStream, load_tokenizer
@@ -67,6 +68,27 @@ def test_an_endless_run_of_invalid_bytes_does_not_grow_the_window():
     pieces = [detokenizer.push(lone_byte[0]) for _ in range(500)]
     assert len(detokenizer._window) < 100
     assert "".join(pieces) + detokenizer.flush() == BYTE_LEVEL.decode(lone_byte * 500)
+
+
+@pytest.mark.parametrize("kind", ["unknown", "empty"])
+@pytest.mark.parametrize("start", ["the", "", "cut"])
+def test_ids_without_text_take_a_few_decodes_each_and_change_no_text(kind, start):
+    tokenizer = wrapped(byte_level())
+    tokenizer.backend.add_tokens([AddedToken("\u200b", normalized=False)])
+    tokenizer.backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\u200b", "")])
+    silent = tokenizer.vocab_size - (kind == "empty")
+    assert tokenizer.decode([silent]) == ""
+    around = tokenizer.encode("é")[:1] if start == "cut" else tokenizer.encode(start)
+    token_ids = [*around, *[silent] * 2000, *tokenizer.encode("é")[-1:], *tokenizer.encode(" fox")]
+    num_decoded = itertools.count()
+
+    def counted(ids):
+        assert all(next(num_decoded) < 100 * len(token_ids) for _ in ids)
+        return tokenizer.backend.decode(ids)
+
+    tokenizer.decode = counted
+    pieces = stream(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.backend.decode(token_ids)
 
 
 def test_a_leading_space_is_kept_only_after_a_prompt():
