@@ -274,6 +274,7 @@ class StopMatcher:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -284,23 +285,18 @@ class StopMatcher:
         if found:
             _, at, stop = min(found)
             return text[:at], stop
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        if held:
-            text, self._held = text[:-held], text[-held:]
+        # Places that begin no stop string are released: each is tried once, beside the held one.
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            tail = text[start:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                text, self._held = text[:start], tail
+                break
         return text, None
 
     def flush(self) -> str:
         """The held-back text without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that ends `text`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class TextDelta(msgspec.Struct, frozen=True):

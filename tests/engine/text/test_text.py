@@ -118,6 +118,26 @@ def test_stop_strings_cut_the_same_however_the_text_is_cut(text, stop, cuts):
     assert (got, stopped) == (want, min(ends)[2] if ends else None)
 
 
+def test_long_stop_strings_with_a_common_letter_are_few_looks_a_token():
+    num_looks = itertools.count()
+
+    class Watched(str):
+        def __getitem__(self, place):
+            next(num_looks)
+            return super().__getitem__(place)
+
+        def startswith(self, *given):
+            next(num_looks)
+            return super().startswith(*given)
+
+    others = [Watched("a" + chr(98 + number) * 1000) for number in range(8)]
+    matcher = StopMatcher([*others, Watched("a" * 1000 + "z")])
+    text = "a" * 3000
+    pieces = [matcher.push(letter)[0] for letter in text]
+    assert "".join(pieces) + matcher.flush() == text
+    assert next(num_looks) <= 2 * len(text) * 9
+
+
 def test_a_stop_string_over_several_tokens_ends_the_text_before_it():
     texts = TextStream(CHARACTERS, stop=["wor"])
     deltas = [texts.push([token_id]) for token_id in CHARACTERS.encode("hello world")[1:]]
