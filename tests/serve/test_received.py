@@ -11,6 +11,7 @@ import re
 import shutil
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,21 @@ def test_a_file_counts_from_its_header_on(engine, tokenizer, monkeypatch, tmp_pa
 
     asyncio.run(run())
     assert [*engine.adapters] == ["shout", "first"]
+
+
+def test_a_reload_changes_the_room(engine, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    frontend = frontend_of(engine, tokenizer, received_mb=1)
+    endpoints, (pieces, scope) = received.Endpoints(frontend, None), halves(encoded=False)
+
+    async def run() -> None:
+        arrived: asyncio.Queue[None] = asyncio.Queue()
+        ends = asyncio.Event()
+        ends.set()
+        assert (await endpoints.put(upload(pieces, arrived, ends, **scope))).status_code == 200
+        with pytest.raises(ApiError, match="received_mb=1; unload some"):
+            await endpoints.put(upload(pieces, arrived, ends, **scope))
+        frontend.limits.change(replace(frontend.config, received_mb=2))
+        assert (await endpoints.put(upload(pieces, arrived, ends, **scope))).status_code == 200
+
+    asyncio.run(run())

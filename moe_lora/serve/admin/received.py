@@ -252,7 +252,7 @@ class Endpoints:
 
     def _check_room(self, num_bytes: int, folder: Path | None = None) -> None:
         """Raises ApiError 413 unless num_bytes fit; 503 if current uploads take the room."""
-        most = self._frontend.config.received_mb
+        most = self._frontend.limits.config.received_mb
         others = {one: num for one, num in self._num_bytes.items() if one != folder}
         if sum(others.values()) + num_bytes <= most << 20:
             return
