@@ -54,6 +54,22 @@ def test_an_aborted_completion_has_the_reason_and_its_text(server, engine):
     assert (choice["text"], choice["finish_reason"]) == ("hello", "abort")
 
 
+@pytest.mark.parametrize("cuts", [[0], [9, 0]])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {**PROMPT, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_all_choices_of_an_aborted_beam_search_have_the_reason(server, engine, path, body, cuts):
+    engine.cuts = [*cuts]
+    answer = server.post(path, {**body, "use_beam_search": True, "n": 2})
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [(one["index"], one["finish_reason"]) for one in choices] == [(0, "abort"), (1, "abort")]
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_an_aborted_message_is_an_error(server, engine, num_tokens):
     engine.cuts = [num_tokens] * 2

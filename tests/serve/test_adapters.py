@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -173,3 +174,17 @@ def test_pins_that_leave_no_room_and_unknown_names_are_refused(server, adapter_d
     assert server.post(LOAD, {"lora_name": "a/b", "lora_path": adapter_dir}).status_code == 200
     assert server.post("/v1/adapters/a/b/pin", {}).status_code == 200
     assert "raise arena_mb" in error_of(server.post("/v1/adapters/shout/pin", {}), 400)
+
+
+def test_files_of_a_limited_number_of_names_are_known(engine, tokenizer, adapter_dir, monkeypatch):
+    """Names that another front end unloads are not forgotten by name."""
+    monkeypatch.setattr(adapter_routes, "MAX_KNOWN_LOADS", 3)
+    loads = adapter_routes.AdapterLoads(frontend_of(engine, tokenizer))
+
+    async def run() -> None:
+        for name in ("a", "b", "c", "a", "d"):
+            body = adapter_routes.LoadAdapterRequest(lora_name=name, lora_path=adapter_dir)
+            await loads.load(body, in_place=True)
+
+    asyncio.run(run())
+    assert [*loads._loaded] == ["c", "a", "d"]

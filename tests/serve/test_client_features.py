@@ -10,6 +10,7 @@ import pytest
 
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.serve.openai import load_report
+from moe_lora.serve.openai.protocol import MAX_ID_CHARS
 from tests.patience import PATIENCE_S
 
 from .conftest import app_of, as_served, scripted, serving
@@ -138,6 +139,10 @@ def test_the_header_names_the_request_before_the_body_does(any_server, path, bod
 
     assert ask({"X-Request-Id": "mine"}) == ("mine", f"{prefix}mine")
     assert ask({"X-Request-Id": "mine"}, request_id="other") == ("mine", f"{prefix}mine")
+    longest, longer = "a" * MAX_ID_CHARS, "a" * (MAX_ID_CHARS + 1)
+    assert ask({"X-Request-Id": longest}, request_id="other") == (longest, f"{prefix}{longest}")
+    assert ask({"X-Request-Id": longer}, request_id="other") == ("other", f"{prefix}other")
+    assert longer not in ask({"X-Request-Id": longer})[1]
     assert ask({}, request_id="other") == ("other", f"{prefix}other")
     assert ask({}, request_id="ö\n")[1] == f"{prefix}ö\n"
     made, shown = ask({})

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import pickle
 import re
 import shutil
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from moe_lora.serve.admin import received
+from moe_lora.serve.admin.adapter_routes import _Files
 from moe_lora.serve.http_errors import ApiError
 from tests.dist.cluster_jobs import until
 
@@ -292,3 +295,45 @@ def test_a_file_counts_from_its_header_on(engine, tokenizer, monkeypatch, tmp_pa
 
     asyncio.run(run())
     assert [*engine.adapters] == ["shout", "first"]
+
+
+def test_a_reload_changes_the_room(engine, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    frontend = frontend_of(engine, tokenizer, received_mb=1)
+    endpoints, (pieces, scope) = received.Endpoints(frontend, None), halves(encoded=False)
+
+    async def run() -> None:
+        arrived: asyncio.Queue[None] = asyncio.Queue()
+        ends = asyncio.Event()
+        ends.set()
+        assert (await endpoints.put(upload(pieces, arrived, ends, **scope))).status_code == 200
+        with pytest.raises(ApiError, match="received_mb=1; unload some"):
+            await endpoints.put(upload(pieces, arrived, ends, **scope))
+        frontend.limits.change(replace(frontend.config, received_mb=2))
+        assert (await endpoints.put(upload(pieces, arrived, ends, **scope))).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_nothing_of_unloaded_adapters_is_kept(engine, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    endpoints, (pieces, scope) = (
+        received.Endpoints(frontend_of(engine, tokenizer), None),
+        halves(encoded=False),
+    )
+
+    def num_kept() -> int:
+        gc.collect()
+        return sum(isinstance(one, _Files) for one in gc.get_objects())
+
+    async def run() -> None:
+        arrived: asyncio.Queue[None] = asyncio.Queue()
+        ends, before = asyncio.Event(), num_kept()
+        ends.set()
+        for number in range(3):
+            name = {"path_params": {"name": f"run-{number}"}}
+            assert (await endpoints.put(upload(pieces, arrived, ends, **scope | name))).status_code == 200
+            await endpoints._frontend.client.call("unload_adapter", f"run-{number}")
+        assert num_kept() <= before + 1  # a thread holds its last call
+
+    asyncio.run(run())

@@ -4,10 +4,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moe_lora.serve.openai.fields import IGNORED, MAX_NAMED, NEUTRAL, chooses_adapter
+from moe_lora.serve.openai.fields import (
+    IGNORED,
+    MAX_NAMED,
+    NEUTRAL,
+    _edits,
+    check_unknown,
+    chooses_adapter,
+)
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
 
 from .test_limits import limited_server
@@ -204,6 +214,32 @@ def test_a_misspelled_field_is_refused_with_the_right_name(server, path, body, n
         name,
         f"{name} is not a field of this request; did you mean {meant}?",
     )
+
+
+@settings(deadline=None, max_examples=300)
+@given(first=st.text("abc", max_size=8), second=st.text("abc", max_size=8), most=st.integers(1, 2))
+def test_few_edits_are_counted_as_by_the_whole_table(first, second, most):
+    assert min(_edits(first, second, most), most + 1) == min(_edits(first, second, 8), most + 1)
+
+
+def test_unknown_names_cost_few_steps_each():
+    own = ChatRequest.model_fields
+    names = [f"{'xy' * 7}x{number:02d}" for number in range(MAX_NAMED)]
+    names[:8] = ["xyz" + name[:-3] for name in own if 14 <= len(name) <= 20][:8]
+    num_lines = 0
+
+    def traced(frame, event, arg):
+        nonlocal num_lines
+        num_lines += event == "line"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        check_unknown(dict.fromkeys(names), own)
+    finally:
+        sys.settrace(before)
+    assert num_lines < 50 * len(names) * len(own)
 
 
 def test_a_misspelled_field_of_a_load_is_refused(server):

@@ -45,9 +45,11 @@ RESERVED = frozenset(
 Place = Callable[[Any], list[Message]]
 """A content -> a conversation around it."""
 TEXT, PARTS = "text", "parts"
-USUAL_ROLES = ("user", "system", "assistant", "tool")
+USUAL_ROLES = ("user", "system", "assistant", "tool", "developer")
 MAX_PROBES = 64
-"""Most pairs of a role and variable names with a probe; further content stays unchanged."""
+"""Most kept pairs of a role and variable names; a further pair replaces the oldest of an unusual role."""
+MAX_UNUSUAL_ROLES = 4
+"""Unusual roles of a chat whose contents get the fit form."""
 _CONTENTS = ("qzxv", "wkjy")
 _MARK = "zxkq"
 """A key of a probed part.  A template that prints whole parts shows the key: in JSON between double quotes,
@@ -76,12 +78,17 @@ class ContentForms:
 
     def fitted(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
         """The messages, with content in the only fit form."""
-        return [self._fitted(message, variables) for message in messages]
+        unusual = set[str]()
+        return [self._fitted(message, variables, unusual) for message in messages]
 
-    def _fitted(self, message: Message, variables: Mapping[str, Any]) -> Message:
+    def _fitted(self, message: Message, variables: Mapping[str, Any], unusual: set[str]) -> Message:
         content, role = message.get("content"), message.get("role")
         if not isinstance(role, str):
             return message
+        if role not in USUAL_ROLES:
+            unusual.add(role)
+            if len(unusual) > MAX_UNUSUAL_ROLES:
+                return message
         if isinstance(content, str) and self.fit(role, variables) == {PARTS}:
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list) and self.fit(role, variables) == {TEXT} and all(map(_is_text, content)):
@@ -89,11 +96,14 @@ class ContentForms:
         return message
 
     def _kept(self, key: tuple[str, ...], variables: Mapping[str, Any]) -> frozenset[str]:
-        if key not in self._fit:
+        fit = self._fit.get(key)
+        if fit is None:
+            fit = self._probed(key[0], variables)
             if len(self._fit) >= MAX_PROBES:
-                return frozenset()
-            self._fit[key] = self._probed(key[0], variables)
-        return self._fit[key]
+                oldest = next(one for one in list(self._fit) if len(one) > 1 or one[0] not in USUAL_ROLES)
+                self._fit.pop(oldest, None)
+            self._fit[key] = fit
+        return fit
 
     def _probed(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
         other = TEXT if role == "user" or self.fit("user", variables) != {PARTS} else PARTS

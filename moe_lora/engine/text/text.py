@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
+MOST_CUTS = 8
 
 
 class Tokenizer:
@@ -215,6 +216,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
+        self._token_of = tokenizer.backend.id_to_token
         self._special_ids = tokenizer.special_ids
         self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
         self._given = self._decode(self._window)
@@ -229,7 +231,11 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
-            return self._shorten(text) if len(self._window) > LONG_WINDOW_TOKENS else ""
+            is_long = len(self._window) > LONG_WINDOW_TOKENS
+            if self._token_of(token_id) is None or (is_long and not self._decode([token_id])):
+                self._window.pop()
+                return ""
+            return self._shorten(text) if is_long else ""
         return self._advance(text, len(self._window))
 
     def flush(self) -> str:
@@ -248,9 +254,11 @@ class IncrementalDetokenizer:
     def _shorten(self, text: str) -> str:
         """The part of a run of invalid bytes that later tokens cannot change.
 
-        If the texts of two halves add up to the whole, no character spans the cut.
+        If the texts of two halves add up to the whole, no character spans the cut.  A character has at most
+        four bytes, so the last few cuts suffice.
         """
-        for end in range(len(self._window) - 1, self._num_given, -1):
+        last = len(self._window) - 1
+        for end in range(last, max(self._num_given, last - MOST_CUTS), -1):
             head = self._decode(self._window[:end])
             tail = self._decode(self._window[end:])
             if len(head) > len(self._given) and tail and head + tail == text:
@@ -266,6 +274,7 @@ class StopMatcher:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -276,23 +285,18 @@ class StopMatcher:
         if found:
             _, at, stop = min(found)
             return text[:at], stop
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        if held:
-            text, self._held = text[:-held], text[-held:]
+        # Places that begin no stop string are released: each is tried once, beside the held one.
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            tail = text[start:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                text, self._held = text[:start], tail
+                break
         return text, None
 
     def flush(self) -> str:
         """The held-back text without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that ends `text`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class TextDelta(msgspec.Struct, frozen=True):

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _EXPERT_KEY = re.compile(r"\.experts\.")
 _ONE_EXPERTS_KEY = re.compile(r"\.experts\.(?:.*\.)?\d+\.")
 _CHUNK_BYTES = 1 << 20
+MAX_KNOWN_LOADS = 10_000
+"""Names may be unloaded elsewhere; a forgotten one is loaded again without a comparison."""
 Stamps = tuple[tuple[int, ...], ...]
 
 
@@ -135,7 +137,7 @@ def _fetched(path: str, frontend: Frontend) -> str:
 
 
 class AdapterLoads:
-    """Loads and unloads of one front end."""
+    """Loads and unloads of one front end.  Knows the files of the last MAX_KNOWN_LOADS names."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -208,7 +210,10 @@ class AdapterLoads:
             raise to_api_error(error) from error
         found = await in_daemon_thread(self._look_again, body, files, reads)
         if found is not None:
+            self._loaded.pop(name, None)
             self._loaded[name] = info.version, found
+            if len(self._loaded) > MAX_KNOWN_LOADS:
+                del self._loaded[next(iter(self._loaded))]
         if body.pinned:
             await self._pin(body, unload=not in_place)
         return info

@@ -152,7 +152,6 @@ class Endpoints:
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
         self._frontend = frontend
-        self._loads = AdapterLoads(frontend)
         self._own: OwnFolder | None = None
         self._num_bytes: dict[Path, int] = {}
         """By folder."""
@@ -179,7 +178,8 @@ class Endpoints:
     async def _serve(self, folder: Path, name: str, config: str) -> AdapterInfo:
         (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
         body = LoadAdapterRequest(lora_name=name, lora_path=str(folder))
-        return await self._loads.load(body, in_place=True)
+        # Kept loads are for later comparisons of files: no later body has this folder.
+        return await AdapterLoads(self._frontend).load(body, in_place=True)
 
     @asynccontextmanager
     async def _received(self, pieces: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[Path]:
@@ -252,7 +252,7 @@ class Endpoints:
 
     def _check_room(self, num_bytes: int, folder: Path | None = None) -> None:
         """Raises ApiError 413 unless num_bytes fit; 503 if current uploads take the room."""
-        most = self._frontend.config.received_mb
+        most = self._frontend.limits.config.received_mb
         others = {one: num for one, num in self._num_bytes.items() if one != folder}
         if sum(others.values()) + num_bytes <= most << 20:
             return

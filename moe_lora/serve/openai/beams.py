@@ -126,7 +126,9 @@ class BeamGeneration(Generation):
                 limit -= 1
             assert first is not None
             watchers.reason = reason
-            for place, beam in enumerate(self._ranked([*ended, *beams])):
+            # A search that is aborted in its first step has one beam.
+            unbegun = [Beam()] * (self.num_choices - len(ended) - len(beams))
+            for place, beam in enumerate([*self._ranked([*ended, *beams]), *unbegun]):
                 yield self._whole_delta(index + place, beam, reason, first)
 
     async def _step(

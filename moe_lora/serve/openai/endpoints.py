@@ -27,7 +27,14 @@ from moe_lora.serve.limits import Handler, body_of, client_of
 
 from .generation import Delta, Generation
 from .preparing import Prepared, Preparer
-from .protocol import MAX_TIMEOUT_S, ChatRequest, CompletionRequest, SamplingFields, StreamOptions
+from .protocol import (
+    MAX_ID_CHARS,
+    MAX_TIMEOUT_S,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    StreamOptions,
+)
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -530,7 +537,10 @@ HEADER = "X-Request-Id"
 
 
 class RequestIds:
-    """Answers every HTTP request with its `X-Request-Id`, or a new id."""
+    """Answers every HTTP request with its `X-Request-Id`, or a new id.
+
+    A header of more than MAX_ID_CHARS characters counts as absent.
+    """
 
     def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
         self._app = app
@@ -541,7 +551,9 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        given = Request(scope).headers.get(HEADER)
+        given = Request(scope).headers.get(HEADER, "")
+        if len(given) > MAX_ID_CHARS:
+            given = ""
         state["caller"] = self._caller
         state["request_id_given"] = bool(given)
         state["request_id"] = given or uuid.uuid4().hex

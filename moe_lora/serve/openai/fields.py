@@ -239,20 +239,26 @@ def _is_near(name: str, field: str) -> bool:
     most = 0 if size < 4 else 1 if size < 8 else 2
     if abs(len(name) - size) > most or (size == len(name) == 4 and sorted(name) != sorted(field)):
         return False
-    return _edits(name, field) <= most
+    return _edits(name, field, most) <= most
 
 
-def _edits(first: str, second: str) -> int:
-    """Optimal string alignment: insertions, deletions, replacements and swaps."""
+def _edits(first: str, second: str, most: int) -> int:
+    """Optimal string alignment: insertions, deletions, replacements and swaps; above `most`: any such number.
+
+    Computes 2 * most + 1 places a row, up to the first row without a number in reach.
+    """
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):
-        before, last, row = row, before, [i]
-        for j, other in enumerate(second, 1):
+        before, last, row = row, before, [i, *[most + 1] * len(second)]
+        for j in range(max(1, i - most), min(len(second), i + most) + 1):
+            other = second[j - 1]
             cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (one != other))
             if i > 1 and j > 1 and one == second[j - 2] and first[i - 2] == other:
                 cost = min(cost, last[j - 2] + 1)
-            row.append(cost)
+            row[j] = cost
+        if min(row) > most:
+            break
     return row[-1]
 
 

@@ -157,6 +157,21 @@ def test_a_template_that_refuses_a_single_message_is_probed_with_more():
     assert ours(source).render_chat(messages) == "hello there a b"
 
 
+def test_a_chat_of_many_roles_takes_no_form_from_a_later_role_and_few_probes():
+    tokenizer = ours(TEXT_ONLY["plain"])
+    forms, content = tokenizer.chat_templates._get("default").forms, [{"type": "text", "text": "x"}]
+    render, conversations = forms._render, []
+    forms._render = lambda conversation, **more: conversations.append(1) or render(conversation, **more)
+    for many in range(20):
+        roles = [f"role {many} {number}" for number in range(MAX_PROBES)]
+        tokenizer.render_chat([{"role": role, "content": content} for role in roles])
+    assert len(conversations) < 20 * 200
+    assert len(forms._fit) <= MAX_PROBES
+    for role in ("developer", "critic", "user"):
+        chat = [{"role": role, "content": content}]
+        assert tokenizer.render_chat(chat) == tokenizer.render_chat([{"role": role, "content": "x"}])
+
+
 def test_many_roles_are_not_probed_for_ever():
     tokenizer = ours(TEXT_ONLY["plain"])
     for number in range(MAX_PROBES + 10):

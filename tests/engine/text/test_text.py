@@ -8,6 +8,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.text.text import IncrementalDetokenizer, StopMatcher, TextStream, load_tokenizer
@@ -69,6 +70,27 @@ def test_an_endless_run_of_invalid_bytes_does_not_grow_the_window():
     assert "".join(pieces) + detokenizer.flush() == BYTE_LEVEL.decode(lone_byte * 500)
 
 
+@pytest.mark.parametrize("kind", ["unknown", "empty"])
+@pytest.mark.parametrize("start", ["the", "", "cut"])
+def test_ids_without_text_take_a_few_decodes_each_and_change_no_text(kind, start):
+    tokenizer = wrapped(byte_level())
+    tokenizer.backend.add_tokens([AddedToken("\u200b", normalized=False)])
+    tokenizer.backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\u200b", "")])
+    silent = tokenizer.vocab_size - (kind == "empty")
+    assert tokenizer.decode([silent]) == ""
+    around = tokenizer.encode("é")[:1] if start == "cut" else tokenizer.encode(start)
+    token_ids = [*around, *[silent] * 2000, *tokenizer.encode("é")[-1:], *tokenizer.encode(" fox")]
+    num_decoded = itertools.count()
+
+    def counted(ids):
+        assert all(next(num_decoded) < 100 * len(token_ids) for _ in ids)
+        return tokenizer.backend.decode(ids)
+
+    tokenizer.decode = counted
+    pieces = stream(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.backend.decode(token_ids)
+
+
 def test_a_leading_space_is_kept_only_after_a_prompt():
     the, quick = (BYTE_FALLBACK.backend.token_to_id(word) for word in ("▁the", "▁quick"))
     assert "".join(stream(BYTE_FALLBACK, [the, quick])) == "the quick"
@@ -94,6 +116,26 @@ def test_stop_strings_cut_the_same_however_the_text_is_cut(text, stop, cuts):
     if stopped is None:
         got += matcher.flush()
     assert (got, stopped) == (want, min(ends)[2] if ends else None)
+
+
+def test_long_stop_strings_with_a_common_letter_are_few_looks_a_token():
+    num_looks = itertools.count()
+
+    class Watched(str):
+        def __getitem__(self, place):
+            next(num_looks)
+            return super().__getitem__(place)
+
+        def startswith(self, *given):
+            next(num_looks)
+            return super().startswith(*given)
+
+    others = [Watched("a" + chr(98 + number) * 1000) for number in range(8)]
+    matcher = StopMatcher([*others, Watched("a" * 1000 + "z")])
+    text = "a" * 3000
+    pieces = [matcher.push(letter)[0] for letter in text]
+    assert "".join(pieces) + matcher.flush() == text
+    assert next(num_looks) <= 2 * len(text) * 9
 
 
 def test_a_stop_string_over_several_tokens_ends_the_text_before_it():
