@@ -121,6 +121,25 @@ def test_waiting_request_starts_without_a_lease_when_the_server_goes(cluster, le
     assert not leases.acquire(second)
 
 
+def test_new_requests_of_an_adapter_held_since_an_outage_wait_for_its_lease(cluster, leases):
+    """Else the adapters of an outage stay held without a lease for as long as requests come."""
+    adapters = add(leases, "a", 1), add(leases, "b", 2)
+    cluster.stop(0)
+    until(lambda: not leases._leases.connected)
+    for adapter in adapters:
+        assert leases.acquire(adapter), "nothing can come"
+        assert adapter.lease is None
+    cluster.start(0)
+    until(lambda: any(adapter.lease for adapter in adapters), "the one place is leased")
+    leased, other = sorted(adapters, key=lambda adapter: adapter.lease is None)
+    assert not leases.acquire(other), "its running requests go on, new ones wait"
+    assert leases.acquire(leased)
+    assert list(leases.resident()) == list(adapters)
+    leases.release(leased)
+    until(lambda: other.lease is not None, "the place is given on")
+    assert leases.acquire(other)
+
+
 def test_adapter_that_a_new_server_has_no_room_for_is_computed_here(cluster, leases):
     large = add(leases, "large", 1, lora_rank=30)
     cluster.stop(0)
