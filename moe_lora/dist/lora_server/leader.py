@@ -12,11 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import Grant, LeaseTable
-from moe_lora.cache.leases.residency import Load
+from moe_lora.cache.leases.residency import Load, ShardPages
 from moe_lora.core.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -90,6 +89,8 @@ class Leader:
         """Client ranks with a session, by server rank."""
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
+        self._known_shares: dict[str, ShardPages] = {}
+        """By content hash, of registered adapters."""
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False
@@ -229,7 +230,9 @@ class Leader:
         if adapter_id not in self._store:
             return False
         try:
-            shares = await asyncio.to_thread(self._shares, adapter_id)
+            shares = self._known_shares.get(adapter_id)
+            if shares is None:
+                shares = await asyncio.to_thread(self._shares, adapter_id)
         except AdapterError as error:
             if isinstance(error.__cause__, OSError):
                 raise
@@ -239,9 +242,10 @@ class Leader:
         if self._instances.get(visitor.instance) is visitor:  # else a later connection has replaced this
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
+            self._known_shares[adapter_id] = shares
         return True
 
-    def _shares(self, adapter_id: str) -> Any:
+    def _shares(self, adapter_id: str) -> ShardPages:
         packed = self._store.get(adapter_id, adapter_id)
         return shard_pages(packed, self._partition, self._memory.page_bytes)
 
@@ -259,6 +263,7 @@ class Leader:
         instances.discard(visitor.instance)
         if adapter_id in self._registered_by and not instances:
             del self._registered_by[adapter_id]
+            self._known_shares.pop(adapter_id, None)
             self._table.unregister(adapter_id)
             self._dispatch()
 
@@ -349,6 +354,7 @@ class Leader:
     def _fail(self, adapter_id: str, reason: str) -> None:
         logger.error("adapter %s is given up: %s", adapter_id, reason)
         self._lost.pop(adapter_id)
+        self._known_shares.pop(adapter_id, None)
         concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
             adapter_id, set()
         )

@@ -426,7 +426,7 @@ def test_answer_that_fails_for_any_reason_ends_no_connection(cluster, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(Leader, "_shares", fail)
         with pytest.raises(CapacityError, match="a table of another model"):
-            leases.register("a")
+            leases.register("c")
     assert leases.connected
     assert leases.lease("b") is lease
 
@@ -494,6 +494,23 @@ def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
     until(
         lambda: cluster.rank(1).loop.server_store.loaded.min() > before.generation, "the other rank loads too"
     )
+
+
+def test_shares_of_an_adapter_are_computed_once(cluster, monkeypatch):
+    computed, compute = [], Leader._shares
+    monkeypatch.setattr(
+        Leader,
+        "_shares",
+        lambda leader, adapter_id: computed.append(adapter_id) or compute(leader, adapter_id),
+    )
+    one = joined(cluster, "one", "ab")
+    other = joined(cluster, "other", "ab")
+    assert computed == ["a", "b"]
+    for leases in (one, other):
+        leases.unregister("a")
+        settled(leases)
+    other.register("a")
+    assert computed == ["a", "b", "a"], "shares are dropped with the adapter"
 
 
 def test_rank_that_comes_back_is_told_what_is_resident(cluster):
