@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.lora_server import content
-from moe_lora.dist.lora_server.attach import LeaseClient
+from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
 from moe_lora.dist.lora_server.messages import Order
@@ -494,6 +495,102 @@ def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
     until(
         lambda: cluster.rank(1).loop.server_store.loaded.min() > before.generation, "the other rank loads too"
     )
+
+
+class ScriptedPeer:
+    """A leader's connection: `answer` makes the result of a register, None leaves the call open."""
+
+    def __init__(self, answer: Callable[[str], bool | Exception | None]) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.open: deque[asyncio.Future[bool]] = deque()
+        self.most_open = 0
+        self.ended, self.problem, self.name = asyncio.Event(), "cut", "leader"
+        self._answer = answer
+
+    def call(self, method: str, adapter_id: str, *args: object) -> asyncio.Future[bool]:
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.calls.append((method, adapter_id))
+        found = self._answer(adapter_id) if method == "register" else None
+        if isinstance(found, Exception):
+            answer.set_exception(found)
+        elif found is not None:
+            answer.set_result(found)
+        elif method == "register":
+            self.open.append(answer)
+            self.most_open = max(self.most_open, len(self.open))
+        return answer
+
+    def end(self) -> None:
+        self.ended.set()
+
+    async def closed(self) -> None: ...
+
+
+def rejoined(
+    adapters: Sequence[str], answer: Callable[[str], bool | Exception | None]
+) -> tuple[LeaseClient, ScriptedPeer]:
+    """An instance that has registered and acquired all adapters, at its second leader."""
+
+    async def make(answer: Callable[[str], bool | Exception | None]) -> ScriptedPeer:
+        return ScriptedPeer(answer)
+
+    first, second = network().run(make(lambda adapter_id: True)), network().run(make(answer))
+    coming = iter((first, second))
+
+    async def join_leader(timeout_s: float, hear: object) -> ScriptedPeer:
+        return next(coming)
+
+    leases = LeaseClient(join_leader, SimpleNamespace(), lambda: None, 1.0)
+    for adapter_id in adapters:
+        leases.register(adapter_id)
+        leases.acquire(adapter_id)
+    until(lambda: len(first.calls) == 2 * len(adapters))
+    network().loop.call_soon_threadsafe(first.end)
+    until(lambda: leases._peer is second)
+    return leases, second
+
+
+def test_few_registers_of_a_rejoin_are_in_flight_at_once():
+    """More would keep the leader from reading pings."""
+    adapters = [str(number) for number in range(5 * NUM_REGISTERS)]
+    leases, peer = rejoined(adapters, lambda adapter_id: None)
+
+    async def answer_next() -> None:
+        peer.open.popleft().set_result(True)
+
+    for _ in adapters:
+        until(lambda: peer.open)
+        network().run(answer_next())
+    until(lambda: len(peer.calls) == 2 * len(adapters))
+    assert peer.most_open == NUM_REGISTERS
+    for method in ("register", "acquire"):
+        assert [one for name, one in peer.calls if name == method] == adapters, "in the order of needs"
+    leases.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "num_calls"),
+    [
+        (OSError("too many open files"), 3),
+        (StorageError("no space left"), 3),
+        (CapacityError("too large"), 1),
+    ],
+    ids=["files", "disk", "size"],
+)
+def test_adapter_rejected_at_a_rejoin_is_registered_again_if_the_cause_can_pass(
+    monkeypatch, error, num_calls
+):
+    monkeypatch.setattr("moe_lora.dist.lora_server.attach.FIRST_RETRY_S", 0.01)
+    answers = {"a": deque([error, error, True]), "b": deque([True])}
+    leases, peer = rejoined("ab", lambda adapter_id: answers[adapter_id].popleft())
+    until(lambda: peer.calls.count(("register", "a")) == num_calls)
+    until(lambda: ("acquire", "b") in peer.calls)
+    passes = num_calls > 1
+    until(lambda: leases.acquire("a") == passes, "computed here unless it is registered")
+    if passes:
+        until(lambda: ("acquire", "a") in peer.calls)
+    leases.stop()
+    assert peer.calls.count(("register", "a")) == num_calls
 
 
 def test_shares_of_an_adapter_are_computed_once(cluster, monkeypatch):
