@@ -271,14 +271,14 @@ class Leader:
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float
     ) -> asyncio.Future[tuple[int, int]]:
         instance = visitor.instance
-        # A repeated call for another tenant gets an answer too.
-        asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         try:
             lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
         except AdapterNotFoundError:
             # Its content is on the way; the instance calls again.
             logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)
             raise
+        # A repeated call for another tenant gets an answer too.
+        asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         self._dispatch()
         if lease is not None:
             self._grant(lease)
@@ -288,7 +288,7 @@ class Leader:
         """Also cancels a crossing acquire."""
         self._table.cancel(visitor.instance, adapter_id)
         self._table.release(visitor.instance, adapter_id, time.monotonic())
-        self._acquires.pop((visitor.instance, adapter_id), None)
+        self._refuse(visitor.instance, adapter_id, "the acquire was released")
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -342,6 +342,11 @@ class Leader:
         if asked is not None:
             asked.set_result((event.slot, self._first_generation + event.generation))
 
+    def _refuse(self, instance: str, adapter_id: str, reason: str) -> None:
+        asked = self._acquires.pop((instance, adapter_id), None)
+        if asked is not None:
+            asked.set_exception(LoraServerError(reason))
+
     async def fail_load(self, visitor: Visitor, adapter_id: str, generation: int, reason: str) -> None:
         if self._ranks.get(visitor.server_rank) is visitor:
             self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
@@ -360,7 +365,7 @@ class Leader:
         )
         self._dispatch()
         for instance in sorted(concerned):
-            self._acquires.pop((instance, adapter_id), None)
+            self._refuse(instance, adapter_id, reason)
             if instance in self._instances:
                 self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
 

@@ -119,7 +119,7 @@ class ServerCalls(typing.Protocol):
         """Forget the adapter after its last registered instance."""
 
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
-        """Slot and generation of a lease, once available; no answer after a release."""
+        """Slot and generation of a lease, once available.  Raises LoraServerError after a release."""
 
     def release(self, adapter_id: str) -> None:
         """Return the lease, or cancel the wait."""

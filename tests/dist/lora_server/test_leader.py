@@ -16,7 +16,7 @@ import pytest
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
-from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
+from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.lora_server import content
 from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
@@ -128,7 +128,8 @@ def test_those_that_wait_are_looked_at_once_for_all_that_is_released_in_one_turn
         assert looks == []
         await asyncio.sleep(0)
         assert len(looks) == 1
-        assert [lease.done() for lease in asked] == [True, False] + [True] * 7 + [False] * 7
+        assert "released" in str(asked[1].exception())
+        assert [lease.done() for lease in asked] == [True] * 9 + [False] * 7
         assert not youngest.done()
         assert not again.done()
         await leader.release(other, "8")
@@ -212,6 +213,39 @@ def test_waiting_ends_with_release(cluster):
     granted(other, "d")
     assert settled(one).num_waiting == 0
     assert one.lease("c") is None
+
+
+def test_released_acquires_are_answered(cluster):
+    """Else both ends keep each of them until their connection ends."""
+    leases = joined(cluster, "one", "abc")
+    for adapter_id in "abc":
+        leases.acquire(adapter_id)
+    granted(leases, "b")
+    leases.acquire("c", Asker("acme", 1.0))
+    assert settled(leases).num_waiting == 1
+    leases.release("c")
+    settled(leases)
+    assert not leases._peer._calls
+    assert leases.lease("c") is None
+
+
+def test_acquires_of_a_failed_adapter_and_of_an_unknown_one_are_answered():
+    table = LeaseTable(1, [8], 1, starvation_s=5.0)
+    for name in "ab":
+        table.register(name, {0: {0: 1}})
+    leader, _ = leader_of(table)
+    one = SimpleNamespace(instance="one")
+
+    async def hear() -> None:
+        await leader.acquire(one, "a", *ANYBODY)
+        waiting = await leader.acquire(one, "b", *ANYBODY)
+        leader._fail("b", "the disk")
+        assert "the disk" in str(waiting.exception())
+        with pytest.raises(AdapterNotFoundError):
+            await leader.acquire(one, "c", *ANYBODY)
+        assert not leader._acquires
+
+    asyncio.run(hear())
 
 
 def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluster):
