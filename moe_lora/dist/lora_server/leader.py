@@ -32,6 +32,7 @@ from .messages import (
     AdapterFailed,
     Content,
     EvictOrder,
+    ForgetOrder,
     LoadOrder,
     Memory,
     Need,
@@ -91,6 +92,8 @@ class Leader:
         self._registered_by: dict[str, set[str]] = {}
         self._known_shares: dict[str, ShardPages] = {}
         """By content hash, of registered adapters."""
+        self._received: set[str] = set()
+        """Contents whose files came from instances of other hosts: nobody else deletes these."""
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False
@@ -234,7 +237,7 @@ class Leader:
             if shares is None:
                 shares = await asyncio.to_thread(self._shares, adapter_id)
         except AdapterError as error:
-            if isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError) and adapter_id in self._store:
                 raise
             logger.warning("adapter %s is fetched again: %s", adapter_id, error)
             await asyncio.to_thread(self._store.remove, adapter_id)
@@ -255,17 +258,25 @@ class Leader:
         except StorageError as error:
             self._lost.fail(visitor.instance, adapter_id, str(error))
             raise
+        self._received.add(adapter_id)
         for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
         instances = self._registered_by.get(adapter_id, set())
         instances.discard(visitor.instance)
-        if adapter_id in self._registered_by and not instances:
+        if instances:
+            return
+        if adapter_id in self._registered_by:
             del self._registered_by[adapter_id]
             self._known_shares.pop(adapter_id, None)
             self._table.unregister(adapter_id)
             self._dispatch()
+        for server_rank in self._ranks:
+            self._tell_rank(server_rank, ForgetOrder(adapter_id))
+        if adapter_id in self._received:
+            self._received.remove(adapter_id)
+            await asyncio.to_thread(self._store.remove, adapter_id)
 
     async def acquire(
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float
