@@ -41,7 +41,7 @@ class AdapterContents:
 
     Thread-safe.  root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and
     replaced rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or
-    "lora_server", the store's owner.
+    "lora_server".
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class AdapterContents:
             raise AdapterError(f"adapter {packed.name!r}: {problem}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
-        if self.store is None or self._computed_by == "lora_server":
+        """Other instances at the store keep their mappings, and restore files that they need."""
+        if self.store is None:
             return
         used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}
         for one in set(hashes) - used:

@@ -169,6 +169,8 @@ class RemoteBackend(DividedBackend):
         rows, shares = self._shares(self._routing.groups[layer][site], layer, site)
         if not shares:
             return None
+        # Rows without a lease do not keep the others from the server.
+        shares = [(server, some) for server, chosen in shares for some in _by_lease(chosen, rows.slot)]
         if ids is None:
             parts = self._send_dense(_SiteInput(rows, layer, site, x), shares)
         else:
@@ -224,10 +226,10 @@ class RemoteBackend(DividedBackend):
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
-        """One request; tokens [T'] own the rows x_rows [T'] of x."""
+        """One request; tokens [T'] own the rows x_rows [T'] of x, and all or none have a lease."""
         rows, layer, site, x = given
         session = self._links[server].session
-        leased = bool((rows.slot[tokens] >= 0).all())
+        leased = rows.slot[tokens[0]] >= 0
         try:
             if session is None or not leased:
                 raise SessionLostError
@@ -280,6 +282,12 @@ def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
         torch.index_select(x, 0, torch.from_numpy(rows), out=out)
     else:
         out.copy_(x[torch.from_numpy(rows).to(x.device)])
+
+
+def _by_lease(tokens: np.ndarray, slot: np.ndarray) -> list[np.ndarray]:
+    """Token rows with a lease, then the others; without empty parts."""
+    leased = slot[tokens] >= 0
+    return [some for some in (tokens[leased], tokens[~leased]) if len(some)]
 
 
 def _chunks(array: np.ndarray, size: int) -> list[np.ndarray]:

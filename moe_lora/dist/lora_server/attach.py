@@ -16,7 +16,13 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
-from moe_lora.core.errors import CapacityError, LoraServerError, PeerUnreachableError
+from moe_lora.core.errors import (
+    CapacityError,
+    ConfigError,
+    LoraServerError,
+    PeerUnreachableError,
+    StorageError,
+)
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.device_frames import DeviceFrames, PushedBackend
@@ -39,6 +45,10 @@ from .reach import agreed_facts, client_name, server_transport
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
+NUM_REGISTERS = 8
+"""Most registers in flight at a rejoin: a leader with a longer backlog reads no pings."""
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+"""Growing pauses before a register that failed at a rejoin is repeated."""
 
 
 class LeaseClient:
@@ -120,12 +130,17 @@ class LeaseClient:
 
     async def _serve(self, peer: Peer) -> None:
         self._peer = peer
-        answers = {adapter_id: peer.call("register", adapter_id) for adapter_id in self._registered}
-        for adapter_id, wanted in self._wanted.copy().items():
-            self._acquire(adapter_id, *wanted)
-        known = [asyncio.create_task(self._make_known(peer, *answer)) for answer in answers.items()]
-        await peer.ended.wait()
-        await asyncio.gather(*known)
+        turns = asyncio.Semaphore(NUM_REGISTERS)
+        known = [
+            asyncio.create_task(self._make_known_again(peer, adapter_id, turns))
+            for adapter_id in dict.fromkeys((*self._wanted.copy(), *self._registered))
+        ]
+        try:
+            await peer.ended.wait()
+        finally:
+            for one in known:
+                one.cancel()
+        await asyncio.gather(*known, return_exceptions=True)
         logger.warning("lost the leader of the LoRA Server, and all leases with it: %s", peer.problem)
         self._peer = None
         self._granted.clear()
@@ -141,30 +156,43 @@ class LeaseClient:
         self._registered.add(adapter_id)
         self._rejected.pop(adapter_id, None)
         if self._peer is not None:
-            answer = self._peer.call("register", adapter_id)
-            known = asyncio.create_task(self._make_known(self._peer, adapter_id, answer))
+            known = asyncio.create_task(self._make_known(self._peer, adapter_id))
             await asyncio.wait([known], timeout=_ANSWER_S)
         error = self._rejected.pop(adapter_id, None)
         if error is not None:
             self._registered.discard(adapter_id)
             raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
-    async def _make_known(self, peer: Peer, adapter_id: str, answer: asyncio.Future[Any]) -> None:
+    async def _make_known_again(self, peer: Peer, adapter_id: str, turns: asyncio.Semaphore) -> None:
+        """Register at a rejoin.  Deltas are computed here while a passing error lasts."""
+        pause_s, error = FIRST_RETRY_S, None
+        while adapter_id in self._registered and self._rejected.get(adapter_id) is error:
+            async with turns:
+                await self._make_known(peer, adapter_id)
+            error = self._rejected.get(adapter_id)
+            is_final = isinstance(error, CapacityError | ConfigError) and not isinstance(error, StorageError)
+            if error is None or is_final:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+
+    async def _make_known(self, peer: Peer, adapter_id: str) -> None:
         try:
-            if not await answer:
+            if not await peer.call("register", adapter_id):
                 await (await self._give(peer, adapter_id))
                 if not await peer.call("register", adapter_id):
                     raise LoraServerError("the LoRA Server can't read the content that it was sent")
-                if adapter_id in self._wanted and self.lease(adapter_id) is None:
-                    self._acquire(
-                        adapter_id, *self._wanted[adapter_id]
-                    )  # the first acquire preceded the content
         except PeerEndedError:
             return
         except Exception as error:
             self._rejected[adapter_id] = error
             logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, error)
             self._on_change()
+            return
+        self._rejected.pop(adapter_id, None)
+        wanted = self._wanted.get(adapter_id)
+        if wanted is not None and self.lease(adapter_id) is None:
+            self._acquire(adapter_id, *wanted)  # an acquire before the registration was refused
 
     def _unregister(self, adapter_id: str) -> None:
         self._registered.discard(adapter_id)

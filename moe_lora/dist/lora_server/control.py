@@ -226,9 +226,17 @@ class ControlServer:
             asked.fail(error)
             return
         if isinstance(found, asyncio.Future):
-            found.add_done_callback(lambda later: asked.answer(later.result()))
+            found.add_done_callback(partial(_answer_later, asked))
         else:
             asked.answer(found)
+
+
+def _answer_later(asked: Asked, later: asyncio.Future[Any]) -> None:
+    error = later.exception()
+    if isinstance(error, Exception):
+        asked.fail(error)
+    else:
+        asked.answer(later.result())
 
 
 class LoraServerAdmin:

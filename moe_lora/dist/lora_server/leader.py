@@ -12,11 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import Grant, LeaseTable
-from moe_lora.cache.leases.residency import Load
+from moe_lora.cache.leases.residency import Load, ShardPages
 from moe_lora.core.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -33,6 +32,7 @@ from .messages import (
     AdapterFailed,
     Content,
     EvictOrder,
+    ForgetOrder,
     LoadOrder,
     Memory,
     Need,
@@ -90,6 +90,10 @@ class Leader:
         """Client ranks with a session, by server rank."""
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
+        self._known_shares: dict[str, ShardPages] = {}
+        """By content hash, of registered adapters."""
+        self._received: set[str] = set()
+        """Contents whose files came from instances of other hosts: nobody else deletes these."""
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False
@@ -229,9 +233,11 @@ class Leader:
         if adapter_id not in self._store:
             return False
         try:
-            shares = await asyncio.to_thread(self._shares, adapter_id)
+            shares = self._known_shares.get(adapter_id)
+            if shares is None:
+                shares = await asyncio.to_thread(self._shares, adapter_id)
         except AdapterError as error:
-            if isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError) and adapter_id in self._store:
                 raise
             logger.warning("adapter %s is fetched again: %s", adapter_id, error)
             await asyncio.to_thread(self._store.remove, adapter_id)
@@ -239,9 +245,10 @@ class Leader:
         if self._instances.get(visitor.instance) is visitor:  # else a later connection has replaced this
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
+            self._known_shares[adapter_id] = shares
         return True
 
-    def _shares(self, adapter_id: str) -> Any:
+    def _shares(self, adapter_id: str) -> ShardPages:
         packed = self._store.get(adapter_id, adapter_id)
         return shard_pages(packed, self._partition, self._memory.page_bytes)
 
@@ -251,29 +258,38 @@ class Leader:
         except StorageError as error:
             self._lost.fail(visitor.instance, adapter_id, str(error))
             raise
+        self._received.add(adapter_id)
         for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
         instances = self._registered_by.get(adapter_id, set())
         instances.discard(visitor.instance)
-        if adapter_id in self._registered_by and not instances:
+        if instances:
+            return
+        if adapter_id in self._registered_by:
             del self._registered_by[adapter_id]
+            self._known_shares.pop(adapter_id, None)
             self._table.unregister(adapter_id)
             self._dispatch()
+        for server_rank in self._ranks:
+            self._tell_rank(server_rank, ForgetOrder(adapter_id))
+        if adapter_id in self._received:
+            self._received.remove(adapter_id)
+            await asyncio.to_thread(self._store.remove, adapter_id)
 
     async def acquire(
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float
     ) -> asyncio.Future[tuple[int, int]]:
         instance = visitor.instance
-        # A repeated call for another tenant gets an answer too.
-        asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         try:
             lease = self._table.acquire(instance, adapter_id, time.monotonic(), Asker(tenant, share))
         except AdapterNotFoundError:
             # Its content is on the way; the instance calls again.
             logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)
             raise
+        # A repeated call for another tenant gets an answer too.
+        asked = self._acquires.setdefault((instance, adapter_id), asyncio.get_running_loop().create_future())
         self._dispatch()
         if lease is not None:
             self._grant(lease)
@@ -283,7 +299,7 @@ class Leader:
         """Also cancels a crossing acquire."""
         self._table.cancel(visitor.instance, adapter_id)
         self._table.release(visitor.instance, adapter_id, time.monotonic())
-        self._acquires.pop((visitor.instance, adapter_id), None)
+        self._refuse(visitor.instance, adapter_id, "the acquire was released")
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -337,6 +353,11 @@ class Leader:
         if asked is not None:
             asked.set_result((event.slot, self._first_generation + event.generation))
 
+    def _refuse(self, instance: str, adapter_id: str, reason: str) -> None:
+        asked = self._acquires.pop((instance, adapter_id), None)
+        if asked is not None:
+            asked.set_exception(LoraServerError(reason))
+
     async def fail_load(self, visitor: Visitor, adapter_id: str, generation: int, reason: str) -> None:
         if self._ranks.get(visitor.server_rank) is visitor:
             self.hear_failure(visitor.server_rank, adapter_id, generation, reason)
@@ -349,12 +370,13 @@ class Leader:
     def _fail(self, adapter_id: str, reason: str) -> None:
         logger.error("adapter %s is given up: %s", adapter_id, reason)
         self._lost.pop(adapter_id)
+        self._known_shares.pop(adapter_id, None)
         concerned = self._table.fail(adapter_id, time.monotonic()) | self._registered_by.pop(
             adapter_id, set()
         )
         self._dispatch()
         for instance in sorted(concerned):
-            self._acquires.pop((instance, adapter_id), None)
+            self._refuse(instance, adapter_id, reason)
             if instance in self._instances:
                 self._instances[instance].peer.send(AdapterFailed(adapter_id, reason))
 

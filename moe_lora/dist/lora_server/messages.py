@@ -54,11 +54,17 @@ class ResizeOrder(Message, frozen=True):
     num_slots: int
 
 
+class ForgetOrder(Message, frozen=True):
+    """Delete an unregistered adapter's file, if the leader sent it."""
+
+    adapter_id: str
+
+
 class RestartOrder(Message, frozen=True):
     """End the rank's process for a restart."""
 
 
-Order = LoadOrder | EvictOrder | ResizeOrder
+Order = LoadOrder | EvictOrder | ResizeOrder | ForgetOrder
 
 
 @dataclass(frozen=True)
@@ -116,10 +122,10 @@ class ServerCalls(typing.Protocol):
         """Receive an adapter's file in following blocks."""
 
     def unregister(self, adapter_id: str) -> None:
-        """Forget the adapter after its last registered instance."""
+        """Forget the adapter, and received files, after its last registered instance."""
 
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
-        """Slot and generation of a lease, once available; no answer after a release."""
+        """Slot and generation of a lease, once available.  Raises LoraServerError after a release."""
 
     def release(self, adapter_id: str) -> None:
         """Return the lease, or cancel the wait."""
@@ -144,10 +150,11 @@ class ServerCalls(typing.Protocol):
 
 
 _CALLS = Interface(ServerCalls)
-_TO_CLIENT = (Need, Content, Block, AdapterFailed, LoadOrder, EvictOrder, ResizeOrder, RestartOrder)
+_ORDERS = LoadOrder, EvictOrder, ResizeOrder, ForgetOrder, RestartOrder
+_TO_CLIENT = (Need, Content, Block, AdapterFailed, *_ORDERS)
 HANDSHAKE = Handshake(
     "LoRA Server",
-    version=7,
+    version=8,
     payload=Decoder(dict[str, Any]),
     dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
     listens=Protocol.of(Block, answers=_CALLS),

@@ -73,7 +73,8 @@ class ServerAdapterStore:
     """The adapters of one server rank.
 
     generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
-    L] generation of each layer in the arena.  contents: of used slots.  reading: lock for reads of slot table
+    L] generation of each layer in the arena.  epoch: number of `start_over` calls; orders of others have no
+    effect.  contents: of used slots.  reading: lock for reads of slot table
     and arena.  led: True if load commands can come.  Loads interleave by layer (InfiniLoRA section 5.3);
     layer_wise False loads whole adapters in sequence.  Raises ConfigError without the memory.
     """
@@ -110,7 +111,7 @@ class ServerAdapterStore:
         self.loaded = np.zeros((memory.capacity, shape.num_layers), dtype=np.int64)
         self.contents: dict[int, tuple[int, RoutedAdapter]] = {}
         self._loading: deque[_Loading] = deque()
-        self._epoch = self._first_generation = 0
+        self.epoch = self._first_generation = 0
         self._changed = threading.Condition()
         self._stopping = False
         self.reading = threading.Lock()
@@ -119,10 +120,17 @@ class ServerAdapterStore:
         self._thread = threading.Thread(target=self._run, name="adapter-loads", daemon=True)
         self._thread.start()
 
-    def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
-        """Start to load this rank's part into runs of pages, unless evicted."""
+    def load(
+        self,
+        slot: int,
+        generation: int,
+        packed: PackedAdapter,
+        runs: Mapping[int, Run],
+        epoch: int | None = None,
+    ) -> None:
+        """Start to load this rank's part into runs of pages, unless evicted.  epoch None: the present one."""
         with self._changed:
-            if generation < self.generation[slot]:
+            if self._is_late(slot, generation, epoch):
                 return
             self.generation[slot] = generation
             self.contents[slot] = generation, RoutedAdapter(packed.content_hash, packed.targets)
@@ -132,14 +140,18 @@ class ServerAdapterStore:
             self.on_tables()
             order = deque(sorted(runs.items()))
             if order:
-                self._loading.append(_Loading(slot, generation, self._epoch, packed, order))
+                self._loading.append(_Loading(slot, generation, self.epoch, packed, order))
             self._changed.notify_all()
         self.on_progress()
 
-    def evict(self, slot: int, generation: int) -> None:
-        """Stop serving this content, or cancel its load."""
+    def _is_late(self, slot: int, generation: int, epoch: int | None) -> bool:
+        """True for an order of other content or of another epoch; requires the lock."""
+        return generation < int(self.generation[slot]) or epoch not in (None, self.epoch)
+
+    def evict(self, slot: int, generation: int, epoch: int | None = None) -> None:
+        """Stop serving this content, or cancel its load.  epoch None: the present one."""
         with self._changed:
-            if generation < self.generation[slot]:
+            if self._is_late(slot, generation, epoch):
                 return
             self._loading = deque(loading for loading in self._loading if loading.slot != slot)
             self.generation[slot] = generation + 1
@@ -154,7 +166,7 @@ class ServerAdapterStore:
         with self._changed:
             self._loading.clear()
             self.contents.clear()
-            self._epoch += 1
+            self.epoch += 1
             self._first_generation = first_generation
             self.generation[:] = first_generation
             self.loaded[:] = 0
@@ -253,12 +265,12 @@ class ServerAdapterStore:
                     self._loading.append(loading)
                 return
         logger.error("layer %d of adapter %s can't be loaded", layer, content_hash, exc_info=error)
-        self.give_up(content_hash, loading.slot, loading.generation, error)
+        self.give_up(content_hash, loading.slot, loading.generation, error, loading.epoch)
 
-    def give_up(self, content_hash: str, slot: int, generation: int, error: Exception) -> None:
+    def give_up(self, content_hash: str, slot: int, generation: int, error: Exception, epoch: int) -> None:
         """Stop serving the content, then call `on_failure`."""
         try:
-            self.evict(slot, generation)
+            self.evict(slot, generation, epoch)
         except Exception:
             logger.exception("slot %d can't be cleared", slot)
         self.on_failure(content_hash, generation, error)
@@ -266,7 +278,7 @@ class ServerAdapterStore:
     def _is_wanted(self, loading: _Loading) -> bool:
         """True unless evicted since the start; requires the lock."""
         same_content = bool(self.generation[loading.slot] == loading.generation)
-        return same_content and loading.epoch == self._epoch
+        return same_content and loading.epoch == self.epoch
 
     def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
         packed = loading.packed.layers[layer]

@@ -10,7 +10,8 @@ import atexit
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed import ProcessGroupGloo
@@ -47,12 +48,20 @@ class GlooWindow(Window):
         return {**self._address(), "window": self.number}
 
 
+_Address: TypeAlias = tuple[str, int, str]
+
+
+def _address_in(found: Descriptor) -> _Address:
+    return found.medium["host"], found.medium["port"], found.medium["tag"]
+
+
 class GlooRemoteWindow(RemoteWindow):
     """A peer's window over a link."""
 
     def __init__(self, found: Descriptor, link: Link) -> None:
         super().__init__(found)
         self.number = found.medium["window"]
+        self.address = _address_in(found)
         self.link: Link | None = link
 
     def signal(self, signal: int, value: int) -> None:
@@ -112,10 +121,10 @@ class GlooTransport(Transport):
         super().__init__(name, SignalWaiter(self.doorbell))
         self._host, self._timeout_s, self._put_timeout_s = host, timeout_s, put_timeout_s
         self._device = ProcessGroupGloo.create_device(hostname=host)
-        self._links: dict[tuple[str, int, str], Link] = {}
+        self._links: dict[_Address, Link] = {}
         self._reception: Reception | None = None
-        # Another thread's link must not count as unused.
-        self._attaching = threading.Lock()
+        self._turns: WeakValueDictionary[_Address, threading.Lock] = WeakValueDictionary()
+        """By address, for changes of a link and its windows: an unreachable peer delays no other."""
         atexit.register(self.close)  # a receiver left in gloo at exit aborts the process
 
     def address(self) -> dict[str, Any]:
@@ -128,16 +137,20 @@ class GlooTransport(Transport):
     def attach(self, descriptor: bytes) -> GlooRemoteWindow:
         """Connect to the window's owner, once."""
         found = Descriptor.decode(descriptor, self.kind)
-        with self._attaching:
+        with self._turn(_address_in(found)):
             return self._attach(found)
 
+    def _turn(self, address: _Address) -> threading.Lock:
+        with self._lock:
+            return self._turns.setdefault(address, threading.Lock())
+
     def _attach(self, found: Descriptor) -> GlooRemoteWindow:
-        host, port, tag = found.medium["host"], found.medium["port"], found.medium["tag"]
-        link = self._links.get((host, port, tag))
+        host, port, tag = address = _address_in(found)
+        link = self._links.get(address)
         try:
             if link is None or not link.alive:
                 link = connect(host, port, tag, self._device, self._timeout_s, self._put_timeout_s)
-                self._links[host, port, tag] = link
+                self._links[address] = link
             exists, num_bytes, num_signals = link.ask(Op.SIZE, found.medium["window"])
             if not exists:
                 raise PeerUnreachableError(
@@ -153,14 +166,14 @@ class GlooTransport(Transport):
                 "that it runs and that its option host= is an address this host reaches"
             ) from None
         finally:
-            self._drop_unused_links()
+            self._drop_unused_link(address)
 
-    def _drop_unused_links(self) -> None:
-        used = {remote.link for remote in self._remotes}
-        for key, link in list(self._links.items()):
-            if link not in used:
-                del self._links[key]
-                link.say_goodbye()
+    def _drop_unused_link(self, address: _Address) -> None:
+        """Requires the address's turn."""
+        link = self._links.get(address)
+        if link is not None and all(remote.link is not link for remote in list(self._remotes)):
+            del self._links[address]
+            link.say_goodbye()
 
     def put_signal(
         self, dst: GlooRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
@@ -182,10 +195,10 @@ class GlooTransport(Transport):
 
     def detach(self, remote: GlooRemoteWindow) -> None:
         """Release a peer's window; its last window closes the link."""
-        with self._attaching:
+        with self._turn(remote.address):
             remote.link = None
             self._remotes.discard(remote)
-            self._drop_unused_links()
+            self._drop_unused_link(remote.address)
 
     def end(self) -> None:
         atexit.unregister(self.close)

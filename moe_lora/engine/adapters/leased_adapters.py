@@ -92,10 +92,13 @@ class LeasedAdapters(AdapterStore):
             self._leases.unregister(content_hash)
 
     def acquire(self, adapter: AdapterVersion) -> bool:
-        """True with a lease, or if none can come; else requests a lease."""
-        if adapter.uid in self._held:
+        """True with a lease, or if none can come; else requests a lease.
+
+        An adapter held without a lease keeps its requests; further requests wait for the lease.
+        """
+        adapter_id, is_held = adapter.packed.content_hash, adapter.uid in self._held
+        if is_held and (adapter.lease is not None or not self._leases.acquire(adapter_id, adapter.asker)):
             return True
-        adapter_id = adapter.packed.content_hash
         try:
             self._server.store.restore(adapter_id)
         except CapacityError as error:

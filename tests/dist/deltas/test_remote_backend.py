@@ -139,6 +139,31 @@ def test_same_deltas_as_the_local_backend_bit_for_bit(layout, num_experts):
         assert not any(link.session.broken for link in client.links.values())
 
 
+@pytest.mark.parametrize("num_experts", [8, 0], ids=["experts", "dense"])
+def test_rows_with_a_lease_go_to_the_server_beside_rows_without(num_experts):
+    shape = model_shape(num_experts)
+    adapters = [random_adapter("leased", shape), random_adapter("leaseless", shape)]
+    with Cluster(shape) as cluster:
+        cluster.put(*adapters)
+        client = cluster.client()
+        [lease] = cluster.granted(client, adapters[:1])
+        rows = random_rows(len(adapters), 1)
+        expected = outputs(local_backend(shape, adapters), shape, local_routing(shape, rows), 1)
+        counts = []
+        for some in (rows, np.where(rows == 0, 0, -1), np.where(rows == 1, 1, -1)):
+            backend, some = client.backend, some.astype(np.int32)
+            before = np.array([backend.num_requests, backend.num_fallback_rows])
+            found = outputs(backend, shape, leased_routing(shape, some, adapters, [lease, None]), 1)
+            counts.append(np.array([backend.num_requests, backend.num_fallback_rows]) - before)
+            if not counts[1:]:
+                assert_equal(found, expected)
+        both, leased, leaseless = counts
+        assert leased[0] > 0
+        assert leased[1] == 0
+        assert leaseless[0] == 0
+        assert list(both) == [leased[0], leaseless[1]]
+
+
 def test_rank_that_is_gone_is_made_up_for_and_used_again_when_it_is_back():
     shape = model_shape()
     adapters = [random_adapter("a", shape), random_adapter("b", shape)]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,10 +16,10 @@ import pytest
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
-from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
+from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.lora_server import content
-from moe_lora.dist.lora_server.attach import LeaseClient
+from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
 from moe_lora.dist.lora_server.messages import Order
@@ -127,7 +128,8 @@ def test_those_that_wait_are_looked_at_once_for_all_that_is_released_in_one_turn
         assert looks == []
         await asyncio.sleep(0)
         assert len(looks) == 1
-        assert [lease.done() for lease in asked] == [True, False] + [True] * 7 + [False] * 7
+        assert "released" in str(asked[1].exception())
+        assert [lease.done() for lease in asked] == [True] * 9 + [False] * 7
         assert not youngest.done()
         assert not again.done()
         await leader.release(other, "8")
@@ -211,6 +213,39 @@ def test_waiting_ends_with_release(cluster):
     granted(other, "d")
     assert settled(one).num_waiting == 0
     assert one.lease("c") is None
+
+
+def test_released_acquires_are_answered(cluster):
+    """Else both ends keep each of them until their connection ends."""
+    leases = joined(cluster, "one", "abc")
+    for adapter_id in "abc":
+        leases.acquire(adapter_id)
+    granted(leases, "b")
+    leases.acquire("c", Asker("acme", 1.0))
+    assert settled(leases).num_waiting == 1
+    leases.release("c")
+    settled(leases)
+    assert not leases._peer._calls
+    assert leases.lease("c") is None
+
+
+def test_acquires_of_a_failed_adapter_and_of_an_unknown_one_are_answered():
+    table = LeaseTable(1, [8], 1, starvation_s=5.0)
+    for name in "ab":
+        table.register(name, {0: {0: 1}})
+    leader, _ = leader_of(table)
+    one = SimpleNamespace(instance="one")
+
+    async def hear() -> None:
+        await leader.acquire(one, "a", *ANYBODY)
+        waiting = await leader.acquire(one, "b", *ANYBODY)
+        leader._fail("b", "the disk")
+        assert "the disk" in str(waiting.exception())
+        with pytest.raises(AdapterNotFoundError):
+            await leader.acquire(one, "c", *ANYBODY)
+        assert not leader._acquires
+
+    asyncio.run(hear())
 
 
 def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluster):
@@ -426,7 +461,7 @@ def test_answer_that_fails_for_any_reason_ends_no_connection(cluster, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(Leader, "_shares", fail)
         with pytest.raises(CapacityError, match="a table of another model"):
-            leases.register("a")
+            leases.register("c")
     assert leases.connected
     assert leases.lease("b") is lease
 
@@ -496,6 +531,119 @@ def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
     )
 
 
+class ScriptedPeer:
+    """A leader's connection: `answer` makes the result of a register, None leaves the call open."""
+
+    def __init__(self, answer: Callable[[str], bool | Exception | None]) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.open: deque[asyncio.Future[bool]] = deque()
+        self.most_open = 0
+        self.ended, self.problem, self.name = asyncio.Event(), "cut", "leader"
+        self._answer = answer
+
+    def call(self, method: str, adapter_id: str, *args: object) -> asyncio.Future[bool]:
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.calls.append((method, adapter_id))
+        found = self._answer(adapter_id) if method == "register" else None
+        if isinstance(found, Exception):
+            answer.set_exception(found)
+        elif found is not None:
+            answer.set_result(found)
+        elif method == "register":
+            self.open.append(answer)
+            self.most_open = max(self.most_open, len(self.open))
+        return answer
+
+    def end(self) -> None:
+        self.ended.set()
+
+    async def closed(self) -> None: ...
+
+
+def rejoined(
+    adapters: Sequence[str], answer: Callable[[str], bool | Exception | None]
+) -> tuple[LeaseClient, ScriptedPeer]:
+    """An instance that has registered and acquired all adapters, at its second leader."""
+
+    async def make(answer: Callable[[str], bool | Exception | None]) -> ScriptedPeer:
+        return ScriptedPeer(answer)
+
+    first, second = network().run(make(lambda adapter_id: True)), network().run(make(answer))
+    coming = iter((first, second))
+
+    async def join_leader(timeout_s: float, hear: object) -> ScriptedPeer:
+        return next(coming)
+
+    leases = LeaseClient(join_leader, SimpleNamespace(), lambda: None, 1.0)
+    for adapter_id in adapters:
+        leases.register(adapter_id)
+        leases.acquire(adapter_id)
+    until(lambda: len(first.calls) == 2 * len(adapters))
+    network().loop.call_soon_threadsafe(first.end)
+    until(lambda: leases._peer is second)
+    return leases, second
+
+
+def test_few_registers_of_a_rejoin_are_in_flight_at_once():
+    """More would keep the leader from reading pings."""
+    adapters = [str(number) for number in range(5 * NUM_REGISTERS)]
+    leases, peer = rejoined(adapters, lambda adapter_id: None)
+
+    async def answer_next() -> None:
+        peer.open.popleft().set_result(True)
+
+    for _ in adapters:
+        until(lambda: peer.open)
+        network().run(answer_next())
+    until(lambda: len(peer.calls) == 2 * len(adapters))
+    assert peer.most_open == NUM_REGISTERS
+    for method in ("register", "acquire"):
+        assert [one for name, one in peer.calls if name == method] == adapters, "in the order of needs"
+    leases.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "num_calls"),
+    [
+        (OSError("too many open files"), 3),
+        (StorageError("no space left"), 3),
+        (CapacityError("too large"), 1),
+    ],
+    ids=["files", "disk", "size"],
+)
+def test_adapter_rejected_at_a_rejoin_is_registered_again_if_the_cause_can_pass(
+    monkeypatch, error, num_calls
+):
+    monkeypatch.setattr("moe_lora.dist.lora_server.attach.FIRST_RETRY_S", 0.01)
+    answers = {"a": deque([error, error, True]), "b": deque([True])}
+    leases, peer = rejoined("ab", lambda adapter_id: answers[adapter_id].popleft())
+    until(lambda: peer.calls.count(("register", "a")) == num_calls)
+    until(lambda: ("acquire", "b") in peer.calls)
+    passes = num_calls > 1
+    until(lambda: leases.acquire("a") == passes, "computed here unless it is registered")
+    if passes:
+        until(lambda: ("acquire", "a") in peer.calls)
+    leases.stop()
+    assert peer.calls.count(("register", "a")) == num_calls
+
+
+def test_shares_of_an_adapter_are_computed_once(cluster, monkeypatch):
+    computed, compute = [], Leader._shares
+    monkeypatch.setattr(
+        Leader,
+        "_shares",
+        lambda leader, adapter_id: computed.append(adapter_id) or compute(leader, adapter_id),
+    )
+    one = joined(cluster, "one", "ab")
+    other = joined(cluster, "other", "ab")
+    assert computed == ["a", "b"]
+    for leases in (one, other):
+        leases.unregister("a")
+        settled(leases)
+    other.register("a")
+    assert computed == ["a", "b", "a"], "shares are dropped with the adapter"
+
+
 def test_rank_that_comes_back_is_told_what_is_resident(cluster):
     leases = joined(cluster, "one", "ab")
     leases.acquire("a")
@@ -532,6 +680,34 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
         cluster.config = shared
         cluster.start(0)
         granted(leases, "a")  # asked for before the content had come again
+
+
+def test_content_sent_to_other_hosts_is_deleted_there_with_its_last_registration(tmp_path):
+    """Of 20 versions, the leader and the other rank keep the registered one; the client's files stay."""
+    with Cluster(SHAPE, "EP2-PP1", store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        cluster.stop(1)
+        shared = cluster.config
+        cluster.config = replace(shared, store_dir=str(tmp_path / "rank"))
+        rank = cluster.start(1)
+        cluster.config = shared
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        leases = cluster.leases(client)
+        for number in range(20):
+            name = f"v{number}"
+            client.store.put(random_adapter(name, SHAPE))
+            leases.register(name)
+            leases.acquire(name)
+            granted(leases, name)
+            lease = leases.lease(name)
+            until(lambda lease=lease: (rank.loop.server_store.loaded[lease.slot] == lease.generation).all())
+            leases.release(name)
+            if number:
+                leases.unregister(f"v{number - 1}")
+        settled(leases)
+        last = client.store.path("v19").name
+        for folder in ("leader", "rank"):
+            until(lambda folder=folder: [path.name for path in (tmp_path / folder).iterdir()] == [last])
+        assert len(list((tmp_path / "client").iterdir())) == 20
 
 
 def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():

@@ -316,6 +316,44 @@ def test_content_that_comes_after_the_eviction_is_not_brought_back(rank, file):
     assert stale(rank.server_store, 0, 1)
 
 
+@pytest.mark.parametrize("outcome", ["read", "damaged"])
+def test_load_that_hangs_across_a_new_session_with_the_leader_writes_over_nobody(
+    rank, file, monkeypatch, outcome
+):
+    """Meanwhile the leader has evicted the adapter, and given its pages to another in a slot of its own."""
+    reading, may_read, failures = threading.Event(), threading.Event(), []
+    rank.server_store.on_failure = lambda *failure: failures.append(failure)
+    rank.store.adopt("a", [file])
+    get = rank.store.get
+
+    def hang(content_hash: str, name: str):
+        reading.set()
+        assert may_read.wait(PATIENCE_S)
+        if outcome == "damaged":
+            raise AdapterError("no packed adapter")
+        return get(content_hash, name)
+
+    monkeypatch.setattr(rank.store, "get", hang)
+
+    async def hear() -> None:
+        rank.orders.start_over(0)
+        late = asyncio.create_task(rank.orders.hear(load_order(5)))
+        await asyncio.to_thread(reading.wait, PATIENCE_S)
+        await asyncio.to_thread(rank.orders.start_over, 0)
+        rank.server_store.load(1, 1, random_adapter("b", SHAPE), runs(0))
+        await asyncio.to_thread(until, lambda: all(ready(rank.server_store, 1, 1)))
+        before = rank.server_store.arena.clone()
+        may_read.set()
+        await late
+        assert not stale(rank.server_store, 0, 1), "the slot has heard nothing of the former session"
+        assert not rank.server_store._loading
+        assert torch.equal(rank.server_store.arena, before)
+
+    asyncio.run(hear())
+    assert (failures, rank.needed) == ([], [])
+    assert "a" in rank.store
+
+
 def test_damaged_content_is_asked_for_again_and_loaded(rank, file):
     async def hear() -> None:
         await rank.orders.hear(load_order(1))

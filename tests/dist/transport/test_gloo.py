@@ -36,6 +36,30 @@ def test_threads_that_attach_to_different_peers_keep_each_others_links() -> None
             list(threads.map(here.detach, remotes))
 
 
+def test_peer_that_does_not_answer_delays_no_other_peer() -> None:
+    with ExitStack() as stack:
+        here = stack.enter_context(make_transport("gloo", name="here", timeout_s=PATIENCE_S))
+        there, silent = (
+            stack.enter_context(make_transport("gloo", name=name)) for name in ("there", "silent")
+        )
+        window, lost = there.alloc("theirs", 100, 1), silent.alloc("lost", 100, 1).descriptor()
+        port = silent.address()["port"]
+        silent.close()
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            unanswered = threads.submit(here.attach, lost)
+            visitor, _ = listener.accept()
+            with visitor:
+                for value in (1, 2):
+                    remote = threads.submit(here.attach, window.descriptor()).result(PATIENCE_S)
+                    here.put_signal(remote, 0, pattern(100, value), 0, value)
+                    there.signal_wait_until(window, 0, value, TIMEOUT_S)
+                    threads.submit(here.detach, remote).result(PATIENCE_S)
+                assert not unanswered.done()
+            with pytest.raises(PeerUnreachableError):
+                unanswered.result(PATIENCE_S)
+
+
 def test_visitor_that_says_nothing_sensible_does_no_harm() -> None:
     with make_transport("gloo", name="here") as here, make_transport("gloo", name="there") as there:
         window = there.alloc("theirs", 100, 1)

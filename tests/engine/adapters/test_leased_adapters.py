@@ -9,7 +9,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.core.errors import CapacityError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
@@ -121,6 +123,25 @@ def test_waiting_request_starts_without_a_lease_when_the_server_goes(cluster, le
     assert not leases.acquire(second)
 
 
+def test_new_requests_of_an_adapter_held_since_an_outage_wait_for_its_lease(cluster, leases):
+    """Else the adapters of an outage stay held without a lease for as long as requests come."""
+    adapters = add(leases, "a", 1), add(leases, "b", 2)
+    cluster.stop(0)
+    until(lambda: not leases._leases.connected)
+    for adapter in adapters:
+        assert leases.acquire(adapter), "nothing can come"
+        assert adapter.lease is None
+    cluster.start(0)
+    until(lambda: any(adapter.lease for adapter in adapters), "the one place is leased")
+    leased, other = sorted(adapters, key=lambda adapter: adapter.lease is None)
+    assert not leases.acquire(other), "its running requests go on, new ones wait"
+    assert leases.acquire(leased)
+    assert list(leases.resident()) == list(adapters)
+    leases.release(leased)
+    until(lambda: other.lease is not None, "the place is given on")
+    assert leases.acquire(other)
+
+
 def test_adapter_that_a_new_server_has_no_room_for_is_computed_here(cluster, leases):
     large = add(leases, "large", 1, lora_rank=30)
     cluster.stop(0)
@@ -200,6 +221,31 @@ def test_adapter_that_the_server_gives_up_is_told_and_computed_here_until_it_is_
     held(leases, again)
     assert again.lease is not None
     until(lambda: (server_store.loaded[again.lease.slot] == again.lease.generation).all())
+
+
+def test_versions_before_the_last_two_leave_the_store_and_a_needed_file_is_written_again(cluster, leases):
+    other = LeasedAdapters(cluster.client("other"))
+    try:
+        store = leases._server.store
+        contents = AdapterContents(SHAPE, torch.float32, store, computed_by="lora_server")
+        served_there = add(other, "v0", 1)
+        versions: list[AdapterVersion] = []
+        for number in range(20):
+            versions.append(add(leases, f"v{number}", number))
+            contents.serve("name", f"v{number}")
+            if number:
+                leases.forget(versions[-2].packed)
+        names = [store.path(f"v{number}").name for number in (18, 19)]
+        assert sorted(path.name for path in store.directory.iterdir()) == names
+        held(other, served_there)
+        assert served_there.lease is not None
+        server_store = cluster.rank(0).loop.server_store
+        lease = served_there.lease
+        until(lambda: (server_store.loaded[lease.slot] == lease.generation).all())
+        contents.forget("name")
+        assert not {"v18", "v19"} & {path.name.split(".")[0] for path in store.directory.iterdir()}
+    finally:
+        other.close()
 
 
 def test_damaged_file_in_the_store_is_written_again(leases):
