@@ -30,7 +30,7 @@ PREFIX = "moe_lora-ray-"
 CERTIFICATES, STATE = "certificates", "state"
 """Folders in a role's folder."""
 _BOOK = "addresses.json"
-_READY_S = 5.0
+_READY_S = 2.0
 PLACED, STARTING, RUNNING, READY = "placed", "starting", "running", "ready"
 """States of a role."""
 _MODULES = {FRONT_END: "moe_lora.cli.host_role", CONTROLLER: "moe_lora.cli.host_role"}
@@ -116,7 +116,7 @@ class RoleActor:
             state = RUNNING if serving else STARTING
             if not serving and self._roles.problem is not None:
                 problem = str(self._roles.problem)
-            if serving and self._port and await _is_ready(f"{self._url}/ready"):
+            if self._port and await _is_ready(f"{self._url}/ready"):
                 state = READY
         return RoleFacts(
             name=self._name,
