@@ -166,8 +166,11 @@ class RoleActor:
     async def failed(self) -> str:
         """Wait for a final start error, or for `stop`; returns the reason."""
         assert self._roles is not None
-        ending = asyncio.ensure_future(self._is_ending.wait())
-        await asyncio.wait([self._roles.failed, ending], return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [
+            self._roles.failed,
+            asyncio.ensure_future(self._is_ending.wait()),
+        ]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return str(self._roles.failed.result()) if self._roles.failed.done() else "its process was ended"
 
     async def stop(self) -> None:
