@@ -282,7 +282,6 @@ class FleetAdapters:
                         await catch_up(caller, {}, {name: have[name]}, set(), registry.pool)
 
     async def _reach_late(self, name: str, late: Sequence[Instance]) -> None:
-        """Load a served adapter on instances after their joins during its change."""
         for instance in late:
             instance.missing.add(name)
             instance.problems[name] = "it joined during the load; the adapter is being loaded"

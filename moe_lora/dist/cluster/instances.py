@@ -515,7 +515,6 @@ class InstanceRegistry:
             instance.problems.pop(name, None)
 
     def _forget_oldest(self) -> None:
-        """Keep versions of at most MAX_UNLOADED unserved names."""
         if len(self._versions) - len(self._adapters) > MAX_UNLOADED:
             oldest = next(one for one in self._versions if one not in self._adapters)
             self._least_version = max(self._least_version, self._versions.pop(oldest))

@@ -169,7 +169,6 @@ class RemoteBackend(DividedBackend):
         rows, shares = self._shares(self._routing.groups[layer][site], layer, site)
         if not shares:
             return None
-        # Rows without a lease do not keep the others from the server.
         shares = [(server, some) for server, chosen in shares for some in _by_lease(chosen, rows.slot)]
         if ids is None:
             parts = self._send_dense(_SiteInput(rows, layer, site, x), shares)

@@ -103,7 +103,6 @@ def _check_access() -> None:
 
 
 def _needs_token(address: str) -> bool:
-    """True if the Ray cluster refuses a caller without a token."""
     words = ["-m", "ray.scripts.scripts", "health-check", "--address", address]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(

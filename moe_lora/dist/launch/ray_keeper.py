@@ -33,14 +33,12 @@ logger = logging.getLogger(__name__)
 
 KEEPER = "keeper"
 _HTTP = ("port", "tls_cert", "drain_s", "heartbeat_dead_s")
-"""Settings of front ends for actors."""
 FAILED, PLACING, WAITING, SILENT = "failed", "placing", "waits for room", "silent"
 """States of a role without a host, or without an answer."""
 _PLACING_S = 10.0
 """Time for a host to start an actor."""
 _FACTS_S = 10.0
 _LOST_S = 30.0
-"""Time limit of a silent actor."""
 _SPREAD = {FRONT_END, INSTANCE}
 
 
@@ -87,7 +85,6 @@ class _Kept:
         return replace(facts, num_failures=self.num_failures)
 
     def _absence(self) -> tuple[str, str]:
-        """State and reason of a role without a host."""
         if self.actor is None:
             return FAILED, self.problem
         if time.monotonic() - self.since_s < _PLACING_S:
@@ -205,7 +202,6 @@ class Keeper:
         return options.remote(part, kept.number, http)
 
     def _send_book(self) -> None:
-        """Send the address book to the roles."""
         for kept in self._kept.values():
             if kept.facts is not None:
                 kept.actor.set_book.remote(time.time_ns(), self._book)
@@ -315,6 +311,6 @@ def _loss(error: RayActorError) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """The first line of an error, by preference of the actor's own error."""
+    """The first line of the actor's own error."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -78,7 +78,7 @@ class RoleActor:
         self._is_ending = asyncio.Event()
 
     def _listen(self, port: int) -> socket.socket:
-        """A listening socket for the front end's process, at a free port if the port is in use."""
+        """A listening socket; at a free port if the port is in use."""
         try:
             return socket.create_server((self._host, port))
         except OSError as error:
@@ -86,7 +86,6 @@ class RoleActor:
             return socket.create_server((self._host, 0))
 
     def _reserve(self) -> int:
-        """A free port."""
         sock = socket.socket()
         sock.bind((self._host, 0))
         # Set after bind: the role's process may bind the port now, another role's `_reserve` may not.

@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 NUM_REGISTERS = 8
-"""Most registers in flight at a rejoin: a leader with a longer backlog reads no pings."""
+"""At once: a leader with a long backlog reads no pings."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
-"""Growing pauses before a register that failed at a rejoin is repeated."""
+"""Growing pauses before another try."""
 
 
 class LeaseClient:

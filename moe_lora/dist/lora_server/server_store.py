@@ -145,7 +145,7 @@ class ServerAdapterStore:
         self.on_progress()
 
     def _is_late(self, slot: int, generation: int, epoch: int | None) -> bool:
-        """True for an order of other content or of another epoch; requires the lock."""
+        """Requires the lock."""
         return generation < int(self.generation[slot]) or epoch not in (None, self.epoch)
 
     def evict(self, slot: int, generation: int, epoch: int | None = None) -> None:

@@ -75,7 +75,12 @@ class Served:
         """Kill the role's host; until all roles serve elsewhere."""
         host = self.host_of(role)
         self.nodes.kill(host)
-        until(lambda: self.host_of(role) not in ("", host), lambda: str(self.nodes.status()))
+
+        def moved() -> bool:
+            _, found, *_ = self.nodes.status().get(role, ("", "", ""))
+            return found not in ("", host)
+
+        until(moved, lambda: str(self.nodes.status()))
         self.wait_until_whole()
         self.nodes.add(host)
 
