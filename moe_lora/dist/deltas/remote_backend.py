@@ -169,7 +169,6 @@ class RemoteBackend(DividedBackend):
         rows, shares = self._shares(self._routing.groups[layer][site], layer, site)
         if not shares:
             return None
-        # Rows without a lease do not keep the others from the server.
         shares = [(server, some) for server, chosen in shares for some in _by_lease(chosen, rows.slot)]
         if ids is None:
             parts = self._send_dense(_SiteInput(rows, layer, site, x), shares)
@@ -226,7 +225,7 @@ class RemoteBackend(DividedBackend):
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
-        """One request; tokens [T'] own the rows x_rows [T'] of x, and all or none have a lease."""
+        """One request; tokens [T'] own the rows x_rows [T'] of x, all with or all without leases."""
         rows, layer, site, x = given
         session = self._links[server].session
         leased = rows.slot[tokens[0]] >= 0
@@ -285,7 +284,7 @@ def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
 
 
 def _by_lease(tokens: np.ndarray, slot: np.ndarray) -> list[np.ndarray]:
-    """Token rows with a lease, then the others; without empty parts."""
+    """Non-empty parts: tokens with a lease, tokens without."""
     leased = slot[tokens] >= 0
     return [some for some in (tokens[leased], tokens[~leased]) if len(some)]
 
