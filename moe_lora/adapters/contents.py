@@ -200,7 +200,7 @@ class AdapterContents:
             raise AdapterError(f"adapter {packed.name!r}: {problem}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
-        """Other instances at the store keep their mappings, and restore files that they need."""
+        # Other instances restore missing files.
         if self.store is None:
             return
         used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}

@@ -225,7 +225,7 @@ class RemoteBackend(DividedBackend):
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
-        """One request; tokens [T'] own the rows x_rows [T'] of x, and all or none have a lease."""
+        """One request; tokens [T'] own the rows x_rows [T'] of x, all with or all without leases."""
         rows, layer, site, x = given
         session = self._links[server].session
         leased = rows.slot[tokens[0]] >= 0
@@ -284,7 +284,7 @@ def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
 
 
 def _by_lease(tokens: np.ndarray, slot: np.ndarray) -> list[np.ndarray]:
-    """Token rows with a lease, then the others; without empty parts."""
+    """Non-empty parts: tokens with a lease, tokens without."""
     leased = slot[tokens] >= 0
     return [some for some in (tokens[leased], tokens[~leased]) if len(some)]
 

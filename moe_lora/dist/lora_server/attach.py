@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 NUM_REGISTERS = 8
-"""At once: a leader with a long backlog reads no pings."""
+"""In flight at a rejoin: a longer backlog starves pings."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
-"""Growing pauses before another try."""
+"""Pauses between registers of a rejected adapter."""
 
 
 class LeaseClient:
@@ -164,7 +164,7 @@ class LeaseClient:
             raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
     async def _make_known_again(self, peer: Peer, adapter_id: str, turns: asyncio.Semaphore) -> None:
-        """Register at a rejoin.  Deltas are computed here while a passing error lasts."""
+        """Register at a rejoin; repeats after passing errors."""
         pause_s, error = FIRST_RETRY_S, None
         while adapter_id in self._registered and self._rejected.get(adapter_id) is error:
             async with turns:
@@ -192,12 +192,11 @@ class LeaseClient:
         self._rejected.pop(adapter_id, None)
         wanted = self._wanted.get(adapter_id)
         if wanted is not None and self.lease(adapter_id) is None:
-            self._acquire(adapter_id, *wanted)  # an acquire before the registration was refused
+            self._acquire(adapter_id, *wanted)  # earlier acquires were refused
 
     def _unregister(self, adapter_id: str) -> None:
         self._registered.discard(adapter_id)
         self._rejected.pop(adapter_id, None)
-        self._granted.pop(adapter_id, None)
         self._tell("unregister", adapter_id)
 
     def _acquire(self, adapter_id: str, number: int, askers: tuple[Asker, ...]) -> None:
@@ -208,8 +207,7 @@ class LeaseClient:
 
     def _take(self, adapter_id: str, number: int, answer: asyncio.Future[tuple[int, int]]) -> None:
         if answer.exception() is None:
-            if self._wanted.get(adapter_id, (0,))[0] == number:
-                self._granted[adapter_id] = number, Lease(*answer.result())
+            self._granted[adapter_id] = number, Lease(*answer.result())
             self._on_change()
 
     async def _hear(self, peer: Peer, message: Message) -> None:

@@ -91,9 +91,8 @@ class Leader:
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._known_shares: dict[str, ShardPages] = {}
-        """By content hash, of registered adapters."""
         self._received: set[str] = set()
-        """Contents whose files came from instances of other hosts: nobody else deletes these."""
+        """Contents sent by instances of other hosts."""
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False

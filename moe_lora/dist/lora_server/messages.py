@@ -55,7 +55,7 @@ class ResizeOrder(Message, frozen=True):
 
 
 class ForgetOrder(Message, frozen=True):
-    """Delete an unregistered adapter's file, if the leader sent it."""
+    """Delete an unregistered adapter's received file."""
 
     adapter_id: str
 
@@ -122,7 +122,7 @@ class ServerCalls(typing.Protocol):
         """Receive an adapter's file in following blocks."""
 
     def unregister(self, adapter_id: str) -> None:
-        """Forget the adapter, and received files, after its last registered instance."""
+        """Forget the adapter after its last registered instance."""
 
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
         """Slot and generation of a lease, once available.  Raises LoraServerError after a release."""

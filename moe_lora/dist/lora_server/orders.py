@@ -24,7 +24,7 @@ class Orders:
     """Carries out orders in threads, since the store waits for its loader.  Belongs to one event loop.
 
     need: requests missing content; `regained` or `refused` follows.  Loads retry after transient errors, and
-    then end in `ServerAdapterStore.give_up`.  Orders of before `start_over` have no effect.
+    then end in `ServerAdapterStore.give_up`.  `start_over` cancels earlier orders.
     """
 
     def __init__(
@@ -34,9 +34,8 @@ class Orders:
         self._store = store
         self._need = need
         self._awaiting: dict[str, list[tuple[LoadOrder, int]]] = {}
-        """Loads that lack content, with their epoch."""
+        """With epochs."""
         self._received: set[str] = set()
-        """Contents whose files the leader sent."""
         self._num_failures: Counter[tuple[str, int]] = Counter()
         self._retries: set[asyncio.Task[None]] = set()
 
@@ -94,7 +93,7 @@ class Orders:
     def carry_out(self, order: Order, epoch: int) -> None:
         """Start a load with content in the store, evict, add slots, or delete content.
 
-        epoch: of the order's arrival.  Raises AdapterError for damaged content, and the store's errors.
+        Raises AdapterError for damaged content, and the store's errors.
         """
         if isinstance(order, ResizeOrder):
             self._server_store.grow(order.num_slots)

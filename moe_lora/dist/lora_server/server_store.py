@@ -73,10 +73,10 @@ class ServerAdapterStore:
     """The adapters of one server rank.
 
     generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
-    L] generation of each layer in the arena.  epoch: number of `start_over` calls; orders of others have no
-    effect.  contents: of used slots.  reading: lock for reads of slot table
-    and arena.  led: True if load commands can come.  Loads interleave by layer (InfiniLoRA section 5.3);
-    layer_wise False loads whole adapters in sequence.  Raises ConfigError without the memory.
+    L] generation of each layer in the arena.  epoch: number of `start_over` calls.  contents: of used slots.
+    reading: lock for reads of slot table and arena.  led: True if load commands can come.  Loads interleave
+    by layer (InfiniLoRA section 5.3); layer_wise False loads whole adapters in sequence.  Raises ConfigError
+    without the memory.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ServerAdapterStore:
         runs: Mapping[int, Run],
         epoch: int | None = None,
     ) -> None:
-        """Start to load this rank's part into runs of pages, unless evicted.  epoch None: the present one."""
+        """Start to load this rank's part into runs of pages, unless evicted.  epoch: of the order."""
         with self._changed:
             if self._is_late(slot, generation, epoch):
                 return
@@ -149,7 +149,7 @@ class ServerAdapterStore:
         return generation < int(self.generation[slot]) or epoch not in (None, self.epoch)
 
     def evict(self, slot: int, generation: int, epoch: int | None = None) -> None:
-        """Stop serving this content, or cancel its load.  epoch None: the present one."""
+        """Stop serving this content, or cancel its load."""
         with self._changed:
             if self._is_late(slot, generation, epoch):
                 return

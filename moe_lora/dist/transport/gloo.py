@@ -124,7 +124,7 @@ class GlooTransport(Transport):
         self._links: dict[_Address, Link] = {}
         self._reception: Reception | None = None
         self._turns: WeakValueDictionary[_Address, threading.Lock] = WeakValueDictionary()
-        """By address, for changes of a link and its windows: an unreachable peer delays no other."""
+        """Locks of links and their windows: an unreachable peer delays no other."""
         atexit.register(self.close)  # a receiver left in gloo at exit aborts the process
 
     def address(self) -> dict[str, Any]:
@@ -169,7 +169,6 @@ class GlooTransport(Transport):
             self._drop_unused_link(address)
 
     def _drop_unused_link(self, address: _Address) -> None:
-        """Requires the address's turn."""
         link = self._links.get(address)
         if link is not None and all(remote.link is not link for remote in list(self._remotes)):
             del self._links[address]

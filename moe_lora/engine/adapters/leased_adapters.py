@@ -92,10 +92,7 @@ class LeasedAdapters(AdapterStore):
             self._leases.unregister(content_hash)
 
     def acquire(self, adapter: AdapterVersion) -> bool:
-        """True with a lease, or if none can come; else requests a lease.
-
-        An adapter held without a lease keeps its requests; further requests wait for the lease.
-        """
+        """True with a lease, or if none can come; else requests a lease, for further requests too."""
         adapter_id, is_held = adapter.packed.content_hash, adapter.uid in self._held
         if is_held and (adapter.lease is not None or not self._leases.acquire(adapter_id, adapter.asker)):
             return True
