@@ -197,6 +197,7 @@ class LeaseClient:
     def _unregister(self, adapter_id: str) -> None:
         self._registered.discard(adapter_id)
         self._rejected.pop(adapter_id, None)
+        self._granted.pop(adapter_id, None)
         self._tell("unregister", adapter_id)
 
     def _acquire(self, adapter_id: str, number: int, askers: tuple[Asker, ...]) -> None:
@@ -207,7 +208,8 @@ class LeaseClient:
 
     def _take(self, adapter_id: str, number: int, answer: asyncio.Future[tuple[int, int]]) -> None:
         if answer.exception() is None:
-            self._granted[adapter_id] = number, Lease(*answer.result())
+            if self._wanted.get(adapter_id, (0,))[0] == number:
+                self._granted[adapter_id] = number, Lease(*answer.result())
             self._on_change()
 
     async def _hear(self, peer: Peer, message: Message) -> None:
