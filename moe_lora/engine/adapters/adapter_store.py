@@ -7,7 +7,7 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -138,7 +138,7 @@ class AdapterStore:
             self._store.remove(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Keep an adapter until as many `forget`s; returns the kept form.  Equal contents share memory.
+        """Keep an adapter until as many `forget`s; returns the kept form.
 
         path: of the PEFT directory.  Raises CapacityError without room.
         """
@@ -148,9 +148,9 @@ class AdapterStore:
             prepared = packed.content_hash in self._prepared
             packed = self._prepared.pop(packed.content_hash) if prepared else _nameless(packed)
         self._without_host.discard(packed.content_hash)
-        kept = self._kept.setdefault(packed.content_hash, packed)
+        self._kept.setdefault(packed.content_hash, packed)
         self._num_kept[packed.content_hash] += 1
-        return packed if self._store is not None else replace(packed, layers=kept.layers)
+        return packed
 
     def find(self, content_hash: str) -> PackedAdapter:
         return self._kept[content_hash]

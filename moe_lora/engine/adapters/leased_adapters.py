@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_lora.adapters.host_store import HostStore
@@ -64,17 +63,16 @@ class LeasedAdapters(AdapterStore):
 
         Raises CapacityError for an adapter beyond the server's capacity.
         """
-        content_hash, name, store = packed.content_hash, packed.name, self._server.store
+        content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
-        mapped = self._mapped.get(content_hash)
         try:
-            mapped = mapped or store.get(content_hash, name)
+            mapped = store.get(content_hash, packed.name)
         except AdapterError as error:
-            logger.warning("adapter %s is written again: %s", name, error)
+            logger.warning("adapter %s is written again: %s", packed.name, error)
             store.remove(content_hash)
             store.put(packed)
-            mapped = store.get(content_hash, name)
-        packed = super().keep(replace(mapped, name=name), path)
+            mapped = store.get(content_hash, packed.name)
+        packed = super().keep(mapped, path)
         try:
             self._leases.register(content_hash)
         except CapacityError as error:

@@ -268,17 +268,6 @@ def test_leases_are_forgotten_with_their_adapter(leases):
     assert set(leases._leases._granted) == {"last"}
 
 
-def test_lost_file_is_written_again_after_the_second_name_of_its_content_left(leases):
-    store, content = leases._server.store, random_adapter("a", SHAPE, 3)
-    first, second = leases.keep(content), leases.keep(replace(content, name="second"))
-    assert (first.name, second.name) == ("a", "second")
-    assert second.layers[0].data.data_ptr() == first.layers[0].data.data_ptr()
-    leases.forget(second)
-    del second, content
-    store.path("a").unlink()
-    assert store.restore("a")
-
-
 def test_counters_are_those_of_the_backend(leases):
     leases._server.backend.num_requests, leases._server.backend.num_host_rows = 3, 2
     expected = {

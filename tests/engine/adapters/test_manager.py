@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -384,17 +382,3 @@ def test_preloading_takes_no_room_of_requests_nor_of_what_is_preloaded_too():
     assert c.slot is None
     parts.manager.release(running)
     assert parts.manager.preload(["c", "a", "b"]) == 3
-
-
-@pytest.mark.parametrize("in_files", [False, True])
-def test_equal_content_under_two_names_is_kept_once(in_files):
-    kept = AdapterStore(in_files=in_files)
-    first = kept.keep(packed("first"))
-    second = kept.keep(kept.prepare(replace(packed("first"), name="second")))
-    assert (first.name, second.name) == ("first", "second")
-    assert second.layers[0].data.data_ptr() == first.layers[0].data.data_ptr()
-    kept.forget(first)
-    assert kept.find(second.content_hash).layers[0].data.equal(second.layers[0].data)
-    kept.forget(second)
-    assert not len(kept)
-    assert not kept._kept
