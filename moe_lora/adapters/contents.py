@@ -41,7 +41,7 @@ class AdapterContents:
 
     Thread-safe.  root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and
     replaced rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or
-    "lora_server".
+    "lora_server", the store's owner.
     """
 
     def __init__(
@@ -200,8 +200,7 @@ class AdapterContents:
             raise AdapterError(f"adapter {packed.name!r}: {problem}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
-        # Other instances restore missing files.
-        if self.store is None:
+        if self.store is None or self._computed_by == "lora_server":
             return
         used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}
         for one in set(hashes) - used:

@@ -32,7 +32,6 @@ from .messages import (
     AdapterFailed,
     Content,
     EvictOrder,
-    ForgetOrder,
     LoadOrder,
     Memory,
     Need,
@@ -91,8 +90,7 @@ class Leader:
         self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._known_shares: dict[str, ShardPages] = {}
-        self._received: set[str] = set()
-        """Contents sent by instances of other hosts."""
+        """By content hash, of registered adapters."""
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False
@@ -236,7 +234,7 @@ class Leader:
             if shares is None:
                 shares = await asyncio.to_thread(self._shares, adapter_id)
         except AdapterError as error:
-            if isinstance(error.__cause__, OSError) and adapter_id in self._store:
+            if isinstance(error.__cause__, OSError):
                 raise
             logger.warning("adapter %s is fetched again: %s", adapter_id, error)
             await asyncio.to_thread(self._store.remove, adapter_id)
@@ -257,25 +255,17 @@ class Leader:
         except StorageError as error:
             self._lost.fail(visitor.instance, adapter_id, str(error))
             raise
-        self._received.add(adapter_id)
         for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
         instances = self._registered_by.get(adapter_id, set())
         instances.discard(visitor.instance)
-        if instances:
-            return
-        if adapter_id in self._registered_by:
+        if adapter_id in self._registered_by and not instances:
             del self._registered_by[adapter_id]
             self._known_shares.pop(adapter_id, None)
             self._table.unregister(adapter_id)
             self._dispatch()
-        for server_rank in self._ranks:
-            self._tell_rank(server_rank, ForgetOrder(adapter_id))
-        if adapter_id in self._received:
-            self._received.remove(adapter_id)
-            await asyncio.to_thread(self._store.remove, adapter_id)
 
     async def acquire(
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float

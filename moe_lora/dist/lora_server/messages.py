@@ -54,17 +54,11 @@ class ResizeOrder(Message, frozen=True):
     num_slots: int
 
 
-class ForgetOrder(Message, frozen=True):
-    """Delete an unregistered adapter's received file."""
-
-    adapter_id: str
-
-
 class RestartOrder(Message, frozen=True):
     """End the rank's process for a restart."""
 
 
-Order = LoadOrder | EvictOrder | ResizeOrder | ForgetOrder
+Order = LoadOrder | EvictOrder | ResizeOrder
 
 
 @dataclass(frozen=True)
@@ -150,11 +144,10 @@ class ServerCalls(typing.Protocol):
 
 
 _CALLS = Interface(ServerCalls)
-_ORDERS = LoadOrder, EvictOrder, ResizeOrder, ForgetOrder, RestartOrder
-_TO_CLIENT = (Need, Content, Block, AdapterFailed, *_ORDERS)
+_TO_CLIENT = (Need, Content, Block, AdapterFailed, LoadOrder, EvictOrder, ResizeOrder, RestartOrder)
 HANDSHAKE = Handshake(
     "LoRA Server",
-    version=8,
+    version=7,
     payload=Decoder(dict[str, Any]),
     dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
     listens=Protocol.of(Block, answers=_CALLS),

@@ -14,7 +14,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.peer import Peer
 
 from .content import receive_blocks
-from .messages import Content, EvictOrder, ForgetOrder, LoadOrder, Order, ResizeOrder, RestartOrder
+from .messages import Content, EvictOrder, LoadOrder, Order, ResizeOrder, RestartOrder
 from .server_store import NUM_TRIES, PASSING, PAUSE_S, ServerAdapterStore
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,7 @@ class Orders:
         self._store = store
         self._need = need
         self._awaiting: dict[str, list[tuple[LoadOrder, int]]] = {}
-        """With epochs."""
-        self._received: set[str] = set()
+        """Loads that lack content, with their epoch."""
         self._num_failures: Counter[tuple[str, int]] = Counter()
         self._retries: set[asyncio.Task[None]] = set()
 
@@ -77,7 +76,6 @@ class Orders:
         except Exception as error:
             await self.refused(content.adapter_id, error)
         else:
-            self._received.add(content.adapter_id)
             await self.regained(content.adapter_id)
 
     async def regained(self, adapter_id: str) -> None:
@@ -91,7 +89,7 @@ class Orders:
             await self._fail(*awaiting, error)
 
     def carry_out(self, order: Order, epoch: int) -> None:
-        """Start a load with content in the store, evict, add slots, or delete content.
+        """Start a load with content in the store, evict, or add slots.  epoch: of the order's arrival.
 
         Raises AdapterError for damaged content, and the store's errors.
         """
@@ -99,10 +97,6 @@ class Orders:
             self._server_store.grow(order.num_slots)
         elif isinstance(order, EvictOrder):
             self._server_store.evict(order.slot, order.generation, epoch)
-        elif isinstance(order, ForgetOrder):
-            if order.adapter_id in self._received:
-                self._received.remove(order.adapter_id)
-                self._store.remove(order.adapter_id)
         else:
             packed = self._store.get(order.adapter_id, order.adapter_id)
             self._server_store.load(order.slot, order.generation, packed, order.runs, epoch)

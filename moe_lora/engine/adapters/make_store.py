@@ -27,7 +27,7 @@ PEER_TIMEOUT_S = 10.0
 
 
 def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """Contents of adapters, in a LoRA Server's store if any."""
+    """Contents of adapters; this instance never removes contents from a LoRA Server's store."""
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store

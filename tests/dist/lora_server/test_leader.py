@@ -682,34 +682,6 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
         granted(leases, "a")  # asked for before the content had come again
 
 
-def test_content_sent_to_other_hosts_is_deleted_there_with_its_last_registration(tmp_path):
-    """Of 20 versions, the leader and the other rank keep the registered one; the client's files stay."""
-    with Cluster(SHAPE, "EP2-PP1", store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
-        cluster.stop(1)
-        shared = cluster.config
-        cluster.config = replace(shared, store_dir=str(tmp_path / "rank"))
-        rank = cluster.start(1)
-        cluster.config = shared
-        client = cluster.client("one", store_dir=str(tmp_path / "client"))
-        leases = cluster.leases(client)
-        for number in range(20):
-            name = f"v{number}"
-            client.store.put(random_adapter(name, SHAPE))
-            leases.register(name)
-            leases.acquire(name)
-            granted(leases, name)
-            lease = leases.lease(name)
-            until(lambda lease=lease: (rank.loop.server_store.loaded[lease.slot] == lease.generation).all())
-            leases.release(name)
-            if number:
-                leases.unregister(f"v{number - 1}")
-        settled(leases)
-        last = client.store.path("v19").name
-        for folder in ("leader", "rank"):
-            until(lambda folder=folder: [path.name for path in (tmp_path / folder).iterdir()] == [last])
-        assert len(list((tmp_path / "client").iterdir())) == 20
-
-
 def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
     with Cluster(SHAPE, "EP2-PP1", memory_gb=0.0005) as cluster:
         cluster.put(random_adapter("small", SHAPE), random_adapter("huge", SHAPE, 500))

@@ -9,9 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from moe_lora.adapters.contents import AdapterContents
 from moe_lora.core.errors import CapacityError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
@@ -221,31 +219,6 @@ def test_adapter_that_the_server_gives_up_is_told_and_computed_here_until_it_is_
     held(leases, again)
     assert again.lease is not None
     until(lambda: (server_store.loaded[again.lease.slot] == again.lease.generation).all())
-
-
-def test_versions_before_the_last_two_leave_the_store_and_a_needed_file_is_written_again(cluster, leases):
-    other = LeasedAdapters(cluster.client("other"))
-    try:
-        store = leases._server.store
-        contents = AdapterContents(SHAPE, torch.float32, store, computed_by="lora_server")
-        served_there = add(other, "v0", 1)
-        versions: list[AdapterVersion] = []
-        for number in range(20):
-            versions.append(add(leases, f"v{number}", number))
-            contents.serve("name", f"v{number}")
-            if number:
-                leases.forget(versions[-2].packed)
-        names = [store.path(f"v{number}").name for number in (18, 19)]
-        assert sorted(path.name for path in store.directory.iterdir()) == names
-        held(other, served_there)
-        assert served_there.lease is not None
-        server_store = cluster.rank(0).loop.server_store
-        lease = served_there.lease
-        until(lambda: (server_store.loaded[lease.slot] == lease.generation).all())
-        contents.forget("name")
-        assert not {"v18", "v19"} & {path.name.split(".")[0] for path in store.directory.iterdir()}
-    finally:
-        other.close()
 
 
 def test_damaged_file_in_the_store_is_written_again(leases):
