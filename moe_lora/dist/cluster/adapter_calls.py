@@ -271,15 +271,20 @@ class FleetAdapters:
 
         registry, client = self.instance_registry, instance.client
         caller: Any = client
-        for name in [*instance.missing - instance.problems.keys(), *have.keys() - registry.adapters.keys()]:
+        lacking = instance.missing - instance.problems.keys() | have.keys() - registry.adapters.keys()
+        # What loads everywhere now comes last: a load may hang.
+        for name in sorted(lacking, key=lambda name: name in self._locks and self._locks[name].locked()):
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if not (instance.live and instance.client is client):
                     return
-                if served := registry.served_version(name):
-                    await self._load_missing(name, served)
-                else:
-                    with suppress(AdapterNotFoundError):
-                        await catch_up(caller, {}, {name: have[name]}, set(), registry.pool)
+                served, before = registry.served_version(name), have.get(name)
+                there = {} if before is None else {name: before}
+                with suppress(AdapterNotFoundError, EngineDeadError):
+                    if served is None:
+                        await catch_up(caller, {}, there, set(), registry.pool)
+                    else:
+                        now, problems = {name: served}, instance.problems
+                        await catch_up(caller, now, there, instance.missing, registry.pool, problems)
 
     async def _reach_late(self, name: str, late: Sequence[Instance]) -> None:
         for instance in late:
@@ -370,7 +375,8 @@ class FleetAdapters:
             info = merge_adapters([info] for _, info in answers)[0]
             registry.pin(name, pinned=info.pinned)
             if late := [one for one in registry.live if one.client not in asked]:
-                await self._reach_late(name, late)
+                with suppress(EngineDeadError):
+                    await ask(registry, late, [one.client.call(verb, name, *args) for one in late])
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyio import move_on_after
 
@@ -210,7 +210,9 @@ class InstanceRegistry:
         """The account at the recovery's end; None before."""
         self.on_late: Callable[[dict[str, ServedVersion], dict[str, int]], Awaitable[None]] | None = None
         """Called after the recovery with a new process's adapters."""
-        self.on_lacking: Callable[[Instance, Mapping[str, ServedVersion]], Awaitable[None]] | None = None
+        self.on_lacking: (
+            Callable[[Instance, Mapping[str, ServedVersion]], Coroutine[Any, Any, None]] | None
+        ) = None
         """Called with a joined instance and its adapters."""
         self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
         self.drains = Drains(self._move_off)

@@ -127,6 +127,7 @@ class CatchUp:
 
     def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
         self._instance_registry = instance_registry
+        self._completing: set[asyncio.Future[None]] = set()
         self._holding = ExitStack()
         self._holding.enter_context(instance_registry.loading())
         if recovery_s is not None:
@@ -168,8 +169,10 @@ class CatchUp:
             await client.call("remember_drain", order)
         if registry.aliases:
             await client.call("remember_aliases", registry.aliases)
-        if registry.on_lacking is not None:
-            await registry.on_lacking(instance, have)
+        if registry.on_lacking is not None and (instance.missing or have.keys() != registry.adapters.keys()):
+            completing = asyncio.create_task(registry.on_lacking(instance, have))
+            self._completing.add(completing)
+            completing.add_done_callback(self._completing.discard)
 
     async def _order(
         self, client: DialledClient, known: dict[str, PauseOrder], *, may_differ: bool

@@ -168,7 +168,8 @@ class LeaseClient:
         pause_s, error = FIRST_RETRY_S, None
         while adapter_id in self._registered and self._rejected.get(adapter_id) is error:
             async with turns:
-                await self._make_known(peer, adapter_id)
+                if adapter_id in self._registered:
+                    await self._make_known(peer, adapter_id)
             error = self._rejected.get(adapter_id)
             is_final = isinstance(error, CapacityError | ConfigError) and not isinstance(error, StorageError)
             if error is None or is_final:

@@ -48,7 +48,7 @@ TEXT, PARTS = "text", "parts"
 USUAL_ROLES = ("user", "system", "assistant", "tool", "developer")
 MAX_PROBES = 64
 """Most kept pairs of a role and variable names; a further pair replaces the oldest of an unusual role."""
-MAX_UNUSUAL_ROLES = 4
+MAX_UNUSUAL_ROLES = 16
 """Unusual roles of a chat whose contents get the fit form."""
 _CONTENTS = ("qzxv", "wkjy")
 _MARK = "zxkq"
@@ -85,10 +85,10 @@ class ContentForms:
         content, role = message.get("content"), message.get("role")
         if not isinstance(role, str):
             return message
-        if role not in USUAL_ROLES:
-            unusual.add(role)
-            if len(unusual) > MAX_UNUSUAL_ROLES:
+        if role not in USUAL_ROLES and role not in unusual:
+            if len(unusual) >= MAX_UNUSUAL_ROLES:
                 return message
+            unusual.add(role)
         if isinstance(content, str) and self.fit(role, variables) == {PARTS}:
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list) and self.fit(role, variables) == {TEXT} and all(map(_is_text, content)):
