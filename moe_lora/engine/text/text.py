@@ -216,7 +216,6 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
-        self._token_of = tokenizer.backend.id_to_token
         self._special_ids = tokenizer.special_ids
         self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
         self._given = self._decode(self._window)
@@ -231,11 +230,12 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
-            is_long = len(self._window) > LONG_WINDOW_TOKENS
-            if self._token_of(token_id) is None or (is_long and not self._decode([token_id])):
-                self._window.pop()
+            if len(self._window) <= LONG_WINDOW_TOKENS:
                 return ""
-            return self._shorten(text) if is_long else ""
+            if self._decode([token_id]):
+                return self._shorten(text)
+            self._window.pop()  # an id without a text of its own
+            return ""
         return self._advance(text, len(self._window))
 
     def flush(self) -> str:
