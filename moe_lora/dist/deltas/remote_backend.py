@@ -286,7 +286,8 @@ def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
 def _by_lease(tokens: np.ndarray, slot: np.ndarray) -> list[np.ndarray]:
     """Non-empty parts: tokens with a lease, tokens without."""
     leased = slot[tokens] >= 0
-    return [some for some in (tokens[leased], tokens[~leased]) if len(some)]
+    parts = (tokens,) if leased.all() else (tokens[leased], tokens[~leased])
+    return [some for some in parts if len(some)]
 
 
 def _chunks(array: np.ndarray, size: int) -> list[np.ndarray]:
