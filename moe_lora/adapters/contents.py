@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class AdapterContents:
 
     Thread-safe.  root: folder that must contain every path.  base_dir: checkpoint of the base, for copies and
     replaced rows; None: both are refused.  computed_by: "cpu", "cuda", "quantised" (at the load), or
-    "lora_server", the store's owner.
+    "lora_server".
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class AdapterContents:
         self._served: dict[str, list[str]] = {}
         """Name -> content hashes of the last two versions, to undo a refused load."""
         self._lock = threading.Lock()
+        self.delete: Callable[[str], None] | None = None if store is None else store.remove
+        """Called with content hashes that no name here uses."""
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """The adapter of these tensors; the store does not keep it."""
@@ -200,11 +202,11 @@ class AdapterContents:
             raise AdapterError(f"adapter {packed.name!r}: {problem}")
 
     def _remove(self, hashes: Sequence[str]) -> None:
-        if self.store is None or self._computed_by == "lora_server":
+        if self.delete is None:
             return
         used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}
         for one in set(hashes) - used:
-            self.store.remove(one)
+            self.delete(one)
 
     def _kept(self, name: str, expected: str) -> PackedAdapter | None:
         if self.store is None or expected not in self.store:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import EngineConfig
 from moe_lora.core.request import BACKGROUND, GenerateRequest, TokenOutput
 from moe_lora.core.wrong_files import read_config
@@ -22,7 +23,7 @@ from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.text.grammars import json_grammar
 from moe_lora.families import shape_of
-from tests.dist.lora_server.cluster import Cluster
+from tests.dist.lora_server.cluster import Cluster, until
 from tests.grids import diagonal, with_quick
 from tests.oracle import reference_experts, reference_logits
 
@@ -105,6 +106,31 @@ def test_tokens_are_greedy_by_the_version_that_they_name(way):
 def test_beside_a_lora_server_tokens_are_greedy_by_their_version():
     with Cluster(shape_of(read_config(MODEL))) as cluster:
         check_two_publications("lora_server", lora_server=cluster.config)
+
+
+def test_a_lora_server_keeps_files_of_the_last_two_versions_of_a_name():
+    """And of a version with requests."""
+    with Cluster(shape_of(read_config(MODEL))) as cluster, engine(lora_server=cluster.config) as core:
+        store = HostStore(cluster.config.store_dir)
+
+        def publish(folder: str) -> str:
+            packed = core.read_adapter("policy", folder)
+            core.add_adapter(packed, folder, replace=True)
+            return packed.content_hash
+
+        first = core.adapters.current("policy").packed.content_hash
+        core.add_request(ask(on_publish="keep"))
+        while not core.step():
+            time.sleep(1e-3)
+        last = {publish(str(REVERSE)), publish(ROT13)}
+        publish(ROT13)
+        assert all(one in store for one in (first, *last))
+        drive(core)
+        until(lambda: first not in store)
+        assert all(one in store for one in last)
+        core.adapters.remove("second")
+        core.adapters.remove("policy")
+        until(lambda: not any(one in store for one in last))
 
 
 def check_two_publications(way: str, **settings: Any) -> None:

@@ -39,7 +39,7 @@ from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .content import num_blocks, send_blocks
 from .control import REJOIN_S, Hear, Pings, ask, called, find_rank, join, network
-from .messages import HANDSHAKE, AdapterFailed, Need
+from .messages import HANDSHAKE, AdapterFailed, DropOrder, Need
 from .reach import agreed_facts, client_name, server_transport
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,10 @@ class LeaseClient:
 
     def unregister(self, adapter_id: str) -> None:
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
+
+    def drop(self, adapter_id: str) -> None:
+        """Have files deleted on all hosts after the last registration; nothing without a leader."""
+        network().loop.call_soon_threadsafe(self._tell, "drop", adapter_id)
 
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
         """Request a lease; False if the server is away or refused the adapter.
@@ -220,6 +224,9 @@ class LeaseClient:
             except Exception as error:
                 logger.error("adapter %s can't be given to the LoRA Server: %s", message.adapter_id, error)
                 peer.call("fail_content", message.adapter_id, str(error))
+        elif isinstance(message, DropOrder):
+            if message.adapter_id not in self._registered:
+                self._store.remove(message.adapter_id)
         elif isinstance(message, AdapterFailed):
             self._fail(message.adapter_id, LoraServerError(message.reason))
 

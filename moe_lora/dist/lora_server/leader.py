@@ -31,6 +31,7 @@ from .control import Answer, Visitor
 from .messages import (
     AdapterFailed,
     Content,
+    DropOrder,
     EvictOrder,
     LoadOrder,
     Memory,
@@ -91,6 +92,8 @@ class Leader:
         self._registered_by: dict[str, set[str]] = {}
         self._known_shares: dict[str, ShardPages] = {}
         """By content hash, of registered adapters."""
+        self._to_drop: set[str] = set()
+        """Contents to delete after their last registration."""
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._looks_again = False
         self._gives_out = False
@@ -103,7 +106,7 @@ class Leader:
         """By method."""
         names = (
             "find memory join_rank linked need fail_load join_instance register give fail_content unregister "
-            "acquire release state resize restart"
+            "drop acquire release state resize restart"
         )
         return {name: getattr(self, name) for name in names.split()}
 
@@ -234,7 +237,7 @@ class Leader:
             if shares is None:
                 shares = await asyncio.to_thread(self._shares, adapter_id)
         except AdapterError as error:
-            if isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError) and adapter_id in self._store:
                 raise
             logger.warning("adapter %s is fetched again: %s", adapter_id, error)
             await asyncio.to_thread(self._store.remove, adapter_id)
@@ -242,6 +245,7 @@ class Leader:
         if self._instances.get(visitor.instance) is visitor:  # else a later connection has replaced this
             self._table.register(adapter_id, shares)
             self._registered_by.setdefault(adapter_id, set()).add(visitor.instance)
+            self._to_drop.discard(adapter_id)
             self._known_shares[adapter_id] = shares
         return True
 
@@ -266,6 +270,20 @@ class Leader:
             self._known_shares.pop(adapter_id, None)
             self._table.unregister(adapter_id)
             self._dispatch()
+        if adapter_id in self._to_drop and not instances:
+            await self._drop(adapter_id)
+
+    async def drop(self, visitor: Visitor, adapter_id: str) -> None:
+        if self._registered_by.get(adapter_id):
+            self._to_drop.add(adapter_id)
+        else:
+            await self._drop(adapter_id)
+
+    async def _drop(self, adapter_id: str) -> None:
+        self._to_drop.discard(adapter_id)
+        for other in (*self._ranks.values(), *self._instances.values()):
+            other.peer.send(DropOrder(adapter_id))
+        await asyncio.to_thread(self._store.remove, adapter_id)
 
     async def acquire(
         self, visitor: Visitor, adapter_id: str, tenant: str, share: float

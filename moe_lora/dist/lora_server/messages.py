@@ -54,11 +54,17 @@ class ResizeOrder(Message, frozen=True):
     num_slots: int
 
 
+class DropOrder(Message, frozen=True):
+    """Delete the file of an adapter without a registration."""
+
+    adapter_id: str
+
+
 class RestartOrder(Message, frozen=True):
     """End the rank's process for a restart."""
 
 
-Order = LoadOrder | EvictOrder | ResizeOrder
+Order = LoadOrder | EvictOrder | ResizeOrder | DropOrder
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,9 @@ class ServerCalls(typing.Protocol):
     def unregister(self, adapter_id: str) -> None:
         """Forget the adapter after its last registered instance."""
 
+    def drop(self, adapter_id: str) -> None:
+        """Delete the adapter's files on all hosts, once no instance has registered it."""
+
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
         """Slot and generation of a lease, once available.  Raises LoraServerError after a release."""
 
@@ -144,10 +153,11 @@ class ServerCalls(typing.Protocol):
 
 
 _CALLS = Interface(ServerCalls)
-_TO_CLIENT = (Need, Content, Block, AdapterFailed, LoadOrder, EvictOrder, ResizeOrder, RestartOrder)
+_ORDERS = LoadOrder, EvictOrder, ResizeOrder, DropOrder, RestartOrder
+_TO_CLIENT = (Need, Content, Block, AdapterFailed, *_ORDERS)
 HANDSHAKE = Handshake(
     "LoRA Server",
-    version=7,
+    version=8,
     payload=Decoder(dict[str, Any]),
     dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
     listens=Protocol.of(Block, answers=_CALLS),

@@ -14,7 +14,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.peer import Peer
 
 from .content import receive_blocks
-from .messages import Content, EvictOrder, LoadOrder, Order, ResizeOrder, RestartOrder
+from .messages import Content, DropOrder, EvictOrder, LoadOrder, Order, ResizeOrder, RestartOrder
 from .server_store import NUM_TRIES, PASSING, PAUSE_S, ServerAdapterStore
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Orders:
             await self._fail(*awaiting, error)
 
     def carry_out(self, order: Order, epoch: int) -> None:
-        """Start a load with content in the store, evict, or add slots.  epoch: of the order's arrival.
+        """Start a load with content in the store, evict, add slots, or delete content.  epoch: of the order's arrival.
 
         Raises AdapterError for damaged content, and the store's errors.
         """
@@ -97,6 +97,8 @@ class Orders:
             self._server_store.grow(order.num_slots)
         elif isinstance(order, EvictOrder):
             self._server_store.evict(order.slot, order.generation, epoch)
+        elif isinstance(order, DropOrder):
+            self._store.remove(order.adapter_id)
         else:
             packed = self._store.get(order.adapter_id, order.adapter_id)
             self._server_store.load(order.slot, order.generation, packed, order.runs, epoch)

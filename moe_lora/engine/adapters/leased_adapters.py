@@ -89,6 +89,10 @@ class LeasedAdapters(AdapterStore):
             del self._mapped[content_hash]
             self._leases.unregister(content_hash)
 
+    def delete(self, content_hash: str) -> None:
+        """Delete a content's file where no instance has the adapter."""
+        self._leases.drop(content_hash)
+
     def acquire(self, adapter: AdapterVersion) -> bool:
         """True with a lease, or if none can come; else requests a lease, for further requests too."""
         adapter_id, is_held = adapter.packed.content_hash, adapter.uid in self._held

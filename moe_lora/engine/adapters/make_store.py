@@ -27,7 +27,7 @@ PEER_TIMEOUT_S = 10.0
 
 
 def make_contents(config: EngineConfig, rank: Rank) -> AdapterContents:
-    """Contents of adapters; this instance never removes contents from a LoRA Server's store."""
+    """Contents of adapters, in a LoRA Server's store if any."""
     store: HostStore | None = None
     if rank.lora_server is not None:
         store = rank.lora_server.store
@@ -104,7 +104,9 @@ def make_store(
         return AdapterStore(**options)
     from .leased_adapters import LeasedAdapters
 
-    return LeasedAdapters(rank.lora_server, **options)
+    leased = LeasedAdapters(rank.lora_server, **options)
+    contents.delete = leased.delete
+    return leased
 
 
 def instance_transport(config: EngineConfig, name: str) -> Transport:

@@ -682,6 +682,58 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
         granted(leases, "a")  # asked for before the content had come again
 
 
+def test_dropped_content_is_deleted_on_all_hosts_with_its_last_registration(tmp_path):
+    """Four stores; of 20 versions each keeps the registered one."""
+    with Cluster(SHAPE, "EP2-PP1", store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        cluster.stop(1)
+        shared = cluster.config
+        cluster.config = replace(shared, store_dir=str(tmp_path / "rank"))
+        rank = cluster.start(1)
+        cluster.config = shared
+        clients = [cluster.client(name, store_dir=str(tmp_path / name)) for name in ("one", "two")]
+        one, two = map(cluster.leases, clients)
+
+        def files(folder: str) -> list[str]:
+            return sorted(path.name.partition(".")[0] for path in (tmp_path / folder).iterdir())
+
+        kept = []
+        for number in range(20):
+            name = f"v{number}"
+            for client, leases in zip(clients, (one, two), strict=True):
+                client.store.put(random_adapter(name, SHAPE))
+                kept.append(client.store.get(name, name))  # as an instance that has it loaded
+                leases.register(name)
+            one.acquire(name)
+            granted(one, name)
+            lease = one.lease(name)
+            until(lambda lease=lease: (rank.loop.server_store.loaded[lease.slot] == lease.generation).all())
+            one.release(name)
+            if number:
+                before = f"v{number - 1}"
+                one.unregister(before)
+                one.drop(before)
+                settled(one)
+                for folder in ("leader", "rank", "one", "two"):
+                    assert before in files(folder), "the second instance has it still"
+                two.unregister(before)
+                settled(two)
+        for folder in ("leader", "rank", "one", "two"):
+            until(lambda folder=folder: files(folder) == ["v19"])
+
+
+def test_content_that_is_registered_again_outlasts_an_earlier_drop(cluster):
+    one, two = joined(cluster, "one", "a"), joined(cluster, "two", "")
+    one.drop("a")
+    two.register("a")
+    for leases in (one, two):
+        leases.unregister("a")
+        settled(leases)
+    store = HostStore(cluster.config.store_dir)
+    assert "a" in store
+    one.drop("a")
+    until(lambda: "a" not in store)
+
+
 def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
     with Cluster(SHAPE, "EP2-PP1", memory_gb=0.0005) as cluster:
         cluster.put(random_adapter("small", SHAPE), random_adapter("huge", SHAPE, 500))
