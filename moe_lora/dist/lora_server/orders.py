@@ -89,9 +89,9 @@ class Orders:
             await self._fail(*awaiting, error)
 
     def carry_out(self, order: Order, epoch: int) -> None:
-        """Start a load with content in the store, evict, add slots, or delete content.  epoch: of the order's arrival.
+        """Start a load of stored content, evict, add slots, or delete content.
 
-        Raises AdapterError for damaged content, and the store's errors.
+        epoch: of the order's arrival.  Raises AdapterError for damaged content, and the store's errors.
         """
         if isinstance(order, ResizeOrder):
             self._server_store.grow(order.num_slots)
