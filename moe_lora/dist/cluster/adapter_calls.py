@@ -207,7 +207,7 @@ class FleetAdapters:
 
             check_load(registry.aliases, name)
         with registry.loading(), nullcontext() if most is None else self._resolving(name, most):
-            previous = registry.adapters.get(name)
+            previous = registry.served_version(name)
             if previous is not None and not replace:
                 replace = registry.suspects.problem(name) is not None or await self._is_unavailable(name)
             if previous is not None and not replace:

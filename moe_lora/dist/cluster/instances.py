@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import move_on_after
 
@@ -29,6 +29,8 @@ from moe_lora.policies.routing.routing import InstanceLoad
 from .drains import Drains
 from .reports import add_counters
 from .suspects import Suspects
+
+Entry = TypeVar("Entry")
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.directory import PoolDirectory
@@ -120,6 +122,23 @@ class Served:
             for name in {**self.versions, **other.versions}
         }
         return Served(adapters, versions)
+
+
+def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> dict[str, Entry | None]:
+    """New and changed entries of `now`; None for those that are gone."""
+    found: dict[str, Entry | None] = {
+        key: one for key, one in now.items() if key not in before or before[key] != one
+    }
+    return found | dict.fromkeys(before.keys() - now.keys())
+
+
+def take_changes(entries: dict[str, Entry], changed: Mapping[str, Entry | None]) -> None:
+    """Bring `entries` up to date, by `changes`."""
+    for key, one in changed.items():
+        if one is None:
+            entries.pop(key, None)
+        else:
+            entries[key] = one
 
 
 def reason(error: Exception) -> str:
@@ -427,19 +446,28 @@ class InstanceRegistry:
         holding = self._holdings.get(name)
         return None if holding is None or holding.incarnation != incarnation else holding
 
-    def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
-        """Follow another process's controller: served adapters and holdings.
+    def follow(
+        self,
+        adapters: Mapping[str, ServedVersion | None],
+        versions: Mapping[str, int | None],
+        holdings: Mapping[str, Holding],
+    ) -> None:
+        """Follow another process's controller: `changes` of adapters and versions, and all holdings.
 
         An instance unseen by the controller lacks new adapters.
         """
         self.directed = True
-        new = served.lacking(self._adapters)
-        gone = self._adapters.keys() - served.adapters.keys()
-        for name in gone:
-            self.on_forget(name)
-        for name in new | gone:
+        new = set()
+        for name, served in adapters.items():
+            if served is None:
+                self.on_forget(name)
+            elif not served.is_same(self._adapters.get(name)):
+                new.add(name)
+            else:
+                continue
             self.suspects.forget(name)
-        self._adapters, self._versions = dict(served.adapters), dict(served.versions)
+        take_changes(self._adapters, adapters)
+        take_changes(self._versions, versions)
         self._holdings = holdings
         for instance in self.instances:
             holding = self.holding_of(instance.name, instance.incarnation)

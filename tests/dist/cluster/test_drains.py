@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.dist.cluster.drains import MAX_UNDRAINED, Drains
-from moe_lora.dist.cluster.instances import InstanceRegistry, Served
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.engine.client.messages import DrainOrder
 
 ORDERS = st.lists(st.tuples(st.sampled_from("xyz"), st.booleans()), min_size=1, max_size=12)
@@ -71,7 +71,7 @@ def test_an_instance_is_not_believed_where_a_controller_has_spoken():
     registry = InstanceRegistry(())
     registry.hear_drain("x", DrainOrder(True, 3))
     assert registry.drained == {"x"}
-    registry.follow(Served(), {})
+    registry.follow({}, {}, {})
     registry.drains.follow({"x": DrainOrder(False, 2)}, ())
     registry.hear_drain("x", DrainOrder(True, 3))
     assert registry.drained == frozenset()

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -550,7 +551,7 @@ def test_directed_front_end_routes_to_an_instance_after_the_orders_of_its_contro
     assert directed.names() == []
     served = Served.of({"start": ServedVersion("places/start", 1)})
     holdings = {"first": Holding(first.incarnation), "second": Holding("an earlier process")}
-    registry.follow(served, holdings)
+    registry.follow(served.adapters, served.versions, holdings)
     until(lambda: directed.names() == ["first"])
     assert {method for method, *_ in second.loop.calls} == set()
     registry.standing_orders().elsewhere = False
@@ -561,12 +562,13 @@ def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
     seen, unseen = join("seen", adapters=START), join("unseen", adapters=START)
     until(lambda: directed.names() == ["seen", "unseen"])
     served = Served.of({"start": ServedVersion("places/start", 1), "new": ServedVersion("places/new", 1)})
-    directed.instance_registry.follow(served, {"seen": Holding(seen.incarnation)})
+    follow = partial(directed.instance_registry.follow, served.adapters, served.versions)
+    follow({"seen": Holding(seen.incarnation)})
     assert [one.name for one in directed.instance_registry.candidates("new")] == ["seen"]
     assert sorted(one.name for one in directed.instance_registry.candidates("start")) == ["seen", "unseen"]
-    directed.instance_registry.follow(served, {"unseen": Holding("an earlier process")})
+    follow({"unseen": Holding("an earlier process")})
     assert [one.name for one in directed.instance_registry.candidates("new")] == ["seen"]
-    directed.instance_registry.follow(served, {"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
+    follow({"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
     assert sorted(one.name for one in directed.instance_registry.candidates("new")) == ["seen", "unseen"]
     assert [one.name for one in directed.instance_registry.candidates("start")] == ["seen"]
 

@@ -5,20 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
 from moe_lora.core.records import Outlook, PlacementQuality
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
+from moe_lora.dist.cluster.instances import (
+    Holding,
+    InstanceRegistry,
+    Served,
+    ServedVersion,
+    changes,
+    take_changes,
+)
 from moe_lora.dist.net.codec import Message
 from moe_lora.engine.client.messages import AbortOrder, Alias, DrainOrder
 
 if TYPE_CHECKING:
     from .placement_controller import PlacementController
     from .routes import Routes
+
+
+_MAPPINGS = ("ranks", "holdings", "drains", "aliases", "table", "demand")
+_VALUES = ("restarting", "aborts", "ordered", "table_version")
+"""The other fields of `ClusterState`."""
 
 
 class ClusterState(Message, frozen=True, kw_only=True):
@@ -42,6 +54,49 @@ class ClusterState(Message, frozen=True, kw_only=True):
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
+
+
+class StateChange(Message, frozen=True, kw_only=True):
+    """A state by its difference to the state `since`: mappings by `changes`."""
+
+    number: int
+    since: int
+    adapters: Mapping[str, ServedVersion | None]
+    versions: Mapping[str, int | None]
+    ranks: Mapping[str, int | None]
+    holdings: Mapping[str, Holding | None]
+    drains: Mapping[str, DrainOrder | None]
+    restarting: tuple[str, ...]
+    aliases: Mapping[str, Alias | None]
+    aborts: tuple[AbortOrder, ...]
+    ordered: bool
+    table: Mapping[str, tuple[tuple[str, float], ...] | None]
+    table_version: int
+    demand: Mapping[str, float | None]
+
+    @staticmethod
+    def between(before: ClusterState, now: ClusterState) -> StateChange:
+        """The way from one state to the other."""
+        others: dict[str, Any] = {one: getattr(now, one) for one in _VALUES}
+        others |= {one: changes(getattr(before, one), getattr(now, one)) for one in _MAPPINGS}
+        return StateChange(
+            number=now.number,
+            since=before.number,
+            adapters=changes(before.served.adapters, now.served.adapters),
+            versions=changes(before.served.versions, now.served.versions),
+            **others,
+        )
+
+    def applied_to(self, state: ClusterState) -> ClusterState:
+        """The state `number`.  Changes the mappings of `state`, a decoded message."""
+        served: Any = state.served
+        for mapping, changed in (
+            (served.adapters, self.adapters),
+            (served.versions, self.versions),
+            *((getattr(state, one), getattr(self, one)) for one in _MAPPINGS),
+        ):
+            take_changes(mapping, changed)
+        return replace(state, number=self.number, **{one: getattr(self, one) for one in _VALUES})
 
 
 @dataclass(frozen=True)
@@ -93,8 +148,8 @@ class ClusterStateLog:
         self._placement = placement
         self.state = ClusterState(number=0)
 
-    def write(self) -> bool:
-        """Bring `state` up to date; True after a change."""
+    def write(self) -> StateChange | None:
+        """Bring `state` up to date; returns the change, if any."""
         standing = self._instance_registry.standing
         now = ClusterState(
             number=self.state.number,
@@ -117,9 +172,9 @@ class ClusterStateLog:
                 }
             now = replace(now, table=table, table_version=router.version, demand=self._placement.demand)
         if now == self.state:
-            return False
-        self.state = replace(now, number=now.number + 1)
-        return True
+            return None
+        before, self.state = self.state, replace(now, number=now.number + 1)
+        return StateChange.between(before, self.state)
 
     def recover(self, state: ClusterState) -> None:
         """Continue from a front end's state of the earlier controller.

@@ -15,7 +15,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.instances import InstanceRegistry, take_changes
 from moe_lora.dist.cluster.listener import InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient, make_client
 from moe_lora.dist.net.codec import Message
@@ -31,6 +31,7 @@ from .cluster_state import (
     Figures,
     FrontEndReport,
     Leaving,
+    StateChange,
     Taken,
     VisitEvent,
     follow_aborts,
@@ -176,29 +177,32 @@ class ControllerLink:
 
     def receive(self, message: Message | Asked) -> None:
         if isinstance(message, ClusterState):
-            self._take(message)
+            if self.state is None or message.number > self.state.number:
+                here = ClusterState(number=0, served=self._instance_registry.served, ranks=self.ranks)
+                self._take(message, StateChange.between(here, message))
+        elif isinstance(message, StateChange):
+            assert self.state is not None and self.state.number == message.since
+            self._take(message.applied_to(self.state), message)
         elif isinstance(message, Figures):
             self.figures = message
-
-    def _take(self, state: ClusterState) -> None:
-        if self.state is None or state.number > self.state.number:
-            self.state = state
-            if state.ordered or self._instance_registry.standing is not None:
-                self._instance_registry.standing_orders().elsewhere = state.ordered
-            self._instance_registry.follow(state.served, state.holdings)
-            self._instance_registry.drains.follow(state.drains, state.restarting)
-            if state.aliases or self._instance_registry.aliases:
-                from moe_lora.dist.cluster.aliases import replace_all
-
-                replace_all(self._instance_registry.aliases, state.aliases)
-            if self._instance_registry.on_abort is not None:
-                follow_aborts(self._instance_registry, state.aborts)
-            self.ranks.clear()
-            self.ranks.update(state.ranks)
-            if state.table_version != self._routes.table_version:
-                take_table(state, self._routes, self._instance_registry)
-        if self._peer is not None:
+        if self._peer is not None and self.state is not None and not isinstance(message, Figures):
             self._peer.send(Taken(self.state.number))
+
+    def _take(self, state: ClusterState, change: StateChange) -> None:
+        self.state = state
+        if state.ordered or self._instance_registry.standing is not None:
+            self._instance_registry.standing_orders().elsewhere = state.ordered
+        self._instance_registry.follow(change.adapters, change.versions, state.holdings)
+        self._instance_registry.drains.follow(state.drains, state.restarting)
+        if state.aliases or self._instance_registry.aliases:
+            from moe_lora.dist.cluster.aliases import replace_all
+
+            replace_all(self._instance_registry.aliases, state.aliases)
+        if self._instance_registry.on_abort is not None:
+            follow_aborts(self._instance_registry, state.aborts)
+        take_changes(self.ranks, change.ranks)
+        if state.table_version != self._routes.table_version:
+            take_table(state, self._routes, self._instance_registry)
 
 
 @dataclass(frozen=True, kw_only=True)

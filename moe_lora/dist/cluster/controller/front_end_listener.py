@@ -33,6 +33,7 @@ from .cluster_state import (
     ClusterStateLog,
     FrontEndReport,
     Leaving,
+    StateChange,
     Taken,
     VisitEvent,
 )
@@ -129,8 +130,9 @@ class FrontEndListener:
             waited_s += POLL_S
         self._controlled.catch_up.end_recovery()
         self._ready.set()
-        self._give_out()
+        self._state_log.write()
         state = self._state_log.state
+        self._send_all(state)
         logger.info(
             "the controller begins: state %d, table %d, %d front ends",
             state.number,
@@ -153,8 +155,8 @@ class FrontEndListener:
             logger.debug("no instance says which ranks adapters have: %r", error)
 
     def _give_out(self) -> None:
-        if self._state_log.write():
-            self._send_all()
+        if (change := self._state_log.write()) is not None:
+            self._send_all(change)
 
     def _seen_by_all(self, name: str, incarnation: str) -> bool:
         """True if all front ends route to this process; False without front ends."""
@@ -162,9 +164,9 @@ class FrontEndListener:
             session.instances.get(name) == incarnation for session in self.sessions
         )
 
-    def _send_all(self) -> None:
+    def _send_all(self, message: ClusterState | StateChange) -> None:
         for session in self.sessions:
-            session.peer.send(self._state_log.state)
+            session.peer.send(message)
 
     async def _serve(self, peer: Peer, caller: Dialler) -> None:
         session = Session(caller.name, peer)
@@ -195,7 +197,7 @@ class FrontEndListener:
             logger.warning("front end %s: state %d given up: it came too late", session.name, before.number)
             self._state_log.count_above(before)
             # Front ends with this state under a lower number would count as late.
-            self._send_all()
+            self._send_all(self._state_log.state)
         else:
             session.peer.send(self._state_log.state)
 

@@ -9,7 +9,7 @@ from moe_lora.dist.net.session import Handshake
 
 from .capacity_controller import CapacityController
 from .cluster_controller import ClusterController
-from .cluster_state import ClusterState, Figures, FrontEndReport, Leaving, Taken
+from .cluster_state import ClusterState, Figures, FrontEndReport, Leaving, StateChange, Taken
 from .instance_control import InstanceControl
 from .served_registry import RegistryVerbs
 
@@ -19,9 +19,9 @@ CONTROLLER_INTERFACE = Interface(
 )
 HANDSHAKE = Handshake(
     "controller",
-    version=10,
+    version=11,
     payload=Decoder(ClusterState | None),
-    dials=Protocol.of(ClusterState, Figures, asks=CONTROLLER_INTERFACE),
+    dials=Protocol.of(ClusterState, StateChange, Figures, asks=CONTROLLER_INTERFACE),
     listens=Protocol.of(FrontEndReport, Leaving, Taken, answers=CONTROLLER_INTERFACE),
 )
 """The payload: the front end's last state."""
