@@ -99,7 +99,8 @@ class Served:
     def joined(self, other: Served) -> Served:
         """The higher version of each name in both accounts.
 
-        At equal versions an unload precedes an adapter, and this account the other; a pin in either counts.
+        At equal versions an unload precedes an adapter, known content a file's, and this account the other; a
+        pin in either counts.
         """
         adapters = dict(self.adapters)
         for name, version in other.versions.items():
@@ -109,14 +110,14 @@ class Served:
                 continue
             if theirs is None:
                 adapters.pop(name, None)
-            elif version > known:
-                adapters[name] = theirs
             elif mine is not None and mine.is_same(theirs):
                 adapters[name] = replace(
                     mine,
                     pinned=mine.pinned or theirs.pinned,
                     content_hash=mine.content_hash or theirs.content_hash,
                 )
+            elif version > known or (mine is not None and theirs.content_hash and not mine.content_hash):
+                adapters[name] = theirs
         versions = {
             name: max(self.versions.get(name, 0), other.versions.get(name, 0))
             for name in {**self.versions, **other.versions}

@@ -440,7 +440,7 @@ class InstanceListener:
             instance = self._instance_registry.enter(caller.name, client)
             instance.devices = facts.info.devices
             self._instance_registry.hear_drain(caller.name, facts.drain)
-            if facts.aliases and self._catch_up is not None:
+            if facts.aliases and not self._instance_registry.directed:
                 from .aliases import learn
 
                 learn(self._instance_registry.aliases, facts.aliases)

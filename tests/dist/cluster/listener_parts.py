@@ -168,6 +168,7 @@ class Instance:
         adapters=None,
         incarnation=None,
         refused=(),
+        aliases=None,
     ):
         self.incarnation = incarnation or secrets.token_hex(8)
         addresses = {f"listener-{one}": parse_address("listener", one) for one in sockets}
@@ -178,6 +179,7 @@ class Instance:
             return FrontEndLinks(addresses, keys, inbox, info.max_model_len)
 
         self.dial = self._thread.run(make())
+        self.dial._mux.aliases |= aliases or {}
         self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
         self.loop.refused = set(refused)
         self.loop.start()

@@ -21,7 +21,7 @@ from moe_lora.dist.cluster import instances
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.cluster.listener import CatchUp, DialledClient
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.engine.client.messages import Abort, Dead, Heartbeat, Outputs
+from moe_lora.engine.client.messages import Abort, Alias, Dead, Heartbeat, Outputs
 from moe_lora.engine.client.step_notes import StepNotes
 from tests.patience import PATIENCE_S
 
@@ -541,6 +541,16 @@ def test_directed_front_end_changes_nothing_of_an_instance(directed, join):
     assert [one.name for one in directed.instance_registry.candidates("other")] == ["one"]
     with pytest.raises(EngineDeadError, match="'start' is unavailable"):
         directed.instance_registry.candidates("start")
+
+
+@pytest.mark.parametrize("has_heard", [False, True])
+def test_front_end_takes_an_instance_s_aliases_until_its_controller_speaks(directed, join, has_heard):
+    registry = directed.instance_registry
+    if has_heard:
+        registry.follow({}, {}, {})
+    join("one", adapters=START, aliases={"support": Alias("start", number=3)})
+    until(lambda: directed.names() == ["one"])
+    assert ("support" in registry.aliases) is not has_heard
 
 
 def test_directed_front_end_routes_to_an_instance_after_the_orders_of_its_controller(directed, join):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.cluster.instances import Served, ServedVersion
+from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
 
 versions = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4))
 
@@ -50,10 +50,19 @@ def test_what_was_replaced_or_unloaded_does_not_come_back():
 
 def test_of_equal_versions_the_first_account_counts():
     here, there = (
-        Served.of({"a": ServedVersion("here", 1)}),
-        Served.of({"a": ServedVersion("there", 1, True)}),
+        Served.of({"a": ServedVersion("here", 1, content_hash="h")}),
+        Served.of({"a": ServedVersion("there", 1, True, "t")}),
     )
     assert here.joined(there) == here
+
+
+def test_a_new_controller_s_start_does_not_replace_what_runs():
+    """A registry's current version has changed since the instances' start."""
+    registry = InstanceRegistry((), [("support", "registry/v8"), ("other", "registry/o")])
+    living = ServedVersion("registry/v7", 1, True, "content")
+    registry.recover(Served.of({"support": living}))
+    registry.recover(Served.of({"support": ServedVersion("registry/v8", 1, False, "a restarted instance's")}))
+    assert registry.adapters == {"support": living, "other": ServedVersion("registry/o", 1)}
 
 
 def test_lacking_is_what_is_not_there_or_another_version():

@@ -181,7 +181,8 @@ class ControllerLink:
                 here = ClusterState(number=0, served=self._instance_registry.served, ranks=self.ranks)
                 self._take(message, StateChange.between(here, message))
         elif isinstance(message, StateChange):
-            assert self.state is not None and self.state.number == message.since
+            assert self.state is not None
+            assert self.state.number == message.since
             self._take(message.applied_to(self.state), message)
         elif isinstance(message, Figures):
             self.figures = message
