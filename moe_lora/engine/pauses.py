@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Handle = Callable[[Generate | Abort, float], None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Pause:
     scope: PauseScope
     mode: PauseMode
@@ -78,24 +78,34 @@ class Pauses:
         """Ids of requests held by pauses."""
         return {sequence.request.request_id for sequence in self._held}
 
-    def start(self, scope: PauseScope, mode: PauseMode, timeout_s: float) -> Callable[[], bool]:
-        """Pause the scope for at most timeout_s; replaces the owner's earlier pause.
+    def start(self, scope: PauseScope, mode: PauseMode, timeout_s: float) -> Pause:
+        """Pause the scope for at most timeout_s; prolongs the owner's equal pause, replaces another.
 
-        keep: covered requests gain no tokens.  wait: they go on to their ends.  The returned condition is the
-        last request's end; immediate except for wait.
+        keep: covered requests gain no tokens.  wait: they go on to their ends.
         """
-        if scope.owner in self._pauses:
-            self._pauses.pop(scope.owner).timer.cancel()
-        timer = threading.Timer(timeout_s, lambda: self._put(lambda: self._expire(pause)))
+        timer = threading.Timer(timeout_s, lambda: self._put(lambda: self._expire(pause, timer)))
         timer.daemon = True
-        pause = self._pauses[scope.owner] = Pause(scope, mode, timer, time.monotonic() + timeout_s)
+        pause, end_s = self._pauses.get(scope.owner), time.monotonic() + timeout_s
+        if pause is not None:
+            pause.timer.cancel()
+        if pause is not None and (pause.scope, pause.mode) == (scope, mode):
+            pause.timer, pause.end_s = timer, end_s
+        else:
+            pause = self._pauses[scope.owner] = Pause(scope, mode, timer, end_s)
         timer.start()
         if mode == "abort":
             self.abort(scope)
         elif mode == "keep":
             self._delay_unstarted(scope)
         self.apply()
-        return lambda: mode != "wait" or pause not in self._pauses.values() or not self._runs(scope)
+        return pause
+
+    def lasts(self, pause: Pause) -> bool:
+        return self._pauses.get(pause.scope.owner) is pause
+
+    def is_given(self, pause: Pause) -> bool:
+        """True once it is over, or, under wait, no covered request runs."""
+        return pause.mode != "wait" or not self.lasts(pause) or not self._runs(pause.scope)
 
     def end(self, owner: str | None) -> None:
         """End the owner's pause; None: all."""
@@ -157,8 +167,8 @@ class Pauses:
         for command, arrival_s in delayed.values():
             self._handle(command, arrival_s)
 
-    def _expire(self, pause: Pause) -> None:
-        if self._pauses.get(pause.scope.owner) is pause:
+    def _expire(self, pause: Pause, timer: threading.Timer) -> None:
+        if self.lasts(pause) and pause.timer is timer:
             self.end(pause.scope.owner)
 
     def _covers(self, request: GenerateRequest, *modes: PauseMode) -> bool:

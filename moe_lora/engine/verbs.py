@@ -106,13 +106,12 @@ class EngineVerbs:
         """
         if self.pauses is None:
             self.pauses = self._make_pauses()
-        start_s = time.monotonic()
-        ended = self.pauses.start(scope, mode, timeout_s)
+        pause = self.pauses.start(scope, mode, timeout_s)
         if not waits:
             return
-        yield ended
-        if scope not in self.pauses.scopes:
-            is_over = time.monotonic() >= start_s + timeout_s
+        yield partial(self.pauses.is_given, pause)
+        if not self.pauses.lasts(pause):
+            is_over = time.monotonic() >= pause.end_s
             why = f"the pause ended after {timeout_s:g} s," if is_over else "a resume ended the pause"
             raise TimeoutError(f"{why} before the last running request")
         if clears_cache:

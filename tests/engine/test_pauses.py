@@ -234,6 +234,29 @@ def test_wait_returns_after_the_last_running_answer(llm):
     assert late.rest() == "length"
 
 
+def test_a_repeated_wait_leaves_the_first_waiting_for_the_last_answer(llm):
+    running, known = Stream(llm, "running", "policy", gated=True), []
+    waits = [llm.client.start_call("pause_requests", ALL, "wait", 600.0) for _ in range(2)]
+    for one in waits:
+        one.add_done_callback(lambda _: known.append(running.received()))
+    running.gate.set()
+    for one in waits:
+        one.result(timeout=PATIENCE_S)
+    assert known == [LONG, LONG]
+
+
+def test_a_wait_that_a_resume_ended_is_not_given_by_the_next_pause(llm):
+    running = Stream(llm, "running", "policy", gated=True)
+    ended = llm.client.start_call("pause_requests", ALL, "wait", 600.0)
+    llm.client.start_call("resume_requests", "")
+    later = llm.client.start_call("pause_requests", ALL, "wait", 600.0)
+    running.gate.set()
+    with pytest.raises(TimeoutError, match="a resume ended the pause before the last running request"):
+        ended.result(timeout=PATIENCE_S)
+    later.result(timeout=PATIENCE_S)
+    assert running.received() == LONG
+
+
 def test_the_rest_of_an_answer_goes_on_under_wait(llm):
     alone = Stream(llm, "alone", "policy")
     alone.rest()
