@@ -286,6 +286,9 @@ class UnifiedCache:
             table.pages += pages
         return True
 
+    def keep_private(self, table: BlockTable) -> None:
+        """In place of `publish`: the table's further blocks are for nobody else."""
+
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
         """Make the full blocks of the first `num_computed` tokens findable.
 

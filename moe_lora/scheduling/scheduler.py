@@ -184,7 +184,9 @@ class Scheduler(Generic[Sequence]):
                 if self.tenants is not None:
                     self.tenants.counter.decode(sequence.tenant, sequence.share)
             sequence.num_computed += item.num_tokens
-            if not sequence.unshared:
+            if sequence.unshared:
+                self._cache.keep_private(sequence.table)
+            else:
                 num_shared = min(sequence.num_computed, sequence.base_tokens or sequence.num_computed)
                 self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 

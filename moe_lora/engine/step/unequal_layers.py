@@ -177,6 +177,13 @@ class StateCache(UnifiedCache):
             self._mover.device.give_back(pages)
         table.kept.clear()
 
+    def keep_private(self, table: BlockTable) -> None:
+        """Also the state: without further snapshots, or the one that was read."""
+        assert isinstance(table, StateTable)
+        self._drop_kept(table)
+        self._unpin_snapshot(table)
+        table.end = table.branch = 0
+
     def publish(self, table: BlockTable, tokens: Seq[int], num_computed: int, now_s: float) -> None:
         """As `UnifiedCache.publish`, with the step's snapshots."""
         super().publish(table, tokens, num_computed, now_s)

@@ -23,7 +23,7 @@ class Request:
 
     def __init__(self, states, namespace, salt, tokens):
         self.states, self.namespace, self.salt, self.tokens = states, namespace, salt, tokens
-        self.table, self.num_computed = None, 0
+        self.table, self.num_computed, self.unshared = None, 0, False
 
     def name(self, num_tokens):
         return (self.namespace, self.salt, tuple(self.tokens[:num_tokens]))
@@ -64,7 +64,10 @@ class Request:
             for number, page in enumerate(pages):
                 device[page] = (self.name(at), number)
         self.num_computed = end
-        self.states.cache.publish(self.table, self.tokens, end, self.states.now_s)
+        if self.unshared:
+            self.states.cache.keep_private(self.table)
+        else:
+            self.states.cache.publish(self.table, self.tokens, end, self.states.now_s)
         return True
 
     def stop(self):
@@ -256,3 +259,20 @@ def test_each_step_reads_the_state_of_its_tokens(steps, policy, device_pages, ho
     states.check_pages()
     states.cache.evict_all()
     assert states.cache._mover.device.num_free == device_pages
+
+
+def test_an_unshared_request_keeps_no_pages_for_snapshots():
+    """Not even the snapshot that it has read, or from a step in which it was shared."""
+    states = States()
+    states.compute(list(range(21)), namespace=1)
+    request = Request(states, 1, "", [*range(21), *range(100, 120)])
+    assert request.start()
+    assert request.table.snapshot is not None
+    assert request.step(3)
+    for _ in range(4):
+        request.unshared = True
+        assert request.step(3)
+        assert (request.table.kept, request.table.snapshot) == ({}, None)
+        states.check_pages([request])
+    request.stop()
+    states.check_pages()
