@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 from moe_lora.core.errors import EngineDeadError
@@ -165,7 +166,7 @@ class LoopClient(CallableEngine):
         outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
 
         def sink(item: TokenOutput | Exception) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop may close meanwhile
                 loop.call_soon_threadsafe(outputs.put_nowait, item)
 
         self.submit(request, sink)
