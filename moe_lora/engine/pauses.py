@@ -85,13 +85,14 @@ class Pauses:
         """
         timer = threading.Timer(timeout_s, lambda: self._put(lambda: self._expire(pause, timer)))
         timer.daemon = True
-        pause, end_s = self._pauses.get(scope.owner), time.monotonic() + timeout_s
-        if pause is not None:
-            pause.timer.cancel()
-        if pause is not None and (pause.scope, pause.mode) == (scope, mode):
-            pause.timer, pause.end_s = timer, end_s
-        else:
+        before, end_s = self._pauses.get(scope.owner), time.monotonic() + timeout_s
+        if before is not None:
+            before.timer.cancel()
+        if before is None or (before.scope, before.mode) != (scope, mode):
             pause = self._pauses[scope.owner] = Pause(scope, mode, timer, end_s)
+        else:
+            pause = before
+            pause.timer, pause.end_s = timer, end_s
         timer.start()
         if mode == "abort":
             self.abort(scope)

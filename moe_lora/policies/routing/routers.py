@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import ConfigError
@@ -15,6 +16,9 @@ from .routing import Instance, LeastOutstanding, RoundRobin, RoutedView, Router
 
 if TYPE_CHECKING:
     from .model_routing import CostModel
+
+
+_NUM_REQUESTS = attrgetter("load.num_requests")
 
 
 class RandomChoice:
@@ -31,7 +35,7 @@ class JoinShortestQueue:
     """The instance of fewest unfinished requests, the first on ties."""
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        return min(instances, key=lambda one: (one.load.num_requests, one.index))
+        return min(instances, key=_NUM_REQUESTS)
 
 
 class FirstFit:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from moe_lora.core.request import RoutingStats
 
 MAX_RECENT = 64
+_OUTSTANDING = attrgetter("outstanding_tokens")
 
 
 class InstanceLoad:
@@ -167,7 +169,7 @@ class LeastOutstanding:
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         if len(instances) == 1:
             return instances[0]
-        return min(instances, key=lambda instance: (instance.outstanding_tokens, instance.index))
+        return min(instances, key=_OUTSTANDING)
 
 
 class RoundRobin:
