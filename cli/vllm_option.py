@@ -100,6 +100,11 @@ def flag(names: str, on: str | None, off: str | None, text: str = "") -> VllmOpt
     return VllmOption(tuple(names.split()), "flag", words, text)
 
 
+def switch(name: str, place: str, text: str = "") -> VllmOption:
+    """A flag with a setting's effect."""
+    return flag(name, f"--set {place}=true", f"--set {place}=false", text)
+
+
 def unused(names: str, why: str, takes: Takes = "value") -> VllmOption:
     """An option without an effect here."""
     words = {"true": "", "false": ""} if takes == "flag" else {ANY: ""}
