@@ -399,6 +399,12 @@ def test_keys_come_from_the_option_else_from_the_environment(keys_of, model_dir,
     file = tmp_path / "cluster.yaml"
     file.write_text(f"model_dir: {model_dir}\nfront_end:\n  admin_key_digests: [{digest('file')}]\n")
     assert keys_of("--config", str(file)) == (digest("file"),)
+    assert keys_of("--config", str(file), "--api-key", "one") == (digest("file"), digest("one"))
+    given = f"front_end.admin_key_digests={digest('set')}"
+    assert keys_of(model_dir, "--set", given) == (digest("set"),)
+    assert keys_of("--config", str(file), "--set", given, "--api-key", "a") == (digest("set"), digest("a"))
+    file.write_text(f"model_dir: {model_dir}\nfront_end:\n")
+    assert keys_of("--config", str(file), "--api-key", "one") == (digest("one"),)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert keys_of(model_dir) == ()
 
