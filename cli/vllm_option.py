@@ -77,9 +77,11 @@ def _shown(words: str) -> str:
     return MODEL if words == "{}" else words.replace("{}", "VALUE").replace("{tensor}", "RANKS")
 
 
-def same(name: str, text: str = "", *, convert: str = "", example: str = "1", **words: str) -> VllmOption:
+def same(
+    name: str, text: str = "", *, takes: Takes = "value", convert: str = "", example: str = "1", **words: str
+) -> VllmOption:
     """An option that `serve` has too."""
-    return VllmOption((name,), "value", words or {ANY: f"{name} {{}}"}, text, convert, example, own=True)
+    return VllmOption((name,), takes, words or {ANY: f"{name} {{}}"}, text, convert, example, own=True)
 
 
 def setting(name: str, place: str, text: str = "", *values: str) -> VllmOption:

@@ -52,13 +52,7 @@ _FIXED_ADAPTERS = "omit the option; a request names its adapter as model"
 
 MODELS = (
     alias("--model", "{}", "the folder may also come first, without a name", example=MODEL),
-    VllmOption(
-        ("--served-model-name",),
-        "values",
-        {ANY: "--served-model-name {}"},
-        "answers and metrics show the first name",
-        own=True,
-    ),
+    same("--served-model-name", "answers and metrics show the first name", takes="values"),
     only("--tokenizer", (MODEL,), "the tokenizer of MODEL_DIR is read; copy the tokenizer's files there"),
     only("--tokenizer-mode", ("auto", "hf"), "tokenizers are read in the format of Hugging Face alone"),
     switch("--skip-tokenizer-init", "front_end.tokens_only"),
@@ -275,13 +269,11 @@ ADAPTERS = (
         "--max-cpu-loras",
         "the server keeps every adapter that was loaded; engine.host_arena_mb bounds memory",
     ),
-    VllmOption(
-        ("--lora-modules",),
-        "values",
-        {ANY: "--lora-modules {}"},
+    same(
+        "--lora-modules",
         'also as JSON, {"name": ..., "path": ..., "base_model_name": ...}',
+        takes="values",
         example="",
-        own=True,
     ),
     only("--lora-dtype", ("auto",), "adapters have the dtype of the model; give --dtype"),
     unused("--fully-sharded-loras", "--tensor-parallel divides adapters as it divides weights", "flag"),
@@ -298,14 +290,7 @@ ADAPTERS = (
 HTTP = (
     same("--host", "127.0.0.1 by default, in vLLM all addresses"),
     same("--port"),
-    VllmOption(
-        ("--api-key",),
-        "values",
-        {ANY: "--api-key {}"},
-        "or VLLM_API_KEY; the key is an administrator's",
-        example="secret",
-        own=True,
-    ),
+    same("--api-key", "or VLLM_API_KEY; the key is an administrator's", takes="values", example="secret"),
     alias("--ssl-certfile", "--tls-cert {}"),
     alias("--ssl-keyfile", "--tls-key {}"),
     only("--ssl-cert-reqs", ("0",), "certificates of clients are not checked; let a proxy check them"),
@@ -354,12 +339,10 @@ HTTP = (
     switch("--tokens-only", "front_end.tokens_only"),
     off("--grpc", "omit the option; the server speaks HTTP"),
     flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none", _WITH_PARSER),
-    VllmOption(
-        ("--tool-call-parser",),
-        "value",
-        {name: f"--set front_end.tool_call_parser={ours or name}" for name, ours in _TOOL_PARSERS.items()},
+    same(
+        "--tool-call-parser",
         "no plugin is read; choose one of these, or auto",
-        own=True,
+        **{one: f"--set front_end.tool_call_parser={ours or one}" for one, ours in _TOOL_PARSERS.items()},
     ),
     refused("--tool-parser-plugin", _TOOLS),
     refused("--tool-server", _TOOLS),
@@ -367,15 +350,12 @@ HTTP = (
         "--exclude-tools-when-tool-choice-none",
         "the template sees the tools; leave tools out of the request, and omit the option",
     ),
-    VllmOption(
-        ("--reasoning-parser",),
-        "value",
-        {
-            name: f"--set front_end.reasoning_parser={ours or name}"
-            for name, ours in _REASONING_PARSERS.items()
-        },
+    same(
+        "--reasoning-parser",
         "no plugin is read; choose one of these, or auto",
-        own=True,
+        **{
+            one: f"--set front_end.reasoning_parser={ours or one}" for one, ours in _REASONING_PARSERS.items()
+        },
     ),
     only(
         "--reasoning-config",
