@@ -40,9 +40,10 @@ def popularity_text(options: dict[str, Any]) -> str | None:
     """--popularity, or --zipf in its form, or None."""
     if options["functions"] or options["adapter_counts"]:
         return None
-    if options["popularity"] or not (options["lora_modules"] or options["num_adapters"] is not None):
-        return options["popularity"]
-    return "zipf" if options["zipf"] is None else f"zipf:{options['zipf']}"
+    if options["zipf"] is not None:
+        return f"zipf:{options['zipf']}"
+    names = options["lora_modules"] or options["num_adapters"] is not None
+    return options["popularity"] or ("zipf" if names else None)
 
 
 def with_identities(options: dict[str, Any], trace: Trace, served: ServedModels) -> Trace:

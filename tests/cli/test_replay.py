@@ -160,6 +160,7 @@ def test_rate_draws_arrivals_and_duration_cuts_them(server: Served, trace: Path,
         (["--lora-modules", "reverse", "--num-adapters", "1"], "exclude each other"),
         (["--popularity", "zipff", "--num-adapters", "1"], "long-tail"),
         (["--popularity", "uniform"], "no adapter to choose from"),
+        (["--zipf", "1"], "popularity zipf:1.0: no adapter to choose from"),
         (
             ["--popularity", "uniform", "--zipf", "1", "--num-adapters", "1"],
             "exclude each other",
