@@ -317,6 +317,20 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 
+@pytest.mark.parametrize("option", ["--lora-modules", "--lora-dir"])
+def test_adapters_beside_a_controller_are_given_to_the_controller(monkeypatch, tmp_path, option):
+    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *_, reload: pytest.fail("started"))
+    file, place = tmp_path / "several.yaml", adapter(tmp_path, "a")
+    file.write_text(
+        "model_dir: base\nfront_ends:\n  one: {port: 81, engines_address: 'h:2'}\n"
+        "controller: {address: 'h:4', engines_address: 'h:5'}\n"
+    )
+    value = f"a={place}" if option == "--lora-modules" else place
+    result = run("--config", str(file), "--role", "front-end", "--name", "one", option, value)
+    assert result.exit_code == 2
+    assert f"give {option} to the controller" in " ".join(result.output.split())
+
+
 def test_a_front_end_that_the_file_does_not_have(cluster_file):
     result = run("--config", cluster_file, "--role", "front-end", "--name", "three")
     assert result.exit_code == 1
