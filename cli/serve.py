@@ -113,7 +113,8 @@ def serve(
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     if role == "front-end" and cluster.controller is not None:
-        refuse_given(("lora_modules", "lora_dir"), "adapters are the controller's; give {} to the controller")
+        names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]
+        refuse_given(names, "adapters are the controller's; give {} to the controller")
     set_log_level(cluster.front_end.log_level)
     reload = None
     quiet: AbstractContextManager[None] = nullcontext()

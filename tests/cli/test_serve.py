@@ -317,7 +317,7 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 
-@pytest.mark.parametrize("option", ["--lora-modules", "--lora-dir"])
+@pytest.mark.parametrize("option", ["--lora-modules", "--lora-dir", "--registry"])
 def test_adapters_beside_a_controller_are_given_to_the_controller(monkeypatch, tmp_path, option):
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *_, reload: pytest.fail("started"))
     file, place = tmp_path / "several.yaml", adapter(tmp_path, "a")
