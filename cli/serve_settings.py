@@ -57,8 +57,7 @@ def cluster_to_serve(
     if options["served_model_name"]:
         content["served_model_name"] = list(options["served_model_name"])
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
-    for section, one, value in map(_setting, options["further_settings"]):
-        sections.setdefault(section, {})[one.name] = one.rule.placed(value, path_of)
+    _add_settings(sections, options["further_settings"], path_of)
     front_ends = content.get("front_ends") or {}
     if front_end in front_ends:
         shared = sections.get("front_end", {})
@@ -87,6 +86,20 @@ def cluster_to_serve(
     from moe_lora.adapters.sources import with_local_adapters
 
     return with_local_adapters(cluster)
+
+
+def _add_settings(
+    sections: dict[str, dict[str, Any]], texts: Iterable[str], path_of: Callable[[str], str]
+) -> None:
+    """Add values of --set to those of options.  Raises click.UsageError for two values of a setting."""
+    given = {section: dict(values) for section, values in sections.items()}
+    for section, one, value in map(_setting, texts):
+        found, name = one.rule.placed(value, path_of), one.name
+        if given.get(section, {}).get(name, found) != found:
+            raise click.UsageError(
+                f"--set {section}.{name} has another value than {one.rule.option}; give one of them"
+            )
+        sections.setdefault(section, {})[name] = found
 
 
 def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str, Any]) -> str:

@@ -317,6 +317,28 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--port", "6"], "front_end.port=5"),
+        (["--max-model-len", "6"], "engine.max_model_len=null"),
+        (["--eager"], "engine.eager=false"),
+        (["--eager", "--no-enforce-eager"], "engine.seed=1"),
+    ],
+)
+def test_an_option_and_another_value_by_set_are_refused(served, model_dir, words, place):
+    result = run(model_dir, *words, "--set", place)
+    assert result.exit_code == 2
+    assert f"{words[0]}; give one of them" in " ".join(result.output.split())
+    assert not served
+
+
+def test_an_option_and_the_same_value_by_set_are_one(served, model_dir):
+    words = ["--port", "6", "--set", "front_end.port=6", "--eager", "--set", "engine.eager=true"]
+    assert run(model_dir, *words, "--set", "engine.seed=1", "--set", "engine.seed=2").exit_code == 0
+    assert (served[0][1]["port"], served[0][0].seed) == (6, 2)
+
+
 @pytest.mark.parametrize("option", ["--lora-modules", "--lora-dir", "--registry"])
 def test_adapters_beside_a_controller_are_given_to_the_controller(monkeypatch, tmp_path, option):
     monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *_, reload: pytest.fail("started"))
