@@ -30,7 +30,7 @@ _LOGS = "requests are not logged; /metrics counts requests"
 _LOGS_WITH = "requests are not logged; log them at a proxy, or count them by /metrics"
 _TRACES = "no traces are sent; /metrics has the times of requests"
 _TOOLS = "omit the option; formats of calls are built in, and the client runs the tools"
-_WITH_PARSER = "with --config give --tool-call-parser too"
+_WITH_PARSER = "calls are parsed by default; with --config give --tool-call-parser too"
 _TOOL_PARSERS = {
     **dict.fromkeys(("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3"), ""),
     **{"openai": "harmony", "glm45": "glm4", "glm47": "glm4", "deepseek_v31": "deepseek_v3"},
