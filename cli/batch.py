@@ -13,7 +13,7 @@ import click
 from moe_lora.config import EngineConfig, LoraServerConfig, RegistryConfig
 
 from .errors import user_errors
-from .options import VariadicCommand, headed, model_options, section_options
+from .options import VariadicCommand, headed, model_options, refuse_given, section_options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -76,8 +76,10 @@ def batch(
 
     if Path(output).resolve() == Path(file).resolve():
         raise click.UsageError("--output is FILE itself; choose another file for results")
-    if server is not None and options["model_dir"] is not None:
-        raise click.UsageError("--server answers by itself; leave MODEL_DIR or --server out")
+    if server is not None:
+        refuse_given(options, "--server answers by itself; leave {} or --server out")
+    else:
+        refuse_given(("api_key",), "leave {} out, or give --server: an instance here needs no key")
     cluster = None if server is not None else _own_cluster(options)
     with open(file, "rb") as source, closing(Results(output)) as results:
         found = read_lines(source)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import click
 
 from .adapters import print_table
 from .errors import user_errors
+from .options import refuse_given
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 
@@ -44,29 +46,13 @@ def keys() -> None:
     help="Weight of the tenant among competing tenants.",
 )
 @user_errors
-def add(
-    file: Path,
-    tenant: str,
-    adapters: tuple[str, ...],
-    admin: bool,
-    requests_per_minute: float | None,
-    tokens_per_minute: float | None,
-    share: float,
-) -> None:
+def add(file: Path, **rights: Any) -> None:
     """Make a key, write its digest into FILE, and print it: this once, it can't be found out again."""
     from moe_lora.serve.api_keys import ApiKey, add_key
 
-    rights = ApiKey(
-        id="new",
-        digest="",
-        tenant=tenant,
-        adapters=adapters,
-        admin=admin,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        share=share,
-    )
-    click.echo(add_key(file, rights))
+    if rights["admin"]:
+        refuse_given(("adapters",), "--admin allows all adapters; leave {} out, or --admin")
+    click.echo(add_key(file, ApiKey(id="new", digest="", **rights)))
 
 
 @keys.command(name="list")

@@ -15,7 +15,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.config.engine import QUANTISATION
 
 from .errors import user_errors
-from .options import WholeNumbers, setting_options
+from .options import WholeNumbers, refuse_given, setting_options
 
 if TYPE_CHECKING:
     from moe_lora.provision.operating_points import OperatingPoint, PointLoad, RateRun, SloGoal
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _OVERLOAD_TTFTS = 3.0
 """A wait of this many SLO TTFTs stops a run."""
 
-_ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "num_threads", "eager")
-_ENGINE += QUANTISATION
+_MACHINE = ("device", "dtype", "num_threads", "eager", *QUANTISATION)
+_ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", *_MACHINE)
 """Engine settings with an option here."""
 
 
@@ -64,9 +64,8 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
 
     if (model_dir is None) == (options["performance_file"] is None):
         raise click.UsageError("give either MODEL_DIR or --simulate FILE")
-    unset = EngineConfig(model_dir="").quantisation
-    if model_dir is None and any(options[name] != value for name, value in unset.items()):
-        raise click.UsageError("--simulate takes the weights' format from its FILE; leave --quantize... out")
+    if model_dir is None:
+        refuse_given(_MACHINE, "--simulate takes times and weights' format from its FILE; leave {} out")
     content = found_points(model_dir, options)
     write_json(out, content)
     for rank, tokens_per_s in content["operating_points"].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import click
@@ -23,6 +23,7 @@ POPULARITY = click.option(
     help="Popularity of another shape than --zipf, e.g. uniform, long-tail, loraserve:shifting, "
     "functions:10:TRACE.csv; or counts: CSV adapter,count or JSON.",
 )
+COMMANDLINE = click.core.ParameterSource.COMMANDLINE
 _SEPARATOR = "__"
 
 
@@ -135,6 +136,16 @@ def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
             expanded.append(name)
         expanded.append(word)
     return expanded
+
+
+def refuse_given(names: Container[str], reason: str) -> None:
+    """Raises UsageError if the command line has parameters of these names; reason: with `{}` for them."""
+    context = click.get_current_context()
+    here = [one for one in context.command.params if one.name in names]
+    given = [one for one in here if context.get_parameter_source(one.name or "") is COMMANDLINE]
+    if given:
+        shown = " and ".join(one.get_error_hint(context).strip("'[]") for one in given)
+        raise click.UsageError(reason.format(shown))
 
 
 class WholeNumbers(click.ParamType):

@@ -22,14 +22,17 @@ from moe_lora.workload.replay_plan import PlannedRequest, make_plan, read_prompt
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
+from .options import refuse_given
+
 _NOT_SAVED = ("api_key", "save_result", "append_result", "report_path", "label", "quiet")
+_SHAPES = ("zipf", "adapter_counts", "popularity")
 _MOST_NAMES_SHOWN = 20
 
 
 def adapter_popularity(options: dict[str, Any], served: ServedModels) -> Popularity | None:
     """The popularity by the options, or None."""
     _exclusive(options, "lora_modules", "num_adapters", "adapter_counts")
-    _exclusive(options, "zipf", "adapter_counts", "popularity", "functions")
+    _exclusive(options, *_SHAPES, "functions")
     if options["adapter_counts"]:
         return read_counts(options["adapter_counts"])
     text = popularity_text(options)
@@ -40,9 +43,10 @@ def popularity_text(options: dict[str, Any]) -> str | None:
     """--popularity, or --zipf in its form, or None."""
     if options["functions"] or options["adapter_counts"]:
         return None
-    if options["popularity"] or not (options["lora_modules"] or options["num_adapters"] is not None):
-        return options["popularity"]
-    return "zipf" if options["zipf"] is None else f"zipf:{options['zipf']}"
+    if options["zipf"] is not None:
+        return f"zipf:{options['zipf']}"
+    names = options["lora_modules"] or options["num_adapters"] is not None
+    return options["popularity"] or ("zipf" if names else None)
 
 
 def with_identities(options: dict[str, Any], trace: Trace, served: ServedModels) -> Trace:
@@ -105,7 +109,11 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     for reason, count in trace.dropped.items():
         click.echo(f"{trace.path}: {count} rows left out: {reason}", err=True)
     served = served_models(options["url"], options["api_key"])
-    trace = with_identities(options, trace, served)
+    read, trace = trace, with_identities(options, trace, served)
+    if all(request.adapter for request in trace.requests):
+        names = ("lora_modules", "num_adapters") if trace is read else ()
+        way_out = "leave {} out, or map the names by --skewness"
+        refuse_given((*_SHAPES, *names), f"each request of the trace names its adapter; {way_out}")
     workload = workload_options(options, trace)
     plan = make_plan(
         trace,

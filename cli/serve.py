@@ -16,7 +16,7 @@ from moe_lora.config import (
 from moe_lora.config.optional_parts import SourcesConfig
 
 from .errors import user_errors
-from .options import headed, model_options, section_options
+from .options import headed, model_options, refuse_given, section_options
 from .vllm_words import NOTES, VllmCommand, show_vllm_options
 
 _HEADINGS = ("Model", "Adapters", "LoRA Server", "Scaling", "Access", "More")
@@ -112,6 +112,9 @@ def serve(
         raise click.UsageError("--name is a front end's; give --role front-end")
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
+    if role == "front-end" and cluster.controller is not None:
+        names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]
+        refuse_given(names, "adapters are the controller's; give {} to the controller")
     set_log_level(cluster.front_end.log_level)
     reload = None
     quiet: AbstractContextManager[None] = nullcontext()

@@ -57,10 +57,7 @@ def cluster_to_serve(
     if options["served_model_name"]:
         content["served_model_name"] = list(options["served_model_name"])
     sections = sections_of(options, SECTIONS, absolute=config_file is not None)
-    for section, one, value in map(_setting, options["further_settings"]):
-        sections.setdefault(section, {})[one.name] = one.rule.placed(value, path_of)
-    if keys := options["given_keys"] or _keys_of_environment(content):
-        sections.setdefault("front_end", {})["admin_key_digests"] = admin_digests(keys)
+    _add_settings(sections, options["further_settings"], path_of)
     front_ends = content.get("front_ends") or {}
     if front_end in front_ends:
         shared = sections.get("front_end", {})
@@ -68,6 +65,10 @@ def cluster_to_serve(
         content["front_ends"] = {**front_ends, front_end: {**front_ends[front_end], **where}}
     for section, given in sections.items():
         content[section] = _laid_over(SECTIONS[section], content.get(section), given)
+    if keys := options["given_keys"] or _keys_of_environment(content):
+        access = content.get("front_end") or {}
+        digests = [*access.get("admin_key_digests", ()), *admin_digests(keys)]
+        content["front_end"] = {**access, "admin_key_digests": digests}
     modules = [one for text in options["lora_modules"] for one in read_module(text, _base_names(content))]
     adapters = [*modules, *find_adapters(options["lora_dir"])]
     names = [name for name, _ in adapters]
@@ -85,6 +86,20 @@ def cluster_to_serve(
     from moe_lora.adapters.sources import with_local_adapters
 
     return with_local_adapters(cluster)
+
+
+def _add_settings(
+    sections: dict[str, dict[str, Any]], texts: Iterable[str], path_of: Callable[[str], str]
+) -> None:
+    """Add values of --set to those of options.  Raises click.UsageError for two values of a setting."""
+    given = {section: dict(values) for section, values in sections.items()}
+    for section, one, value in map(_setting, texts):
+        found, name = one.rule.placed(value, path_of), one.name
+        if given.get(section, {}).get(name, found) != found:
+            raise click.UsageError(
+                f"--set {section}.{name} has another value than {one.rule.option}; give one of them"
+            )
+        sections.setdefault(section, {})[name] = found
 
 
 def _path_or_address(path: str, path_of: Callable[[str], str], content: dict[str, Any]) -> str:
@@ -182,7 +197,7 @@ def admin_digests(given: Iterable[str]) -> list[str]:
 
 
 def _keys_of_environment(content: dict[str, Any]) -> list[str]:
-    """The key in VLLM_API_KEY, unless the file has digests."""
+    """The key in VLLM_API_KEY, unless digests are given."""
     key, section = os.environ.get(ENVIRONMENT_KEY), content.get("front_end")
     if not key or (isinstance(section, dict) and "admin_key_digests" in section):
         return []

@@ -77,9 +77,11 @@ def _shown(words: str) -> str:
     return MODEL if words == "{}" else words.replace("{}", "VALUE").replace("{tensor}", "RANKS")
 
 
-def same(name: str, text: str = "", *, convert: str = "", example: str = "1", **words: str) -> VllmOption:
+def same(
+    name: str, text: str = "", *, takes: Takes = "value", convert: str = "", example: str = "1", **words: str
+) -> VllmOption:
     """An option that `serve` has too."""
-    return VllmOption((name,), "value", words or {ANY: f"{name} {{}}"}, text, convert, example, own=True)
+    return VllmOption((name,), takes, words or {ANY: f"{name} {{}}"}, text, convert, example, own=True)
 
 
 def setting(name: str, place: str, text: str = "", *values: str) -> VllmOption:
@@ -98,6 +100,11 @@ def flag(names: str, on: str | None, off: str | None, text: str = "") -> VllmOpt
     """on, off: our words; None: refused."""
     words = {key: words for key, words in (("true", on), ("false", off)) if words is not None}
     return VllmOption(tuple(names.split()), "flag", words, text)
+
+
+def switch(name: str, place: str, text: str = "") -> VllmOption:
+    """A flag with a setting's effect."""
+    return flag(name, f"--set {place}=true", f"--set {place}=false", text)
 
 
 def unused(names: str, why: str, takes: Takes = "value") -> VllmOption:

@@ -14,6 +14,7 @@ from .vllm_option import (
     refused,
     same,
     setting,
+    switch,
     unused,
 )
 
@@ -29,6 +30,7 @@ _LOGS = "requests are not logged; /metrics counts requests"
 _LOGS_WITH = "requests are not logged; log them at a proxy, or count them by /metrics"
 _TRACES = "no traces are sent; /metrics has the times of requests"
 _TOOLS = "omit the option; formats of calls are built in, and the client runs the tools"
+_WITH_PARSER = "calls are parsed by default; with --config give --tool-call-parser too"
 _TOOL_PARSERS = {
     **dict.fromkeys(("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3"), ""),
     **{"openai": "harmony", "glm45": "glm4", "glm47": "glm4", "deepseek_v31": "deepseek_v3"},
@@ -50,16 +52,10 @@ _FIXED_ADAPTERS = "omit the option; a request names its adapter as model"
 
 MODELS = (
     alias("--model", "{}", "the folder may also come first, without a name", example=MODEL),
-    VllmOption(
-        ("--served-model-name",),
-        "values",
-        {ANY: "--served-model-name {}"},
-        "answers and metrics show the first name",
-        own=True,
-    ),
+    same("--served-model-name", "answers and metrics show the first name", takes="values"),
     only("--tokenizer", (MODEL,), "the tokenizer of MODEL_DIR is read; copy the tokenizer's files there"),
     only("--tokenizer-mode", ("auto", "hf"), "tokenizers are read in the format of Hugging Face alone"),
-    flag("--skip-tokenizer-init", "--set front_end.tokens_only=true", ""),
+    switch("--skip-tokenizer-init", "front_end.tokens_only"),
     unused("--trust-remote-code", "code of a checkpoint never runs", "flag"),
     refused("--revision", "MODEL_DIR is a folder; download the revision and give its folder"),
     refused("--code-revision", "code of a checkpoint never runs; omit the option"),
@@ -74,23 +70,14 @@ MODELS = (
     same(
         "--dtype",
         "fp16 is not computed; choose bfloat16 or float32",
-        **{
-            "auto": "--dtype auto",
-            "bfloat16": "--dtype bfloat16",
-            "float32": "--dtype float32",
-            "float": "--dtype float32",
-        },
+        **{name: f"--dtype {name}" for name in ("auto", "bfloat16", "float32")},
+        float="--dtype float32",
     ),
-    VllmOption(
-        ("--load-format",),
-        "value",
-        {
-            "auto": "",
-            "safetensors": "--set engine.load_format=safetensors",
-            "dummy": "--set engine.load_format=dummy",
-        },
+    same(
+        "--load-format",
         _TENSORS,
-        own=True,
+        **dict.fromkeys(("auto", "safetensors"), "--set engine.load_format=safetensors"),
+        dummy="--set engine.load_format=dummy",
     ),
     only("--config-format", ("auto", "hf"), _CONFIG),
     only("--model-impl", ("auto", "vllm"), "models run on the layers of this package; choose auto"),
@@ -113,7 +100,8 @@ MODELS = (
         "--max-model-len",
         "`k` means 1,000 and `K` 1,024; `auto` and -1 mean the model's length",
         convert="count",
-        **{"auto": "", "-1": "", ANY: "--max-model-len {}"},
+        **dict.fromkeys(("auto", "-1"), "--set engine.max_model_len=null"),
+        **{ANY: "--max-model-len {}"},
     ),
     alias("--seed", "--set engine.seed={}"),
     only("--max-logprobs", ("20",), "requests may ask for 20 at most; omit the option"),
@@ -122,16 +110,11 @@ MODELS = (
         ("raw_logprobs",),
         "log probabilities are those before temperature; omit the option",
     ),
-    VllmOption(
-        ("--generation-config",),
-        "value",
-        {
-            "auto": "",
-            "vllm": "--set engine.generation_config=none",
-            "none": "--set engine.generation_config=none",
-        },
+    same(
+        "--generation-config",
         "generation_config.json of MODEL_DIR is read; copy another file there",
-        own=True,
+        auto="--set engine.generation_config=auto",
+        **dict.fromkeys(("vllm", "none"), "--set engine.generation_config=none"),
     ),
     only("--override-generation-config", ("{}",), "send sampling parameters with each request"),
     unused("--enable-sleep-mode", "on a CPU /sleep works without the option; a GPU's memory stays", "flag"),
@@ -158,8 +141,9 @@ PARALLEL = (
     flag(
         "--enable-expert-parallel",
         "--expert-parallel {tensor}",
-        "",
-        "the ranks of one instance share the experts; every instance holds all experts",
+        "--expert-parallel 1",
+        "the ranks of one instance share the experts; every instance holds all experts; with --config give "
+        "--tensor-parallel-size too",
     ),
     alias("--data-parallel-size -dp", "--instances {}", _ONE_HOST, example="2"),
     alias("--data-parallel-size-local -dpl", "--instances {}", _ONE_HOST, example="2"),
@@ -218,7 +202,7 @@ MEMORY = (
     ),
     unused("--calculate-kv-scales", "KV is not quantised", "flag"),
     setting("--block-size", "engine.block_size"),
-    flag("--enable-prefix-caching", "", "--set engine.prefix_caching=false", "on by default"),
+    switch("--enable-prefix-caching", "engine.prefix_caching", "on by default"),
     unused("--prefix-caching-hash-algo", "prefixes are compared token by token"),
     unused("--disable-hybrid-kv-cache-manager", "one cache has KV of all layers", "flag"),
     only("--kv-transfer-config", ("", "{}"), _PEERS),
@@ -239,9 +223,7 @@ SCHEDULING = (
         {
             "true": "--set engine.async_scheduling=on",
             "false": "--set engine.async_scheduling=off",
-            "auto": "--set engine.async_scheduling=auto",
-            "on": "--set engine.async_scheduling=on",
-            "off": "--set engine.async_scheduling=off",
+            **{word: f"--set engine.async_scheduling={word}" for word in ("auto", "on", "off")},
         },
         "a word may follow: auto, on or off",
         own=True,
@@ -257,7 +239,7 @@ SCHEDULING = (
     unused("--preemption-mode", "what leaves the device is chosen by --cache-policy"),
     unused("--stream-interval", "each step is a chunk"),
     refused("--scheduler-cls", _CODE),
-    flag("--enforce-eager", "--eager", ""),
+    flag("--enforce-eager", "--eager", "--set engine.eager=false"),
     unused("--compilation-config -O -cc", _COMPILED),
     unused("--optimization-level", _COMPILED),
     unused("--performance-mode", _COMPILED),
@@ -287,13 +269,11 @@ ADAPTERS = (
         "--max-cpu-loras",
         "the server keeps every adapter that was loaded; engine.host_arena_mb bounds memory",
     ),
-    VllmOption(
-        ("--lora-modules",),
-        "values",
-        {ANY: "--lora-modules {}"},
+    same(
+        "--lora-modules",
         'also as JSON, {"name": ..., "path": ..., "base_model_name": ...}',
+        takes="values",
         example="",
-        own=True,
     ),
     only("--lora-dtype", ("auto",), "adapters have the dtype of the model; give --dtype"),
     unused("--fully-sharded-loras", "--tensor-parallel divides adapters as it divides weights", "flag"),
@@ -310,14 +290,7 @@ ADAPTERS = (
 HTTP = (
     same("--host", "127.0.0.1 by default, in vLLM all addresses"),
     same("--port"),
-    VllmOption(
-        ("--api-key",),
-        "values",
-        {ANY: "--api-key {}"},
-        "or VLLM_API_KEY; the key is an administrator's",
-        example="secret",
-        own=True,
-    ),
+    same("--api-key", "or VLLM_API_KEY; the key is an administrator's", takes="values", example="secret"),
     alias("--ssl-certfile", "--tls-cert {}"),
     alias("--ssl-keyfile", "--tls-key {}"),
     only("--ssl-cert-reqs", ("0",), "certificates of clients are not checked; let a proxy check them"),
@@ -335,7 +308,7 @@ HTTP = (
     only("--root-path", ("", "/"), "let the proxy strip the prefix before it passes a request on"),
     refused("--uds", "give --host and --port; front_end.admin_address may be a socket"),
     refused("--middleware", _CODE),
-    flag("--disable-fastapi-docs", "--set front_end.docs_page=false", ""),
+    flag("--disable-fastapi-docs", "--set front_end.docs_page=false", "--set front_end.docs_page=true"),
     unused("--enable-offline-docs", "the page at /docs loads nothing from elsewhere", "flag"),
     alias("--shutdown-timeout", "--set front_end.drain_s={}"),
     unused("--uvicorn-log-level", _LOGS),
@@ -359,19 +332,17 @@ HTTP = (
     unused("--h11-max-header-count", "a request may have 128 headers"),
     unused("--enable-request-id-headers", "every answer has X-Request-Id", "flag"),
     unused("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", "flag"),
-    flag("--enable-force-include-usage", "--set front_end.force_include_usage=true", ""),
-    flag("--enable-per-request-metrics", "--set front_end.per_request_metrics=true", ""),
-    flag("--return-tokens-as-token-ids", "--set front_end.return_tokens_as_token_ids=true", ""),
-    flag("--enable-return-routed-experts", "--set front_end.return_routed_experts=true", ""),
-    flag("--tokens-only", "--set front_end.tokens_only=true", ""),
+    switch("--enable-force-include-usage", "front_end.force_include_usage"),
+    switch("--enable-per-request-metrics", "front_end.per_request_metrics"),
+    switch("--return-tokens-as-token-ids", "front_end.return_tokens_as_token_ids"),
+    switch("--enable-return-routed-experts", "front_end.return_routed_experts"),
+    switch("--tokens-only", "front_end.tokens_only"),
     off("--grpc", "omit the option; the server speaks HTTP"),
-    flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none"),
-    VllmOption(
-        ("--tool-call-parser",),
-        "value",
-        {name: f"--set front_end.tool_call_parser={ours or name}" for name, ours in _TOOL_PARSERS.items()},
+    flag("--enable-auto-tool-choice", "", "--set front_end.tool_call_parser=none", _WITH_PARSER),
+    same(
+        "--tool-call-parser",
         "no plugin is read; choose one of these, or auto",
-        own=True,
+        **{one: f"--set front_end.tool_call_parser={ours or one}" for one, ours in _TOOL_PARSERS.items()},
     ),
     refused("--tool-parser-plugin", _TOOLS),
     refused("--tool-server", _TOOLS),
@@ -379,15 +350,12 @@ HTTP = (
         "--exclude-tools-when-tool-choice-none",
         "the template sees the tools; leave tools out of the request, and omit the option",
     ),
-    VllmOption(
-        ("--reasoning-parser",),
-        "value",
-        {
-            name: f"--set front_end.reasoning_parser={ours or name}"
-            for name, ours in _REASONING_PARSERS.items()
-        },
+    same(
+        "--reasoning-parser",
         "no plugin is read; choose one of these, or auto",
-        own=True,
+        **{
+            one: f"--set front_end.reasoning_parser={ours or one}" for one, ours in _REASONING_PARSERS.items()
+        },
     ),
     only(
         "--reasoning-config",

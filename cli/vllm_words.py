@@ -25,6 +25,11 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _POWERS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _SWITCH = {"true": "true", "1": "true", "false": "false", "0": "false"}
 SET = "--set"
+_NEEDED = {
+    "--enable-expert-parallel": ("--tensor-parallel", "--set engine.tensor_parallel"),
+    "--enable-auto-tool-choice": ("--tool-call-parser", "--set front_end.tool_call_parser"),
+}
+"""vLLM's flag → names of the option with its value."""
 NOTES = "moe_lora.vllm_notes"
 """Key of log lines in a context's `meta`."""
 
@@ -146,9 +151,8 @@ class VllmWords:
             self._read(self._left.pop(0))
         if self._moved:
             raise click.UsageError("\n".join(new_place(*one) for one in self._moved.items()))
-        ranks = self._found.get("--tensor-parallel-size")
-        self._tensor = ranks[2] if ranks else self._given.get("--tensor-parallel", ("", "1"))[1]
-        for option, name, value in self._found.values():
+        last = [self._found.pop(name) for name in _NEEDED if name in self._found]
+        for option, name, value in (*self._found.values(), *last):
             self._add(option, name, value)
         self.words += self._left
 
@@ -235,9 +239,17 @@ class VllmWords:
         shown = option.name if state == "true" else f"--no-{option.name[2:]}"
         if state not in option.words and state in _SWITCH:
             raise click.UsageError(f"{shown} can't be had here: {option.text}")
-        self._add_words(option, shown, option.words[state])
+        tensor = self._needed(shown, _NEEDED.get(shown, ()))
+        self._add_words(option, shown, option.words[state].replace("{tensor}", tensor))
         if not option.words[state]:
             self._note(option, shown, "" if state == "true" else shown)
+
+    def _needed(self, name: str, options: Sequence[str]) -> str:
+        """The value of a needed option, "1" without.  Raises UsageError beside a file."""
+        values = [self._given[one][1] for one in options if one in self._given]
+        if options and not values and "--config" in self._given:
+            raise click.UsageError(f"{name} with --config needs {options[0]}; give both, or leave both out")
+        return values[-1] if values else "1"
 
     def _value(self, name: str) -> str:
         if not self._left or (self._left[0].startswith("-") and not _NUMBER.match(self._left[0])):
@@ -298,8 +310,6 @@ class VllmWords:
         if not ours:
             return
         filled = rest.replace("{}", value)
-        if "{tensor}" in filled:
-            filled = filled.replace("{tensor}", self._tensor)
         self.words += [ours, filled] if rest else [ours]
         own = self._own.get(ours)
         if ours == SET:

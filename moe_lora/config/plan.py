@@ -45,6 +45,8 @@ class PlanGoals(Settings):
         super().__post_init__()
         if self.gpus is not None and self.instances is not None:
             raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
+        if self.global_batch is not None and self.load_margin:
+            raise ConfigError("the margin is a share of a load by its rate; give load_margin or global_batch")
         if self.prefix_hit_share is not None and not self.prefix_hit_share < 1:
             raise ConfigError(
                 f"prefix_hit_share={self.prefix_hit_share} must be 0 or more, and less than 1: a request "

@@ -60,6 +60,17 @@ def test_all_adapters_of_a_folder_are_added(folder, tmp_path):
     assert "--name" in refused
 
 
+def test_an_adapter_with_checkpoints_is_one_adapter(folder, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(UPPER, out)
+    shutil.copytree(ROT13, out / "checkpoint-500")
+    assert run("add", out, "--registry", folder, "--model", MODEL).startswith("out: version 1, ")
+    assert [line.split()[0] for line in run("list", "--registry", folder).splitlines()] == ["name", "out"]
+    assert [line.split()[0] for line in run("list", out, "--model", MODEL).splitlines()] == ["name", "out"]
+    (out / "adapter_config.json").write_text("{}")
+    assert "out: error: " in run("check", out, "--model", MODEL, fails=1)
+
+
 def test_a_name_gets_versions(folder):
     for source in (UPPER, ROT13, ROT13):
         said = run("add", source, "--name", "x", "--registry", folder, "--model", MODEL)

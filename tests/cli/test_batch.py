@@ -187,6 +187,21 @@ def test_an_own_instance_answers_as_a_server(tmp_path):
         ((), "give --server, or MODEL_DIR"),
         (("--server", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1"),
         (("--server", "http://127.0.0.1:1", str(DEMO / "model")), "leave MODEL_DIR or --server out"),
+        *(
+            (("--server", "http://127.0.0.1:1", *words), f"leave {words[0]} or --server out")
+            for words in (
+                ("--config", "absent.yaml"),
+                ("--set", "engine.seed=1"),
+                ("--lora-modules", f"up={DEMO / 'adapters' / 'upper'}"),
+                ("--skip-bad-adapters",),
+                ("--max-loras", "8"),
+                ("--registry", str(DEMO)),
+                ("--lora-capacity", "8"),
+                ("--eager",),
+            )
+        ),
+        (("--server", "x", "--dtype", "auto", "--threads", "1"), "leave --dtype and --threads or --server"),
+        (("--api-key", "one"), "leave --api-key out, or give --server"),
         (("--server", "x", "--concurrency", "0"), "--concurrency"),
     ],
 )

@@ -129,7 +129,11 @@ SLO = ("--slo-ttft-s", "1", "--slo-tpot-s", "1")
         (["operating-points", MODEL, "--slo-ttft-s", "0", "--slo-tpot-s", "1"], "slo.ttft_s=0.0 must be"),
         (
             ["operating-points", "--simulate", __file__, "--quantize", "int8", *SLO],
-            "--simulate takes the weights' format from its FILE",
+            "--simulate takes times and weights' format from its FILE; leave --quantize out",
+        ),
+        *(
+            (["operating-points", "--simulate", __file__, *words, *SLO], f"leave {words[0]} out")
+            for words in (["--device", "cpu"], ["--dtype", "auto"], ["--eager"], ["--threads", "1"])
         ),
         (["operating-points", MODEL, "--slo-ttft-s", "1"], "Missing option '--slo-tpot-s'"),
     ],

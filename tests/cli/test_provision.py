@@ -235,6 +235,10 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--adapters", "8", "--peak", "--request-rate", "3"], "give it or --request-rate"),
         (["--adapters", "8", "--instance-gpus", "0"], "instance_gpus=0 must be"),
         (["--adapters", "8", "--load-margin", "-1"], "load_margin=-1.0"),
+        (
+            ["--adapters", "8", "--load-margin", "0.2", "--global-batch", "9"],
+            "give load_margin or global_batch",
+        ),
         (["--adapters", "8", "--instance-gpus", "3"], "3 does not divide num_experts=8"),
         (["--adapters", "8", "--prefix-hit-share", "1"], "prefix_hit_share=1.0 must be 0 or more, and less"),
         (["--adapters", "8", "--prefix-hit-share", "nan"], "prefix_hit_share=nan"),

@@ -160,6 +160,7 @@ def test_rate_draws_arrivals_and_duration_cuts_them(server: Served, trace: Path,
         (["--lora-modules", "reverse", "--num-adapters", "1"], "exclude each other"),
         (["--popularity", "zipff", "--num-adapters", "1"], "long-tail"),
         (["--popularity", "uniform"], "no adapter to choose from"),
+        (["--zipf", "1"], "popularity zipf:1.0: no adapter to choose from"),
         (
             ["--popularity", "uniform", "--zipf", "1", "--num-adapters", "1"],
             "exclude each other",
@@ -178,6 +179,29 @@ def test_mistake_is_told_in_one_line(server: Served, trace: Path, arguments: lis
     assert result.exit_code == 1
     assert said in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lora-modules", "reverse"], "leave --lora-modules out, or map the names by --skewness"),
+        (["--num-adapters", "2", "--zipf", "2"], "leave --num-adapters and --zipf out"),
+        (["--num-adapters", "2", "--zipf", "2", "--skewness", "1"], "leave --zipf out"),
+        (["--num-adapters", "2", "--popularity", "uniform", "--skewness", "1"], "leave --popularity out"),
+        (["--adapter-counts", "TRACE"], "leave --adapter-counts out"),
+    ],
+)
+def test_a_popularity_over_a_trace_of_named_adapters_is_refused(
+    server: Served, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    trace = tmp_path / "named.jsonl"
+    rows = [
+        {"arrival_s": i * 0.01, "prompt_tokens": 4, "output_tokens": 3, "adapter": "other"} for i in (0, 1)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    result = run(server, trace, *[str(trace) if word == "TRACE" else word for word in arguments])
+    assert result.exit_code == 2
+    assert f"each request of the trace names its adapter; {said}" in result.output
 
 
 def test_no_server_is_told_in_one_line(trace: Path) -> None:

@@ -317,6 +317,42 @@ def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--port", "6"], "front_end.port=5"),
+        (["--max-model-len", "6"], "engine.max_model_len=null"),
+        (["--eager"], "engine.eager=false"),
+        (["--eager", "--no-enforce-eager"], "engine.seed=1"),
+    ],
+)
+def test_an_option_and_another_value_by_set_are_refused(served, model_dir, words, place):
+    result = run(model_dir, *words, "--set", place)
+    assert result.exit_code == 2
+    assert f"{words[0]}; give one of them" in " ".join(result.output.split())
+    assert not served
+
+
+def test_an_option_and_the_same_value_by_set_are_one(served, model_dir):
+    words = ["--port", "6", "--set", "front_end.port=6", "--eager", "--set", "engine.eager=true"]
+    assert run(model_dir, *words, "--set", "engine.seed=1", "--set", "engine.seed=2").exit_code == 0
+    assert (served[0][1]["port"], served[0][0].seed) == (6, 2)
+
+
+@pytest.mark.parametrize("option", ["--lora-modules", "--lora-dir", "--registry"])
+def test_adapters_beside_a_controller_are_given_to_the_controller(monkeypatch, tmp_path, option):
+    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *_, reload: pytest.fail("started"))
+    file, place = tmp_path / "several.yaml", adapter(tmp_path, "a")
+    file.write_text(
+        "model_dir: base\nfront_ends:\n  one: {port: 81, engines_address: 'h:2'}\n"
+        "controller: {address: 'h:4', engines_address: 'h:5'}\n"
+    )
+    value = f"a={place}" if option == "--lora-modules" else place
+    result = run("--config", str(file), "--role", "front-end", "--name", "one", option, value)
+    assert result.exit_code == 2
+    assert f"give {option} to the controller" in " ".join(result.output.split())
+
+
 def test_a_front_end_that_the_file_does_not_have(cluster_file):
     result = run("--config", cluster_file, "--role", "front-end", "--name", "three")
     assert result.exit_code == 1

@@ -22,7 +22,9 @@ from moe_lora.cli.serve_settings import cluster_to_serve
 from moe_lora.cli.vllm_option import ANY, MODEL, VllmOption
 from moe_lora.cli.vllm_options import VLLM_OPTIONS, by_name
 from moe_lora.cli.vllm_words import NOTES
+from moe_lora.config.cluster import SECTIONS
 from moe_lora.config.optional_parts import DLoraConfig
+from moe_lora.config.settings import settings_of
 
 from .test_serve import adapter, model_dir, run, served
 
@@ -260,6 +262,62 @@ def test_the_last_of_several_values_counts(served, model_dir):
     assert run(model_dir, "--expert-parallel", "4", "--enable-expert-parallel", "-tp", "2").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("engine.generation_config", "none", ["--generation-config", "auto"]),
+        ("engine.max_model_len", 32, ["--max-model-len", "auto"]),
+        ("engine.max_model_len", 32, ["--max-model-len=-1"]),
+        ("engine.load_format", "dummy", ["--load-format", "auto"]),
+        ("engine.prefix_caching", False, ["--enable-prefix-caching"]),
+        ("engine.eager", True, ["--no-enforce-eager"]),
+        ("engine.expert_parallel", 2, ["--no-enable-expert-parallel"]),
+        ("front_end.docs_page", False, ["--no-disable-fastapi-docs"]),
+        ("front_end.tokens_only", True, ["--no-skip-tokenizer-init"]),
+        ("front_end.tokens_only", True, ["--no-tokens-only"]),
+        ("front_end.force_include_usage", True, ["--no-enable-force-include-usage"]),
+        ("front_end.tool_call_parser", "none", ["--enable-auto-tool-choice", "--tool-call-parser", "auto"]),
+    ],
+)
+def test_a_default_of_vllm_overrides_the_file(model_dir, tmp_path, place, value, words):
+    section, name = place.split(".")
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"model_dir": model_dir, section: {name: value}}))
+    for given, expected in (([], value), (words, settings_of(SECTIONS[section])[name].default)):
+        options, _ = parsed("--config", str(file), *given)
+        assert getattr(getattr(cluster_to_serve(str(file), None, options), section), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["--enable-expert-parallel"], "--tensor-parallel"),
+        (["--enable-auto-tool-choice"], "--tool-call-parser"),
+    ],
+)
+def test_a_flag_that_depends_on_the_file_needs_its_value(served, model_dir, tmp_path, words, needed):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model_dir: {model_dir}\nengine: {{tensor_parallel: 2, expert_parallel: 2}}\n")
+    refused = run("--config", str(file), *words)
+    assert refused.exit_code == 2
+    assert f"{words[0]} with --config needs {needed}; give both" in " ".join(refused.output.split())
+    assert not served
+
+
+@pytest.mark.parametrize("first", [[], ["--config", "FILE"]])
+@pytest.mark.parametrize(
+    "ranks", [["-tp", "2"], ["--tensor-parallel=2"], ["--set", "engine.tensor_parallel=2"]]
+)
+def test_experts_have_the_ranks_of_each_way_to_say_so(served, model_dir, tmp_path, first, ranks):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model_dir: x\nengine: {tensor_parallel: 4, expert_parallel: 4}\n")
+    words = [str(file) if word == "FILE" else word for word in first]
+    result = run(model_dir, *words, "--enable-expert-parallel", *ranks)
+    assert result.exit_code == 0, result.output
+    [(config, _)] = served
+    assert (config.tensor_parallel, config.expert_parallel) == (2, 2)
+
+
 @pytest.mark.parametrize("between", [["--port", "9"], ["--enable-lora"], ["--seed", "1"], ["--eager"]])
 def test_a_list_ends_at_the_next_option(served, model_dir, tmp_path, between):
     place = adapter(tmp_path / "folder", "b")
@@ -341,6 +399,12 @@ def test_keys_come_from_the_option_else_from_the_environment(keys_of, model_dir,
     file = tmp_path / "cluster.yaml"
     file.write_text(f"model_dir: {model_dir}\nfront_end:\n  admin_key_digests: [{digest('file')}]\n")
     assert keys_of("--config", str(file)) == (digest("file"),)
+    assert keys_of("--config", str(file), "--api-key", "one") == (digest("file"), digest("one"))
+    given = f"front_end.admin_key_digests={digest('set')}"
+    assert keys_of(model_dir, "--set", given) == (digest("set"),)
+    assert keys_of("--config", str(file), "--set", given, "--api-key", "a") == (digest("set"), digest("a"))
+    file.write_text(f"model_dir: {model_dir}\nfront_end:\n")
+    assert keys_of("--config", str(file), "--api-key", "one") == (digest("one"),)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert keys_of(model_dir) == ()
 

@@ -712,6 +712,8 @@ def test_command_makes_lists_and_removes_keys(tmp_path):
     refused = run("keys", "add", file, "--tenant", "acme")
     assert (refused.exit_code, "one share" in refused.output) == (1, True)
     assert run("keys", "add", file, "--tenant", "ops", "--admin").exit_code == 0
+    refused = run("keys", "add", file, "--tenant", "ops", "--admin", "--adapters", "common")
+    assert (refused.exit_code, "leave --adapters out" in refused.output) == (2, True)
     listed = run("keys", "list", file).output
     assert "acme-* common" in listed
     assert "everything (admin)" in listed
