@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
@@ -404,6 +405,20 @@ def test_option_that_is_not_supported_is_refused_by_name(family, changes, messag
     config = config_of(family, **changes)
     with pytest.raises(ConfigError, match=re.escape(message)):
         model_spec(config)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_config_without_a_key_is_read_as_transformers_reads_it(family):
+    """Without two sizes no checkpoint fits."""
+    config = tiny_config(family, **({"use_sliding_window": True} if family == "qwen3_moe" else {}))
+    whole = config.to_dict()
+    for key in whole.keys() - {"model_type", "head_dim", "num_key_value_heads", "attn_config"}:
+        part = {name: value for name, value in whole.items() if name != key}
+        try:
+            expected = model_spec(type(config).from_dict(dict(part)).to_dict())
+            assert model_spec(part) == expected, key
+        except (ConfigError, ValueError, TypeError, StrictDataclassError):
+            continue  # one of the two needs the key
 
 
 def test_unknown_model_type_names_the_supported_ones():
