@@ -179,6 +179,9 @@ VARIANTS = {
         "glm4_moe",
         {"norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
     ),
+    "glm-no-shared-experts": ("glm4_moe", {"n_shared_experts": 0}),
+    "deepseek_v2-no-shared-experts": ("deepseek_v2", {"n_shared_experts": 0}),
+    "afmoe-no-shared-experts": ("afmoe", {"num_shared_experts": 0}),
     "glm-no-dense-layer-whole-rotation": (
         "glm4_moe",
         {"first_k_dense_replace": 0, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
