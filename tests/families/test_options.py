@@ -331,6 +331,7 @@ REFUSED = [
     ("glm4_moe", {"n_group": 8}, "n_group=8"),
     ("glm4_moe", {"topk_group": 5}, "topk_group=5, which must be at most n_group=4"),
     ("glm4_moe", {"topk_group": 1}, "hold num_experts_per_tok=3 experts"),
+    ("glm4_moe", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor=0"),
     (
         "glm4_moe",
