@@ -45,7 +45,7 @@ FAMILY = Family(
         "num_experts": ("moe_num_experts",),
         "num_experts_per_token": ("moe_k",),
     },
-    supported={"use_bias": (False,)},
+    supported={"use_bias": (False,), "moe_norm_min": (1e-12,)},
     layers=_layers,
     beside_experts=_beside,
     theta=500000.0,

@@ -49,7 +49,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     kinds = (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
-    return windows_by_type(config, config.size("sliding_window", default=0, least=0), kinds)
+    return windows_by_type(config, config.size("sliding_window", default=128), kinds)
 
 
 FAMILY = Family(

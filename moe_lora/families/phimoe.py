@@ -56,6 +56,7 @@ FAMILY = Family(
     },
     layers=_layers,
     windows=one_window,
+    theta=1e6,
     norm_eps=1e-5,
     tensors={**TENSORS, **NORMS},
     mlp=((GATE, *FUSED), OLDER),

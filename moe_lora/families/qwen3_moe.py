@@ -13,6 +13,7 @@ from .schema.family import (
     SIZES,
     TENSORS,
     Family,
+    one_window,
 )
 
 
@@ -25,8 +26,9 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    is_used = config.flag("use_sliding_window")
-    return (config.size("sliding_window", default=0, least=0) if is_used else 0,) * num_layers
+    if not config.flag("use_sliding_window"):
+        return (0,) * num_layers
+    return one_window(config, num_layers) if config.states("sliding_window") else (4096,) * num_layers
 
 
 FAMILY = Family(

@@ -342,6 +342,7 @@ def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint
             f"the checkpoint in {checkpoint.model_dir} has a {head} that is not its embedding, and "
             "config.json has tie_word_embeddings=true; set it to false there, or remove the tensor"
         )
+    unexpected = [key for key in unexpected if checkpoint[key].numel()]  # not of no shared experts
     if unexpected:
         named = ", ".join(unexpected[:NUM_NAMED])
         raise ConfigError(

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
@@ -178,6 +179,9 @@ VARIANTS = {
         "glm4_moe",
         {"norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
     ),
+    "glm-no-shared-experts": ("glm4_moe", {"n_shared_experts": 0}),
+    "deepseek_v2-no-shared-experts": ("deepseek_v2", {"n_shared_experts": 0}),
+    "afmoe-no-shared-experts": ("afmoe", {"num_shared_experts": 0}),
     "glm-no-dense-layer-whole-rotation": (
         "glm4_moe",
         {"first_k_dense_replace": 0, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
@@ -327,6 +331,7 @@ REFUSED = [
     ("glm4_moe", {"n_group": 8}, "n_group=8"),
     ("glm4_moe", {"topk_group": 5}, "topk_group=5, which must be at most n_group=4"),
     ("glm4_moe", {"topk_group": 1}, "hold num_experts_per_tok=3 experts"),
+    ("glm4_moe", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor=0"),
     (
         "glm4_moe",
@@ -404,6 +409,20 @@ def test_option_that_is_not_supported_is_refused_by_name(family, changes, messag
     config = config_of(family, **changes)
     with pytest.raises(ConfigError, match=re.escape(message)):
         model_spec(config)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_config_without_a_key_is_read_as_transformers_reads_it(family):
+    """Without two sizes no checkpoint fits."""
+    config = tiny_config(family, **({"use_sliding_window": True} if family == "qwen3_moe" else {}))
+    whole = config.to_dict()
+    for key in whole.keys() - {"model_type", "head_dim", "num_key_value_heads", "attn_config"}:
+        part = {name: value for name, value in whole.items() if name != key}
+        try:
+            expected = model_spec(type(config).from_dict(dict(part)).to_dict())
+            assert model_spec(part) == expected, key
+        except (ConfigError, ValueError, TypeError, StrictDataclassError):
+            continue  # one of the two needs the key
 
 
 def test_unknown_model_type_names_the_supported_ones():

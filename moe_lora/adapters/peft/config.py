@@ -303,19 +303,25 @@ class AdapterConfig(
         return config
 
     def excludes(self, path: str) -> bool:
-        """True if exclude_modules names this module path."""
+        """True if exclude_modules or modules_to_save names this module path."""
+        if has_suffix(path, frozenset(self.modules_to_save)):
+            return True
         if isinstance(self.exclude_modules, str):
             return bool(self.exclude_modules) and self._patterns.matches(self.exclude_modules, path)
         return has_suffix(path, self.exclude_modules)
 
     def targets_module(self, path: str) -> bool:
-        """True if target_modules (not all-linear) names this module path."""
+        """True if target_modules (not all-linear) names this module path.
+
+        layers_to_transform leaves whole paths alone.
+        """
         if self.excludes(path):
             return False
         if isinstance(self.target_modules, str):
             return self._patterns.matches(self.target_modules, path)
-        named = has_suffix(path, self.target_modules)
-        return named and (not self.layers_to_transform or self._patterns.in_layers(path))
+        if path in self.target_modules or not self.layers_to_transform:
+            return has_suffix(path, self.target_modules)
+        return has_suffix(path, self.target_modules) and self._patterns.in_layers(path)
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """LoRA rank of a path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).

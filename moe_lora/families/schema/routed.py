@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_json import ConfigJson
-from .family import shared_and_dense
+from .family import LARGEST, shared_and_dense
 
 ROUTED_SIZES: Mapping[str, tuple[str, ...]] = {
     "intermediate_size": ("moe_intermediate_size",),
@@ -55,8 +55,13 @@ def corrected_gate(
 
 
 def later_layers(config: ConfigJson, *keys: str, num_layers: int) -> tuple[str, ...]:
-    """Beginnings of the tensors of layers after the last, for multi-token prediction."""
+    """Beginnings of the tensors of layers after the last, for multi-token prediction.
+
+    Raises ConfigError for too many.
+    """
     first, num = config.size("num_hidden_layers"), config.size(*keys, default=num_layers, least=0)
+    if num > LARGEST["num_layers"]:
+        raise config.refusal(keys[0], num, f"must be at most {LARGEST['num_layers']}")
     return tuple(f"model.layers.{first + number}." for number in range(num))
 
 

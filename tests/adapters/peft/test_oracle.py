@@ -115,7 +115,7 @@ def test_one_expert_parameter_form_is_told_by_its_target_when_keys_are_the_same(
     assert read_adapter(down, shape, torch.float32).targets == ("down",)
 
 
-@pytest.mark.parametrize("form", ["list", "regex", "layers", "all-linear", "exclude"])
+@pytest.mark.parametrize("form", ["list", "regex", "layers", "paths", "all-linear", "exclude"])
 def test_ways_to_name_targets_pack_as_peft_merges(form, checkpoint, shape_of, tmp_path):
     config = {
         "list": {"target_modules": ["self_attn.q_proj", "model.layers.1.mlp.up_proj"]},
@@ -124,6 +124,10 @@ def test_ways_to_name_targets_pack_as_peft_merges(form, checkpoint, shape_of, tm
             "target_modules": ["v_proj", "up_proj"],
             "layers_to_transform": [1],
             "layers_pattern": "layers",
+        },
+        "paths": {
+            "target_modules": ["v_proj", "model.layers.0.mlp.up_proj", "lm_head", "model.embed_tokens"],
+            "layers_to_transform": 1,
         },
         "all-linear": {"target_modules": "all-linear"},
         "exclude": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": r".*layers\.0.*o_proj"},

@@ -42,6 +42,7 @@ FORMS = {
     "head": {"modules_to_save": ["lm_head"]},
     "embedding": {"modules_to_save": ["embed_tokens"]},
     "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "head_as_target": {"modules_to_save": ["lm_head"], "modules": ["lm_head"]},
 }
 PER_MODULE = ("by_name", "head_tokens")
 
@@ -70,7 +71,8 @@ def read(base, adapter):
 )
 def test_replaced_rows_pack_as_peft_merges(form, tied, bases, tmp_path):
     base, shape = bases[tied], shape_at(bases[tied])
-    adapter = outer_adapter("llama", base, tmp_path / "a", **FORMS[form])
+    config = dict(FORMS[form])
+    adapter = outer_adapter("llama", base, tmp_path / "a", *config.pop("modules", ()), **config)
     packed = read(base, adapter)
     expected = peft_deltas("llama", base, adapter)
     assert_same_deltas(packed_deltas(packed, shape), expected)
@@ -164,9 +166,10 @@ def test_mangled_rows_are_refused_by_name(case, bases, tmp_path):
 
 
 def test_a_pair_on_a_replaced_head_is_refused(bases, tmp_path):
+    """PEFT wraps no module of modules_to_save."""
     adapter = outer_adapter("llama", bases[False], tmp_path / "a", "lm_head")
     change(adapter, also(SAVED, 96, 32), {"modules_to_save": ["lm_head"]})
-    with pytest.raises(AdapterError, match="LoRA pair too"):
+    with pytest.raises(AdapterError, match=r"lm_head.lora_A.weight: no target_modules .* names it"):
         read(bases[False], adapter)
 
 
