@@ -336,8 +336,9 @@ class AdapterConfig(
             return False
         if isinstance(self.target_modules, str):
             return self._patterns.matches(self.target_modules, path)
-        named = has_suffix(path, self.target_modules)
-        return named and (not self.layers_to_transform or self._patterns.in_layers(path))
+        if not self.layers_to_transform or path in self.target_modules:
+            return has_suffix(path, self.target_modules)
+        return has_suffix(path, self.target_modules) and self._patterns.in_layers(path)
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """LoRA rank of a path, and alpha / rank (rsLoRA: alpha / sqrt(rank)).
