@@ -69,11 +69,13 @@ class AdapterContents:
         """Called with content hashes that no name here uses."""
 
     def pack(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
-        """The adapter of these tensors; the store does not keep it."""
+        """The adapter of these tensors; the store does not keep it, and loses a damaged copy."""
         packed = pack_state_dict(
             tensors, config, self.shape, self.dtype, name, self.max_lora_rank, self._base_dir
         )
         self._check_place(packed)
+        if self.store is not None:
+            self._kept(name, packed.content_hash)
         if packed.base_copies:
             from .peft.base_weights import check_copies, parts_in_memory
 
@@ -123,7 +125,8 @@ class AdapterContents:
             )
         if self.store is not None:
             try:
-                self.store.put(packed)
+                if not self.store.put(packed) and self._kept(name, packed.content_hash) is None:
+                    self.store.put(packed)
             except StorageError as error:
                 if must_keep:
                     raise

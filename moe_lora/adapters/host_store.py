@@ -70,11 +70,11 @@ class HostStore:
         self.put(packed)
         return True
 
-    def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless present.  Raises StorageError."""
+    def put(self, packed: PackedAdapter) -> bool:
+        """Write the adapter; False if present, unread.  Raises StorageError."""
         path = self.path(packed.content_hash)
         if path.exists():
-            return
+            return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
             for number, layer in enumerate(packed.layers)
@@ -88,6 +88,7 @@ class HostStore:
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
         with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
+        return True
 
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
         """Write the file of this hash from another store's bytes.
@@ -108,8 +109,10 @@ class HostStore:
                 # A locked folder marks a write in progress; the library may choose a temporary name inside.
                 folder = stack.enter_context(OwnFolder(self.directory, _PARTIAL))
             yield folder / path.name
-            with self._explained():
-                os.replace(folder / path.name, path)
+            with self._explained(), (folder / path.name).open("rb+") as file:
+                # Else a power cut may leave the name with other bytes.
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -105,16 +105,18 @@ def arena_size(
 ) -> ArenaSize:
     """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
-    local_sites: computed here; without any, adapters take no room.  kept_bytes: host memory for original
-    weights.  Raises ConfigError, with the smallest size that works, if a request of full length with the
-    largest adapter does not fit.
+    local_sites: computed here; none: adapters take no room.  kept_bytes: of original weights, on the host.
+    Raises ConfigError, with the least size, if no request fits beside each adapter (leave_out_bad: any).
     """
     if device.type == "cpu":
         free = max(0, free // config.num_instances - kept_bytes)
     _check_share(config, free)
     page_bytes = layout.page_bytes
     request_pages = -(-max_model_len(config, shape) // config.block_size) + shape.state_pages(page_bytes)
-    largest = max(adapter_pages, default=0)
+    sizes = (config.arena_mb, MB, request_pages), (config.lora_memory_gb, GB, shape.num_layers)
+    rooms = [int(size * unit) // page_bytes - beside for size, unit, beside in sizes if size]
+    most = min(rooms, default=math.inf) if config.leave_out_bad else math.inf
+    largest = max((num for num in adapter_pages if num <= most), default=0)
     if config.arena_mb is None:
         wanted = config.max_num_seqs * request_pages
         kv_share = FREE_SHARE if config.memory_utilization is None else 1 - FREE_SHARE

@@ -19,8 +19,12 @@ class PublishEachEpoch(TrainerCallback):
     def __init__(self, url: str, name: str, api_key: str | None = None, adapter: str = "default") -> None:
         self.versions: list[int] = []
         self._adapter = adapter
-        self._publisher = Publisher(url, name, api_key)
-        self._published_step = -1
+        self._server = url, name, api_key
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
+    ) -> None:
+        self._publisher, self._published_step = Publisher(*self._server), -1
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
@@ -30,6 +34,8 @@ class PublishEachEpoch(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
     ) -> None:
+        if args.load_best_model_at_end:
+            self._published_step = -1
         self._publish(state, words["model"])
         self._publisher.close()
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 from safetensors.torch import save, save_file
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 1800.0
 """Limit of a publication: a load may wait for running requests."""
+_MOST_HEADER_BYTES = 32 << 10
+"""A longer configuration goes into a body: servers and proxies bound headers."""
 
 
 def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
@@ -69,17 +73,26 @@ class Publisher:
         text = json.dumps(config, default=plain)
         if self._shared is not None:
             return self._publish_shared(tensors, text, self._shared)
-        headers = {"X-Adapter-Config": text}
-        answer = self._http.put(f"/v1/adapters/{self.name}", content=save(tensors), headers=headers)
-        return int(_checked(answer, self.name)["version"])
+        if len(text) > _MOST_HEADER_BYTES:
+            file = b64encode(save(tensors)).decode()
+            body = {"lora_name": self.name, "config_dict": json.loads(text), "serialized_tensors": file}
+            return self._load("/load_lora_adapter_from_tensors", body)
+        path, headers = f"/v1/adapters/{quote(self.name, safe='')}", {"X-Adapter-Config": text}
+        card = _checked(self._http.put(path, content=save(tensors), headers=headers), self.name)
+        if card["id"] != self.name:
+            raise AdapterError(f"the server took {self.name!r} for {card['id']!r}; choose a plain name")
+        return int(card["version"])
 
     def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
         """The server copies the files before its checks."""
         with TemporaryDirectory(dir=shared, prefix="moe_lora-published-") as folder:
             Path(folder, "adapter_config.json").write_text(config, encoding="utf-8")
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
-            body = {"lora_name": self.name, "lora_path": folder}
-            _checked(self._http.post("/load_lora_adapter", json=body), self.name)
+            return self._load("/load_lora_adapter", {"lora_name": self.name, "lora_path": folder})
+
+    def _load(self, path: str, body: dict[str, Any]) -> int:
+        """The new version by a call whose answer lacks it."""
+        _checked(self._http.post(path, json=body), self.name)
         return int(_checked(self._http.get("/get_weight_version"), self.name)["adapters"][self.name])
 
     def remove(self) -> None:
@@ -97,7 +110,7 @@ def _checked(answer: httpx.Response, name: str) -> dict[str, Any]:
     try:
         reason = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        reason = f"status {answer.status_code}"
+        reason = f"status {answer.status_code}: {answer.text[:300]}"
     raise AdapterError(f"the server did not accept {name!r}: {reason}")
 
 

@@ -112,6 +112,18 @@ def test_smallest_arena_is_named_and_works():
         size_of(arena_mb=least - LAYOUT.page_bytes / 1e6)
 
 
+@pytest.mark.parametrize("settings", [{"arena_mb": 1.0}, {"lora_memory_gb": 0.0005}, {}])
+def test_an_adapter_that_has_grown_too_large_does_not_count_where_bad_ones_are_left_out(settings):
+    sizes = (9, 100_000)
+    if settings:
+        with pytest.raises(ConfigError, match="at least"):
+            size_of(sizes, **settings)
+    size = size_of(sizes, leave_out_bad=True, **settings)
+    assert size == size_of(sizes[:1] if settings else sizes, **settings)
+    with pytest.raises(ConfigError, match=r"arena_mb=0\.001"):
+        size_of(sizes, leave_out_bad=True, arena_mb=0.001)
+
+
 def test_host_arena_is_by_default_where_it_is_other_memory(monkeypatch):
     assert size_of(arena_mb=1.0).num_host_pages == 0
     assert size_of(arena_mb=1.0, host_arena_mb=2.0).num_host_pages == 2_000_000 // LAYOUT.page_bytes

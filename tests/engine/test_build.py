@@ -15,10 +15,12 @@ from click.testing import CliRunner
 from moe_lora.cli.main import main
 from moe_lora.config import EngineConfig
 from moe_lora.core import host
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine import arena_size as sizing
 from moe_lora.engine import build
 from moe_lora.engine.build import build_engine
+from tests.families import make_adapter
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 
@@ -42,6 +44,20 @@ def test_the_generation_config_is_read_or_not(tmp_path):
     assert (info.eos_token_ids, info.sampling_defaults) == ((2, 7), {"temperature": 0.5, "top_k": 3})
     info = build_engine(replace(config, generation_config="none")).info
     assert (info.eos_token_ids, info.sampling_defaults) == ((2,), {})
+
+
+def test_an_adapter_that_has_grown_too_large_stops_no_restart(tmp_path, caplog):
+    """Another instance may serve the former content."""
+    adapters = [("upper", str(MODEL.parent / "adapters" / "upper"))]
+    grown = make_adapter("mixtral", MODEL, tmp_path / "grown", lora_rank=512)
+    config = EngineConfig(model_dir=str(MODEL), max_model_len=64, eager=True, num_threads=1, arena_mb=8.0)
+    config = replace(config, adapters=(("grown", str(grown)), *adapters))
+    with pytest.raises(ConfigError, match="arena_mb=8 is too small"):
+        build_engine(config)
+    core = build_engine(replace(config, leave_out_bad=True))
+    assert [one.name for one in core.adapters.known()] == ["upper"]
+    assert "adapter grown is left out: adapter 'grown' needs" in caplog.text
+    core.close()
 
 
 @pytest.mark.parametrize(

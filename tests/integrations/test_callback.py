@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.integrations import callback as callback_module
 from moe_lora.integrations.callback import PublishEachEpoch
 from moe_lora.integrations.publisher import Publisher, adapter_config, adapter_tensors
 from tests.serve.demo_server import DEMO, demo_server
@@ -64,6 +65,66 @@ def test_each_epoch_is_a_version_and_the_last_answers_as_the_trained_model(tmp_p
     assert found == greedy(trained)
     with trained.disable_adapter():
         assert found != greedy(trained)
+
+
+class Weight(torch.nn.Module):
+    """(w - 1)²: at a learning rate of 1.05 each step overshoots, and the loss grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.w - 1) ** 2 + 0 * x.sum(), "logits": x}
+
+
+class Recorded:
+    """A publisher's part in one training.  published: (the training's number, weight)."""
+
+    published: ClassVar[list[tuple[int, float]]] = []
+    num_opened = 0
+
+    def __init__(self, *server: Any) -> None:
+        Recorded.num_opened += 1
+        self._number = Recorded.num_opened
+
+    def publish(self, weight: float, config: Any) -> int:
+        self.published.append((self._number, weight))
+        return len(self.published)
+
+    def close(self) -> None:
+        self._number = -1
+
+
+def test_the_best_model_is_the_last_version_and_each_training_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorded, "published", [])
+    monkeypatch.setattr(callback_module, "Publisher", Recorded)
+    monkeypatch.setattr(callback_module, "adapter_config", lambda trained, adapter: {})
+    monkeypatch.setattr(callback_module, "adapter_tensors", lambda trained, adapter: trained.w.item())
+    rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 2
+    args = TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=3,
+        learning_rate=1.05,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    callback = PublishEachEpoch("http://server", "tuned")
+    trainer = Trainer(model=Weight(), args=args, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    for number in (1, 2):
+        trainer.train()
+        published = [weight for one, weight in Recorded.published if one == number]
+        assert published[-1] == trainer.model.w.item() == published[0] != published[2]
+    assert callback.versions == [*range(1, len(Recorded.published) + 1)]
 
 
 def test_a_refusal_has_the_server_s_reason(tmp_path: Path) -> None:

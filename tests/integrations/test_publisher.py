@@ -7,8 +7,11 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from moe_lora.core.errors import AdapterError
@@ -16,6 +19,49 @@ from moe_lora.integrations.publisher import Publisher
 from tests.serve.demo_server import DEMO, demo_server
 from tests.serve.live_server import wait_until
 from tests.serve.test_controls import Http
+
+
+def parts(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and configuration of a demo adapter."""
+    folder = DEMO / "adapters" / name
+    return load_file(folder / "adapter_model.safetensors"), json.loads(
+        (folder / "adapter_config.json").read_text()
+    )
+
+
+def test_each_name_and_a_long_configuration_reach_the_server(tmp_path: Path) -> None:
+    tensors, config = parts("upper")
+    names = ["policy", "policy#2", "policy?x", "a%2Fb", "a/b", "team/./x", "ü 2"]
+    with demo_server(tmp_path / "log", "--eager", "--dtype", "float32") as server:
+        for name in names:
+            publisher = Publisher(server.url, name)
+            assert publisher.publish(tensors, config) == 1
+            publisher.close()
+        http = Http(server.url)
+        assert set(names) <= set(http.ok("GET", "/get_weight_version")["adapters"])
+        publisher = Publisher(server.url, "policy")
+        long = {**config, "exclude_modules": [f"absent_{number:08}" for number in range(5000)]}
+        assert publisher.publish(tensors, long) == 2
+        with pytest.raises(AdapterError, match="bias"):
+            publisher.publish(tensors, {**long, "bias": "all"})
+        publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (httpx.Response(200, json={"id": "b", "version": 1}), r"'a/\.\./b' for 'b'"),
+        (httpx.Response(431, text="Header too large"), "status 431: Header too large"),
+    ],
+    ids=["another name", "a proxy's text"],
+)
+def test_a_proxy_s_answer_is_an_error_with_its_cause(answer: httpx.Response, problem: str) -> None:
+    publisher = Publisher("http://server", "a/../b")
+    publisher._http = httpx.Client(
+        base_url="http://server", transport=httpx.MockTransport(lambda request: answer)
+    )
+    with pytest.raises(AdapterError, match=problem):
+        publisher.publish(*parts("upper"))
 
 
 def test_versions_in_shared_memory_outlive_their_folder_and_an_instance(tmp_path: Path) -> None:
@@ -26,8 +72,7 @@ def test_versions_in_shared_memory_outlive_their_folder_and_an_instance(tmp_path
         publisher = Publisher(server.url, "policy", shared=shared)
         texts = []
         for version, name in enumerate(("upper", "reverse", "upper"), 1):
-            tensors = load_file(DEMO / "adapters" / name / "adapter_model.safetensors")
-            config = json.loads((DEMO / "adapters" / name / "adapter_config.json").read_text())
+            tensors, config = parts(name)
             assert publisher.publish(tensors, config) == version
             assert not list(shared.iterdir())
             answer = http.complete("policy")

@@ -45,10 +45,7 @@ class ExpertLayout:
 
         Raises AdapterError for an unknown or ambiguous layout.
         """
-        auto_mapping = self.fields.get("auto_mapping")
-        sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
-        details = [source[DETAIL_KEY] for source in sources if source.get(DETAIL_KEY) is not None]
-        layouts = [source[FLAT_KEY] for source in sources if source.get(FLAT_KEY) is not None]
+        details, layouts = self._stated(DETAIL_KEY), self._stated(FLAT_KEY)
         if details:
             layouts += self._in_details(details, parameter)
         for layout in layouts:
@@ -63,7 +60,7 @@ class ExpertLayout:
                 f"{self.where}: {FLAT_KEY} and {DETAIL_KEY} name two layouts for {parameter}, so it is "
                 "unclear which expert a column belongs to; correct the wrong one, or save the adapter again"
             )
-        if not layouts and (details or sources[-1].get("unsloth_fixed")):
+        if not layouts and (details or any(self._stated("unsloth_fixed"))):
             raise AdapterError(
                 f"{self.where}: saved by Unsloth (auto_mapping.unsloth_fixed) without {FLAT_KEY}, and {key} "
                 "is an expert tensor: versions before 2026.9.6 grouped its columns by expert, or by rank as "
@@ -73,6 +70,30 @@ class ExpertLayout:
                 f'"{FLAT_KEY}": "{GROUPED_BY_EXPERT}" (their default) or "{RANK_MAJOR}" (merged) to this file'
             )
         return GROUPED_BY_EXPERT in layouts
+
+    def is_swapped(self, key: str) -> bool:
+        """True if A and B of square parameters are exchanged, as PEFT wrote them before 0.19.
+
+        A layout stated by Unsloth is not.  Raises AdapterError if the config names no version.
+        """
+        version = str(self.fields.get("peft_version"))
+        found = re.match(r"(\d{1,3})\.(\d{1,3})\.\d", version)
+        is_old = found is not None and (int(found[1]), int(found[2])) < (0, 19)
+        if self._stated(FLAT_KEY) or self._stated(DETAIL_KEY):
+            return False
+        if found is None or (is_old and "dev" in version):
+            raise AdapterError(
+                f"{self.where}: peft_version={shown(version)} does not tell the layout of {key}: the "
+                "parameter is square, and PEFT before 0.19.0 exchanged its A and B; add "
+                '"peft_version" to this file: the version that saved the adapter, as "0.18.1" or "0.19.0"'
+            )
+        return is_old
+
+    def _stated(self, key: str) -> list[Any]:
+        """Values of this key."""
+        sources = self.fields, self.fields.get("auto_mapping")
+        found = [source.get(key) for source in sources if isinstance(source, Mapping)]
+        return [value for value in found if value is not None]
 
     def _in_details(self, details: Sequence[Any], parameter: str) -> list[Any]:
         found = []
@@ -101,7 +122,7 @@ _WITHOUT_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
         *("inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core"),
-        *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type", "velora_config"),
+        *("qalora_group_size", "revision", "runtime_config", "task_type", "velora_config"),
     )
 )
 _READ = frozenset(
@@ -115,7 +136,8 @@ _READ = frozenset(
             "init_lora_weights",
         ),
         "layers_pattern",
-        *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern"),
+        *("layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "peft_version", "r"),
+        "rank_pattern",
         *("target_modules", "target_parameters", "trainable_token_indices", "use_rslora"),
         *("use_dora", "lora_bias"),
         *(FLAT_KEY, DETAIL_KEY),
@@ -319,7 +341,7 @@ class AdapterConfig(
             return False
         if isinstance(self.target_modules, str):
             return self._patterns.matches(self.target_modules, path)
-        if path in self.target_modules or not self.layers_to_transform:
+        if not self.layers_to_transform or path in self.target_modules:
             return has_suffix(path, self.target_modules)
         return has_suffix(path, self.target_modules) and self._patterns.in_layers(path)
 

@@ -113,7 +113,7 @@ def match(
     sources = [source for layer in layers for source in layer]
     if replaced or config.ensure_weight_tying or config.alora_invocation_tokens:
         _check_rare(config, sources, replaced, expected, places, shape, where)
-    swapped = is_swapped(sources, tensors, shape)
+    swapped = is_swapped(sources, tensors, shape, config.expert_layout)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
     warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)

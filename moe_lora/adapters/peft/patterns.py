@@ -45,7 +45,7 @@ def check_expressions(expressions: Mapping[str, Sequence[str]], where: str) -> t
             "characters together, counted repeats written out; write them shorter, or list modules by name"
         )
     for key, listed in expressions.items():
-        form = as_layer if key == "layers_pattern" else as_end
+        form = {"layers_pattern": as_layer, "rank_pattern": as_end, "alpha_pattern": as_end}.get(key, str)
         for expression in listed:
             if not compiles(expression, form):
                 return key, expression

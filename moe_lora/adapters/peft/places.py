@@ -11,7 +11,7 @@ Megatron-Bridge writes the partner of a shared matrix once per expert.
 Source: tinker-cookbook, weights/_merge.py; Megatron-Bridge, models/conversion/peft_bridge.py.
 
 PEFT flattens a 3-D parameter: A's rows are expert-major [E·R, I], B's columns rank-major [O, R·E].  Some
-versions exchanged A and B ("swapped"): A [E·R, O], B [I, R·E].
+versions (0.17 and 0.18) exchanged A and B ("swapped") of parameters [E, O, I]: A [E·R, O], B [I, R·E].
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from moe_lora.adapters.packed import Pair
+
+    from .config import ExpertLayout
 
 STACKED_NAMES = (("w1", "w3", "w2"), PROJECTIONS)
 """Names of gate, up and down by Tinker and by Megatron-Bridge."""
@@ -219,10 +221,12 @@ def expected_shapes(
     return (rank, inputs), (outputs, rank)
 
 
-def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape) -> bool:
-    """True if the fused pairs fit only the layout with A and B exchanged.
+def is_swapped(
+    sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape, layout: ExpertLayout
+) -> bool:
+    """True if the fused pairs have the layout with A and B exchanged.
 
-    Square parameters fit both layouts; the rest of the file decides, by default the present layout.
+    Square parameters fit both layouts; the rest of the file decides, then `layout`.
     """
     fused = [source for source in sources if source.place.form == "fused"]
     fits = {
@@ -233,7 +237,9 @@ def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: 
         )
         for swapped in (False, True)
     }
-    return bool(fused) and fits[True] and not fits[False]
+    if not fused or not all(fits.values()) or fused[0].place.transposed:
+        return bool(fused) and fits[True] and not fits[False]
+    return layout.is_swapped(fused[0].keys_a[0])
 
 
 def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, ...], source: PairSource) -> None:

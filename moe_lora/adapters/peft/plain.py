@@ -302,6 +302,7 @@ def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str
             ranks[pattern], alphas[pattern] = value[0], value[0] * value[1]
     return {
         "peft_type": "LORA",
+        "peft_version": "0.19.0",
         "task_type": "CAUSAL_LM",
         "r": lora_rank,
         "lora_alpha": lora_rank * scale,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_lora.adapters.contents import AdapterContents
-from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.host_store import HostStore, is_intact
 from moe_lora.adapters.packed import content_hash
 from moe_lora.adapters.peft import file_check
 from moe_lora.adapters.peft.file_check import opened
@@ -23,6 +23,7 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.match import match
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.engine.adapters.adapter_store import AdapterStore
 from tests.adapters.peft_folders import alter
 from tests.families import make_adapter
 from tests.forked_programs import start_program
@@ -271,6 +272,36 @@ def test_kept_content_that_was_altered_is_not_served(adapter, shape_of, tmp_path
     alter(adapter / WEIGHTS_FILE)
     with pytest.raises(AdapterError, match="does not hold what was loaded"):
         contents.read("a", str(adapter), first)
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_damaged_copy_of_a_read_folder_is_written_again(is_empty, adapter, shape_of, tmp_path):
+    """As after a power cut: the name stands, with other bytes."""
+    store = HostStore(tmp_path / "store")
+    content = AdapterContents(shape_of("mixtral"), torch.float32, store).read("a", str(adapter)).content_hash
+    if is_empty:
+        store.path(content).write_bytes(b"")
+    else:
+        alter(store.path(content))
+    again = AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+    packed = again.read("a", str(adapter))
+    kept = AdapterStore(in_files=True, store=again.store).keep(packed)
+    assert is_intact(kept)
+    inode = store.path(content).stat().st_ino
+    again.read("a", str(adapter))
+    assert store.path(content).stat().st_ino == inode, "an intact file stays"
+
+
+def test_a_file_s_bytes_are_on_the_disk_before_its_name(tmp_path, monkeypatch):
+    seen = []
+    store = HostStore(tmp_path)
+
+    def fsync(handle: int) -> None:
+        seen.append((os.fstat(handle).st_size, "0" * 64 in store))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.adopt("0" * 64, [b"all", b" of it"])
+    assert seen == [(9, False)]
 
 
 def test_contents_of_two_versions_are_kept_and_none_of_what_is_unloaded(adapter, shape_of, tmp_path):

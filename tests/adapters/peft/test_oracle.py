@@ -115,11 +115,12 @@ def test_one_expert_parameter_form_is_told_by_its_target_when_keys_are_the_same(
     assert read_adapter(down, shape, torch.float32).targets == ("down",)
 
 
-@pytest.mark.parametrize("form", ["list", "regex", "layers", "paths", "all-linear", "exclude"])
+@pytest.mark.parametrize("form", ["list", "regex", "flags", "layers", "paths", "all-linear", "exclude"])
 def test_ways_to_name_targets_pack_as_peft_merges(form, checkpoint, shape_of, tmp_path):
     config = {
         "list": {"target_modules": ["self_attn.q_proj", "model.layers.1.mlp.up_proj"]},
         "regex": {"target_modules": r".*layers\.1\..*(k_proj|down_proj)"},
+        "flags": {"target_modules": r"(?ix) .* \. Q_PROJ", "exclude_modules": r"(?i).*LAYERS\.0.*"},
         "layers": {
             "target_modules": ["v_proj", "up_proj"],
             "layers_to_transform": [1],

@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
+from moe_lora.adapters.registry.base_model import model_shape
 from moe_lora.core.errors import AdapterError
 from moe_lora.families import shape_of
-from tests.adapters.dense import assert_same_deltas, packed_deltas
-from tests.families import FAMILIES, MOE_FAMILIES, load_model, make_adapter, per_expert_shapes
+from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
+from tests.families import (
+    FAMILIES,
+    MOE_FAMILIES,
+    load_model,
+    make_adapter,
+    make_checkpoint,
+    per_expert_shapes,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -101,6 +109,47 @@ def test_layout_with_a_and_b_exchanged_gives_the_same_delta(family, checkpoint, 
         swapped[key] = by_expert.reshape(experts * rank, b.shape[0])
         swapped[key_b] = a.view(experts, rank, a.shape[1]).permute(2, 1, 0).reshape(a.shape[1], -1)
     packed = pack_state_dict(swapped, config, shape, torch.float32, "swapped")
+    assert_same_deltas(packed_deltas(packed, shape), expected)
+
+
+def _square(family, tmp_path, **config):
+    """(tensors, config, shape, deltas) of an adapter of a square parameter per layer, by peft."""
+    sizes = {"intermediate_size": 32} if family == "gpt_oss" else {"intermediate_size": 16}
+    base = make_checkpoint(family, tmp_path / "base", **sizes)
+    target = "down" if family == "gpt_oss" else "gate_up"
+    adapter = make_adapter(family, base, tmp_path / "a", lora_rank=3, targets=(target,))
+    tensors, saved = read_parts(adapter)
+    return tensors, {**saved, **config}, model_shape(base), peft_deltas(family, base, adapter)
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.1", "0.19.0", "0.20.1.dev0@1f2e", "1.0.0"])
+def test_the_version_of_peft_tells_the_layout_of_square_parameters(version, tmp_path):
+    """Before 0.19, A read the parameter's first dimension and B wrote the second."""
+    tensors, config, shape, expected = _square("mixtral", tmp_path, peft_version=version)
+    if version in ("0.17.0", "0.18.1"):
+        for key in [key for key in tensors if "lora_A" in key]:
+            key_b = key.replace("lora_A", "lora_B")
+            a, b = tensors[key], tensors[key_b]
+            tensors[key] = b.view(32, 3, 4).permute(2, 1, 0).reshape(12, 32)
+            tensors[key_b] = a.view(4, 3, 32).permute(2, 1, 0).reshape(32, 12)
+    packed = pack_state_dict(tensors, config, shape, torch.float32, "a")
+    assert_same_deltas(packed_deltas(packed, shape), expected)
+
+
+@pytest.mark.parametrize("version", [None, "", "dev", "0.18.2.dev0@1f2e", "0.18.0.dev0", 0.19, "9" * 5000])
+def test_square_parameters_of_an_unknown_version_are_refused_with_a_way_out(version, tmp_path):
+    tensors, config, shape, expected = _square("mixtral", tmp_path, peft_version=version)
+    with pytest.raises(AdapterError, match=r'peft_version=.*lora_A.*add "peft_version".*0\.18\.1.*0\.19\.0'):
+        pack_state_dict(tensors, config, shape, torch.float32, "a")
+    marked = config | {"lora_B_layout": "rank_major"}
+    packed = pack_state_dict(tensors, marked, shape, torch.float32, "a")
+    assert_same_deltas(packed_deltas(packed, shape), expected)
+
+
+@pytest.mark.parametrize("version", [None, "0.17.0", "0.19.0"])
+def test_square_parameters_stored_transposed_had_one_layout_at_all_times(version, tmp_path):
+    tensors, config, shape, expected = _square("gpt_oss", tmp_path, peft_version=version)
+    packed = pack_state_dict(tensors, config, shape, torch.float32, "a")
     assert_same_deltas(packed_deltas(packed, shape), expected)
 
 

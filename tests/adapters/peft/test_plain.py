@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.adapters.registry.base_model import model_shape
 from moe_lora.cli.main import main
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import change, outer_adapter
@@ -23,6 +24,7 @@ from tests.families import (
     PER_EXPERT_FAMILIES,
     load_model,
     make_adapter,
+    make_checkpoint,
 )
 from tests.grids import with_quick
 
@@ -70,6 +72,12 @@ def test_modules_of_single_experts_become_parameters(family, checkpoint, shape_o
             tensors[key] = tensor[:2] if "lora_A" in key else tensor[:, :2]
     source = rewritten(whole, tmp_path / "c", tensors, **patterns)
     assert_converts(family, checkpoint(family), source, tmp_path / "b", shape_of(family))
+
+
+def test_a_converted_square_parameter_names_the_version_with_its_layout(tmp_path):
+    base = make_checkpoint("mixtral", tmp_path / "base", intermediate_size=16)
+    source = make_adapter("mixtral", base, tmp_path / "a", targets=("gate_up",))
+    assert_converts("mixtral", base, source, tmp_path / "b", model_shape(base), loads=True)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["tinker", "bridge"])
