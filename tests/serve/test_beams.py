@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
+from moe_lora.core.request import SamplingParams, TokenLogprobs, TokenOutput
+from moe_lora.serve.openai.beams import Beam, BeamGeneration
 from tests.oracle import reference_logits
 
 from .conftest import scripted, serving
@@ -81,6 +84,36 @@ def test_a_chat_of_width_one_is_greedy(any_server):
     if any_server.model == "demo":
         assert found.json()["choices"][0]["message"] == greedy.json()["choices"][0]["message"]
     assert len(found.json()["choices"]) == 1
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
+def test_a_step_lengthens_few_beams_and_keeps_the_best_ended_ones(length_penalty, monkeypatch):
+    """Every step has two end tokens beside each beam; the reference keeps all beams that ended."""
+    search = object.__new__(BeamGeneration)
+    search.num_choices, search.length_penalty, search.sampling = WIDTH, length_penalty, SamplingParams()
+    draws, ends, longer, calls = random.Random(0), {0, 1}, Beam.longer, []
+    monkeypatch.setattr(Beam, "longer", lambda *given: calls.append(1) or longer(*given))
+    beams, ended, reference, all_ended = [Beam()], [], [((), 0.0)], []
+    for number in range(1, 30):
+        outputs = []
+        for _ in beams:
+            scores = sorted((-draws.uniform(0.1, 3.0) for _ in range(2 * WIDTH)), reverse=True)
+            top = tuple(zip(draws.sample(range(2 * WIDTH), 2 * WIDTH), scores, strict=True))
+            outputs.append(TokenOutput(request_id="", token_ids=(), logprobs=(TokenLogprobs(0.0, 1, top),)))
+        pairs = zip(reference, outputs, strict=True)
+        found = [
+            ((*ids, one), total + score) for (ids, total), o in pairs for one, score in o.logprobs[0].top
+        ]
+        all_ended += [one for one in found if one[0][-1] in ends]
+        going = [one for one in found if one[0][-1] not in ends]
+        reference = sorted(going, key=lambda one: one[1], reverse=True)[:WIDTH]
+        beams = search._best_steps(beams, outputs, ends, ended)
+        assert [(beam.token_ids, beam.total) for beam in beams] == reference
+        assert len(calls) <= number * 2 * WIDTH
+        assert len(ended) <= WIDTH
+    all_ended.sort(key=lambda one: one[1] / len(one[0]) ** length_penalty, reverse=True)
+    assert [(beam.token_ids, beam.total) for beam in search._ranked(ended)] == all_ended[:WIDTH]
+    assert all(beam.has_ended and len(beam.logprobs) == len(beam.token_ids) for beam in ended)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import json
 import pytest
 
 from moe_lora.engine.text.text import Tokenizer
+from moe_lora.serve.http_errors import ApiError
+from moe_lora.serve.openai.parsers import requests
 from moe_lora.serve.openai.preparing import rendered
 from moe_lora.serve.openai.protocol import ChatRequest
 from tests.small_tokenizers import characters
@@ -55,6 +57,17 @@ def test_a_template_that_prints_whole_messages_sees_fields_in_the_order_of_the_b
     tokenizer = Tokenizer(characters(), chat_template="{{ messages | tojson }}")
     body = ChatRequest.model_validate({"messages": [message]})
     assert rendered(body, tokenizer) == json.dumps([message])
+
+
+def test_unknown_names_of_templates_are_refused_and_not_kept():
+    tokenizer = Tokenizer(characters(), chat_template="{{ messages[0].content }}")
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    for number in range(3):
+        body = ChatRequest.model_validate({"messages": messages, "chat_template": f"{{{{ {number} }}}}"})
+        with pytest.raises(ApiError, match="must be a name of the model's chat templates"):
+            rendered(body, tokenizer)
+    assert not requests._TAKES_TEXT.get(tokenizer.chat_templates)
 
 
 def test_a_final_message_goes_on():

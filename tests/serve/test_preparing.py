@@ -15,20 +15,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
 from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.access import ANYONE, Caller
+from moe_lora.serve.admin.controls import MemoryBody, WakeUpQuery
+from moe_lora.serve.anthropic.request import MessagesBody
 from moe_lora.serve.api_keys import ApiKey
 from moe_lora.serve.frontend import AdapterTexts
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.openai import checking_process, preparing
 from moe_lora.serve.openai.checking_process import CheckingProcess
+from moe_lora.serve.openai.cohere import CohereRequest
+from moe_lora.serve.openai.native import AbortBody
 from moe_lora.serve.openai.preparing import Preparer
+from moe_lora.serve.openai.prompt_bodies import TokenizeRequest
 from moe_lora.serve.openai.protocol import ChatRequest, CompletionRequest
+from moe_lora.serve.openai.responses.request import ResponsesBody
 from tests.patience import PATIENCE_S
 from tests.small_tokenizers import characters, write_dir
 from tests.stopped_processes import stop
@@ -346,6 +353,35 @@ def test_the_first_error_ends_the_check(tokenizer, kind):
         assert error["error"]["code"] == 400
         assert len(error["error"]["message"]) < 200
         assert "more problems" not in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        *(
+            (ChatRequest, name)
+            for name in ("messages", "tools", "documents", "guided_choice", "lora", "stop")
+        ),
+        *((ResponsesBody, name) for name in ("include", "tools")),
+        *((MessagesBody, name) for name in ("messages", "tools", "stop_sequences")),
+        *((TokenizeRequest, name) for name in ("prompt", "tools")),
+        *((kind, "tags") for kind in (MemoryBody, WakeUpQuery)),
+        (CohereRequest, "embedding_types"),
+        (AbortBody, "rid"),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_wrong_item(kind, field):
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate({field: [1.5] * 300})
+    assert sum(one["loc"][0] == field for one in error.value.errors()) <= 5
+
+
+@pytest.mark.parametrize("wrong", ["x", None, True, 1e400, [1]])
+def test_a_mapping_is_read_up_to_its_first_wrong_value(wrong):
+    biases = {"1": 5, "2": -0.5, **{str(number): wrong for number in range(3, 300)}}
+    with pytest.raises(ValidationError, match=r"logit_bias\.3") as error:
+        ChatRequest.model_validate({**CHAT, "logit_bias": biases})
+    assert error.value.error_count() == 1
 
 
 def test_json_is_bounded_in_depth(tokenizer):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ TEXT, PARTS = "text", "parts"
 USUAL_ROLES = ("user", "system", "assistant", "tool", "developer")
 MAX_PROBES = 64
 """Most kept pairs of a role and variable names; a further pair replaces the oldest of an unusual role."""
-MAX_UNUSUAL_ROLES = 16
+MAX_UNUSUAL_ROLES = 4
 """Unusual roles of a chat whose contents get the fit form."""
+MAX_PLACES = 2
+"""Probed conversations of an unusual role, and of a usual role with a chat's variables."""
 _CONTENTS = ("qzxv", "wkjy")
 _MARK = "zxkq"
 """A key of a probed part.  A template that prints whole parts shows the key: in JSON between double quotes,
@@ -71,24 +74,22 @@ class ContentForms:
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
         """The forms that fit for this role; empty: unknown.
 
-        variables: used if the template fails without them.
+        variables: used for a usual role, if the template fails without them.
         """
         found = self._kept((role,), {})
-        return found if found or not variables else self._kept((role, *sorted(variables)), variables)
+        if found or not variables or role not in USUAL_ROLES:
+            return found
+        return self._kept((role, *sorted(variables)), variables)
 
     def fitted(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
         """The messages, with content in the only fit form."""
-        unusual = set[str]()
-        return [self._fitted(message, variables, unusual) for message in messages]
+        named = dict.fromkeys(role for one in messages if isinstance(role := one.get("role"), str))
+        unusual = [role for role in named if role not in USUAL_ROLES]
+        roles = (*USUAL_ROLES, *unusual[:MAX_UNUSUAL_ROLES])
+        return [self._fitted(one, variables) if one.get("role") in roles else one for one in messages]
 
-    def _fitted(self, message: Message, variables: Mapping[str, Any], unusual: set[str]) -> Message:
-        content, role = message.get("content"), message.get("role")
-        if not isinstance(role, str):
-            return message
-        if role not in USUAL_ROLES and role not in unusual:
-            if len(unusual) >= MAX_UNUSUAL_ROLES:
-                return message
-            unusual.add(role)
+    def _fitted(self, message: Message, variables: Mapping[str, Any]) -> Message:
+        content, role = message.get("content"), message["role"]
         if isinstance(content, str) and self.fit(role, variables) == {PARTS}:
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list) and self.fit(role, variables) == {TEXT} and all(map(_is_text, content)):
@@ -107,7 +108,8 @@ class ContentForms:
 
     def _probed(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
         other = TEXT if role == "user" or self.fit("user", variables) != {PARTS} else PARTS
-        for place in _places(role, _in_form(other, "x")):
+        is_usual = role in USUAL_ROLES and not variables
+        for place in islice(_places(role, _in_form(other, "x")), None if is_usual else MAX_PLACES):
             fit = frozenset(form for form in (TEXT, PARTS) if self._reads(place, form, variables))
             if fit:
                 return fit
@@ -115,9 +117,7 @@ class ContentForms:
 
     def _reads(self, place: Place, form: str, variables: Mapping[str, Any]) -> bool:
         try:
-            first, second = (
-                self._render(place(_in_form(form, content)), **variables) for content in _CONTENTS
-            )
+            first, second = (self._render(place(_in_form(form, one)), **variables) for one in _CONTENTS)
         except ValueError:
             return False
         return first != second and _MARK not in first.casefold().replace(f'"{_MARK}"', "")
@@ -135,21 +135,16 @@ def _places(role: str, other: Any) -> Iterator[Place]:
     user, assistant = {"role": "user", "content": other}, {"role": "assistant", "content": other}
     if role == "user":
         for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
-            yield lambda content, roles=roles: [  # type: ignore[misc]
-                {"role": one, "content": content} for one in roles
-            ]
+            yield lambda content, roles=roles: [{"role": one, "content": content} for one in roles]  # type: ignore[misc]
         return
     call = {"id": "callid123", "type": "function", "function": {"name": "f", "arguments": {}}}
     calls = {"role": "assistant", "content": other, "tool_calls": [call]}
-    answer = {"tool_call_id": "callid123", "name": "f"} if role == "tool" else {}
+    message = {"role": role, **({"tool_call_id": "callid123", "name": "f"} if role == "tool" else {})}
     openings: list[list[Message]] = [[], [user], [user, assistant], [user, calls]]
-    for before in openings if role == "system" else openings[1:] + openings[:1]:
-        for after in ([user], []):
-            yield lambda content, before=before, after=after: [  # type: ignore[misc]
-                *before,
-                {"role": role, "content": content, **answer},
-                *after,
-            ]
+    start = {"system": 0, "tool": 3}.get(role, 1)
+    for head in openings[start:] + openings[:start]:
+        for tail in ([user], []):
+            yield lambda content, head=head, tail=tail: [*head, {**message, "content": content}, *tail]  # type: ignore[misc]
 
 
 class ChatTemplates:

@@ -7,11 +7,11 @@ import json
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from anyio import fail_after
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import PlainTextResponse, Response
 
 import moe_lora
@@ -74,14 +74,14 @@ class SleepQuery(Query):
 class MemoryBody(Query):
     """SGLang's names; cuda_graph frees nothing."""
 
-    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+    tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(fail_fast=True)] | None = None
 
     def parts(self, default: Sequence[str]) -> list[str]:
         return [tag for tag in self.tags or default if tag != "cuda_graph"]
 
 
 class WakeUpQuery(Query):
-    tags: list[SleepPart] = []
+    tags: Annotated[list[SleepPart], Field(fail_fast=True)] = []
 
 
 class Nothing(Query):

@@ -54,7 +54,7 @@ class MessagesBody(ConvertedBody):
         "speed": (None, "standard"),
     }
 
-    messages: list[dict[str, Any]]
+    messages: Listed[dict[str, Any]]
     max_tokens: int
     cache_control: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class MessagesBody(ConvertedBody):
     system: Any = None
     thinking: dict[str, Any] | None = None
     tool_choice: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     user_profile_id: str | None = None
 
 

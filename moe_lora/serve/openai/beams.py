@@ -75,9 +75,10 @@ class Beam(NamedTuple):
     total: float = 0.0
     has_ended: bool = False
 
-    def longer(self, token_id: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> Beam:
-        scores = TokenLogprobs(logprob, rank, tuple(top))
-        return Beam((*self.token_ids, token_id), (*self.logprobs, scores), self.total + logprob)
+    def longer(self, top: Sequence[tuple[int, float]], place: int, num_top: int, has_ended: bool) -> Beam:
+        token_id, logprob = top[place]
+        scores = TokenLogprobs(logprob, place + 1, tuple(top[:num_top]))
+        return Beam((*self.token_ids, token_id), (*self.logprobs, scores), self.total + logprob, has_ended)
 
 
 @dataclass(kw_only=True)
@@ -170,18 +171,19 @@ class BeamGeneration(Generation):
     def _best_steps(
         self, beams: Sequence[Beam], outputs: Sequence[TokenOutput], ends: set[int], ended: list[Beam]
     ) -> list[Beam]:
-        """The likeliest beams with one more token; ended beams go to `ended`."""
-        num_top, going = self.sampling.logprobs or 0, list[Beam]()
-        for beam, output in zip(beams, outputs, strict=True):
-            assert output.logprobs
-            top = output.logprobs[0].top
-            for rank, (token_id, logprob) in enumerate(top, 1):
-                longer = beam.longer(token_id, logprob, rank, top[:num_top])
-                if token_id in ends:
-                    ended.append(longer._replace(has_ended=True))
-                else:
-                    going.append(longer)
-        return sorted(going, key=lambda beam: beam.total, reverse=True)[: self.num_choices]
+        """The likeliest beams with one more token; `ended` keeps the best ended beams."""
+        tops = [one.logprobs[0].top for one in outputs if one.logprobs]
+        steps = [
+            (beam, top, place) for beam, top in zip(beams, tops, strict=True) for place in range(len(top))
+        ]
+        steps.sort(key=lambda step: step[0].total + step[1][step[2]][1], reverse=True)
+        going, ending = list[Beam](), list[Beam]()
+        for beam, top, place in steps:
+            found = ending if top[place][0] in ends else going
+            if len(found) < self.num_choices:
+                found.append(beam.longer(top, place, self.sampling.logprobs or 0, found is ending))
+        ended[:] = self._ranked([*ended, *ending])
+        return going
 
     def _ranked(self, beams: Sequence[Beam]) -> list[Beam]:
         def score(beam: Beam) -> float:

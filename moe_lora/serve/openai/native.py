@@ -33,7 +33,7 @@ from .endpoints import (
 from .fields import NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .parsers.choice import closing_ids, reasoning_parsers
-from .protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from .protocol import ChatMessage, ChatRequest, CompletionRequest, Listed, StreamOptions
 from .token_ids import Running, abort_running, add_running
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class AbortBody(BaseModel):
     """A body of /abort_request.  rid: SGLang's clients send "" beside abort_all."""
 
     model_config = ConfigDict(extra="forbid")
-    rid: str | Annotated[list[str], Field(max_length=MAX_ABORTED)] | None = None
+    rid: str | Annotated[Listed[str], Field(max_length=MAX_ABORTED)] | None = None
     abort_all: bool = False
 
     @model_validator(mode="after")

@@ -59,7 +59,7 @@ class PromptBody(ApiRequest):
     continue_final_message: bool | None = None
     chat_template: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
 
     def texts(self, tokenizer: Tokenizer | None) -> list[str | list[int]]:
         """Prompts as texts or token ids.  Raises ApiError."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -170,7 +171,7 @@ class StructuredFields(ApiRequest):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | Text | None = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Listed[Text] | None = None
     guided_grammar: Text | None = None
     guided_json_object: bool | None = None
     json_schema: dict[str, Any] | Text | None = None
@@ -196,6 +197,14 @@ def _terms(value: Any) -> Any:
         what = 'lora is a list of {"name": ..., "weight": ...}'
         raise FieldError("lora", f"{what}; name a single adapter in model, and leave lora out")
     return value
+
+
+def _to_first_wrong(given: Any) -> Any:
+    """A mapping with a wrong value, as that value alone: it is the only error."""
+    for key, one in given.items() if isinstance(given, dict) else ():
+        if type(one) not in (int, float) or not -math.inf < one < math.inf:
+            return {key: one}
+    return given
 
 
 class SamplingFields(StructuredFields):
@@ -231,7 +240,7 @@ class SamplingFields(StructuredFields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_to_first_wrong)] = None
     allowed_token_ids: Listed[TokenId] | None = None
     bad_words: Annotated[Listed[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
     logprob_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_LOGPROB_IDS)] | None = None
@@ -247,7 +256,9 @@ class SamplingFields(StructuredFields):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout: Timeout | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    lora: Annotated[list[WeightedAdapter] | None, Field(max_length=MAX_TERMS), BeforeValidator(_terms)] = None
+    lora: Annotated[Listed[WeightedAdapter] | None, Field(max_length=MAX_TERMS), BeforeValidator(_terms)] = (
+        None
+    )
 
     @property
     def num_choices(self) -> int:
@@ -420,9 +431,9 @@ class ChatRequest(SamplingFields):
     add_special_tokens: bool = False
     continue_final_message: bool | None = None
     chat_template: Text | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None

@@ -172,6 +172,24 @@ def test_a_chat_of_many_roles_takes_no_form_from_a_later_role_and_few_probes():
         assert tokenizer.render_chat(chat) == tokenizer.render_chat([{"role": role, "content": "x"}])
 
 
+@pytest.mark.parametrize("refusal", ["", "{{ raise_exception('role') }}"])
+def test_a_chat_s_tools_are_in_few_probes_of_its_roles(refusal):
+    shown = "{% if m.role == 'user' %}{{ m.content }}{% else %}REFUSAL{% endif %}"
+    source = "{% for m in messages %}" + shown + "{% endfor %}"
+    tokenizer = ours(source.replace("REFUSAL", refusal))
+    tokenizer.chat_templates.compile()
+    forms = tokenizer.chat_templates._get("default").forms
+    render, with_tools = forms._render, []
+    forms._render = lambda conversation, **more: (
+        with_tools.append("tools" in more) or render(conversation, **more)
+    )
+    roles = [*(f"role {number}" for number in range(MAX_PROBES)), "developer"]
+    messages = [{"role": role, "content": "x"} for role in roles]
+    forms.fitted(messages, {"tools": [CALL]})
+    assert with_tools.count(True) <= 10
+    assert with_tools.count(False) <= 40
+
+
 def test_many_roles_are_not_probed_for_ever():
     tokenizer = ours(TEXT_ONLY["plain"])
     for number in range(MAX_PROBES + 10):

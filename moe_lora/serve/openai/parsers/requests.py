@@ -67,7 +67,7 @@ def with_fit_arguments(
 ) -> list[dict[str, Any]]:
     """The messages with past calls' arguments in the template's form: objects or JSON text."""
     templates = tokenizer.chat_templates
-    if templates is None:
+    if templates is None or (name is not None and name not in templates.sources):
         return list(messages)
     known = _TAKES_TEXT.setdefault(templates, {})
     if name not in known:

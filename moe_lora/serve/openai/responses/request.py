@@ -20,7 +20,7 @@ from moe_lora.serve.openai.converted import (
     wrong,
 )
 from moe_lora.serve.openai.fields import MAX_NAME_CHARS
-from moe_lora.serve.openai.protocol import Text
+from moe_lora.serve.openai.protocol import Listed, Text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,7 +63,7 @@ class ResponsesBody(ConvertedBody):
     input: Any = None
     background: bool | None = None
     enable_response_messages: bool | None = None
-    include: list[str] | None = None
+    include: Listed[str] | None = None
     instructions: Text | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class ResponsesBody(ConvertedBody):
     stream_options: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     tool_choice: Any = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     top_logprobs: int | None = None
     stop: Any = None
 
