@@ -80,7 +80,7 @@ def _part(files: list[Source]) -> dict[str, Any]:
     ]
     lengths = {one.path: len(one.text.splitlines()) for one in files}
     return {
-        "code_lines": sum(code_lines(one.text, one.tree) for one in files),
+        "code_lines": sum(code_lines(one) for one in files),
         "files": len(files),
         **{
             f"public_{kind}_{how}": public[f"public_{kind}_{how}"]

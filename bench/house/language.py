@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +46,7 @@ def count_prose(texts: Iterable[str]) -> Prose:
 def explanations(source: Source) -> list[str]:
     """Comments but the license's line, and docstrings; each statement of a string alone is a docstring."""
     texts = [node.value.value for node in source.nodes if is_text(node)]  # type: ignore[attr-defined]
-    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    comments = [one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT]
+    comments = [one.lstrip("# ") for one in source.lines_and_comments[1]]
     return texts + [comment for comment in comments if not comment.startswith("SPDX-")]
 
 

@@ -106,7 +106,7 @@ def counts(tree: Path = ROOT) -> dict[str, Found]:
     parameters = shape.Parameters(package)
     fan_out, widest = shape.fan_out(package)
     divided = shape.divided_files(package)
-    lines = sum(code_lines(one.text, one.tree) for one in package.values())
+    lines = sum(code_lines(one) for one in package.values())
     lists = {
         "long_functions": shape.long_functions(package),
         "functions_of_many_parameters": parameters.above(shape.MOST_PARAMETERS),

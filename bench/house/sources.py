@@ -18,7 +18,6 @@ PARTS = (*PACKAGE, "bench", "demo")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _NO_CODE = {
-    tokenize.COMMENT,
     tokenize.NL,
     tokenize.NEWLINE,
     tokenize.INDENT,
@@ -47,6 +46,22 @@ class Source:
         return list(ast.walk(self.tree))
 
     @cached_property
+    def names_of_modules(self) -> list[ast.AST]:
+        """Nodes that can name a module: imports and constants."""
+        return [node for node in self.nodes if isinstance(node, (ast.Import, ast.ImportFrom, ast.Constant))]
+
+    @cached_property
+    def lines_and_comments(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """Numbers of the lines with a token of code, and the comments with their `#`."""
+        lines, comments = set[int](), list[str]()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type == tokenize.COMMENT:
+                comments.append(token.string)
+            elif token.type not in _NO_CODE:
+                lines.update(range(token.start[0], token.end[0] + 1))
+        return frozenset(lines), tuple(comments)
+
+    @cached_property
     def functions(self) -> list[tuple[str, FunctionNode]]:
         """Qualified name and node of each function, nested functions and methods among them."""
         return list(_functions_below(self.tree, ""))
@@ -66,17 +81,14 @@ def read_sources(tree: Path, parts: Iterable[str] = PARTS) -> dict[str, Source]:
     return found
 
 
-def code_lines(text: str, tree: ast.Module) -> int:
+def code_lines(source: Source) -> int:
     """Lines with code: no blank lines, comments, docstrings, imports."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
+    lines = set(source.lines_and_comments[0])
+    for node in source.nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)) or is_text(node):
             assert isinstance(node, ast.stmt)
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    given = text.splitlines()
+    given = source.text.splitlines()
     return sum(1 for number in lines if given[number - 1].strip())
 
 
@@ -100,7 +112,7 @@ def _functions_below(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function
 
 def imported(source: Source, modules: dict[str, Source], *, deferred: bool) -> set[str]:
     """Modules of the checkout that a file imports; without deferred ones only what its import runs."""
-    nodes = source.nodes if deferred else _run_on_import(source.tree.body)
+    nodes = source.names_of_modules if deferred else _run_on_import(source.tree.body)
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -166,7 +178,7 @@ def _folder(source: Source) -> str:
 
 def _reaches(source: Source, package: dict[str, Source], importing: set[str]) -> set[str]:
     kept = [node for node in source.tree.body if not _for_types(node)]
-    runs = replace(source, tree=ast.Module(kept, []))
+    runs = source if len(kept) == len(source.tree.body) else replace(source, tree=ast.Module(kept, []))
     found = imported(runs, package, deferred=True)
     folders = {_folder(package[name]) for name in importing}
     texts = {text for node in runs.nodes if (text := _string(node))}

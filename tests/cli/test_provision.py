@@ -63,19 +63,19 @@ def planned(*arguments: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_json_holds_the_plan(trace: Path) -> None:
-    plan = planned(trace, "--adapters", "512")
+    plan = planned(trace, "--adapters", "128")
     assert plan["global_batch"] == pytest.approx(10 * 200 * plan["tpot_s"], rel=1e-4)
     assert plan["kind"] in ("coupled", "lora_server")
     assert plan["total_gpus"] >= plan["lower_bound"]["gpus"] >= 1
     assert "a LoRA Server" in plan["compared"]
     assert plan["inputs"]["prompts"]["prompt_tokens"] == 500
-    assert plan["inputs"]["num_adapters"] == 512
+    assert plan["inputs"]["num_adapters"] == 128
     assert plan["inputs"]["lora_ranks"] == [[64, 1.0]]
     assert plan["bytes_per_adapter"] == pytest.approx(1.81e9, rel=0.01)
 
 
 def test_table_names_what_binds_and_what_was_assumed(trace: Path) -> None:
-    result = run(trace, "--adapters", "512")
+    result = run(trace, "--adapters", "128")
     assert result.exit_code == 0
     wanted = ("M*", "Lower bound", "Chosen", "Never ran there", "1.68 GB", "zipf:1.2", "Little's law")
     for text in (*wanted, "500 tokens on average, no prefix hits", "InfiniLoRA (arXiv 2604.07173) table 4"):
@@ -153,8 +153,8 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     ],
 )
 def test_popularity_has_the_names_of_replay(trace: Path, popularity: str, same_as: Any) -> None:
-    names = [str(index) for index in range(100)]
-    plan = planned(trace, "--adapters", "100", "--popularity", popularity)
+    names = [str(index) for index in range(40)]
+    plan = planned(trace, "--adapters", "40", "--popularity", popularity)
     in_service = plan["requests_in_service"] / (plan["instances"] if plan["kind"] == "coupled" else 1)
     expected = expected_active(same_as(names).probabilities, in_service)
     assert plan["expected_active"] == pytest.approx(expected)

@@ -14,12 +14,12 @@ from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.plan import Plan, make_plan
 
 
-def zipf(num_adapters: int = 512, s: float = 1.2) -> NDArray[np.float64]:
+def zipf(num_adapters: int = 128, s: float = 1.2) -> NDArray[np.float64]:
     return plan_cases.zipf(num_adapters, s)
 
 
 def inputs(model: str = "Mixtral-8x7B", **changes: Any) -> PlanInputs:
-    """The named model on the paper's hardware, 512 adapters, Zipf 1.2, 25 requests/s of 230 tokens."""
+    """The named model on the paper's hardware, 128 adapters, Zipf 1.2, 25 requests/s of 230 tokens."""
     given: dict[str, Any] = {
         "probabilities": zipf(),
         "output_tokens": 230.0,

@@ -52,7 +52,7 @@ def test_cluster_is_simulated_as_it_is_written() -> None:
     given = inputs(rate_per_s=60.0)
     plan, cluster = make_plan(given), Cluster(given)
     layout = Layout.parse(plan.layout)
-    config = system_of(cluster, SizedCluster(layout, plan.instances), [str(i) for i in range(512)])
+    config = system_of(cluster, SizedCluster(layout, plan.instances), [str(i) for i in range(len(zipf()))])
     assert config.num_instances == plan.instances
     assert config.instance.max_num_seqs == plan.max_num_seqs
     assert config.adapters.capacity == plan.slots

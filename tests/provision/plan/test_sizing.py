@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -104,6 +105,11 @@ def test_eight_ranks_of_mixtral_become_ep4_pp2_as_in_the_paper() -> None:
     assert str(size.chosen.layout) == "EP4-PP2"
 
 
+@cache
+def cluster_of(model: str) -> Cluster:
+    return Cluster(inputs(model))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     capacity=st.integers(1, 600),
@@ -112,9 +118,9 @@ def test_eight_ranks_of_mixtral_become_ep4_pp2_as_in_the_paper() -> None:
     model=st.sampled_from(["Mixtral-8x7B", "Qwen3-30B-A3B", "GPT-OSS-20B", "DBRX"]),
 )
 def test_no_smaller_server_would_do(capacity: int, num_instances: int, batch: float, model: str) -> None:
-    cluster = Cluster(inputs(model))
-    size = minimum_server(cluster, capacity, num_instances, batch)
+    cluster = cluster_of(model)
     found = fared(cluster, capacity, num_instances, batch)
+    size = smallest_server(cluster, found, None)
     assert size.chosen.feasible
     assert min(one.layout.num_ranks for one in found if one.feasible) == size.chosen.layout.num_ranks
     for name in CONSTRAINTS:
