@@ -27,7 +27,7 @@ from .front_end import (
     ProvisionConfig,
     RegistryConfig,
 )
-from .optional_parts import DLoraConfig, LoraServerConfig, PoolConfig, SourcesConfig
+from .optional_parts import DLoraConfig, LoraServerConfig, PoolConfig, ScalingConfig, SourcesConfig
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
 
 SECTIONS: dict[str, Any] = {
@@ -40,6 +40,7 @@ SECTIONS: dict[str, Any] = {
     "dlora": DLoraConfig,
     "registry": RegistryConfig,
     "sources": SourcesConfig,
+    "scaling": ScalingConfig,
 }
 OF_ENGINE = {"pool", "dlora"}
 """Sections whose settings are fields of `EngineConfig`."""
@@ -59,8 +60,8 @@ class ClusterConfig:
     None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
     there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
     front end opens it.  sources: of fetched adapters; None = none.  front_ends: by name, where there are
-    several; what else they need stands in front_end.  controller: the process that decides for them; None =
-    the one front end does.  devices: of the ranks on one host, by role.
+    several; what else they need stands in front_end.  scaling: of the number of instances.  controller: the
+    process that decides for them; None = the one front end does.  devices: of the ranks on one host, by role.
     """
 
     engine: EngineConfig
@@ -72,6 +73,7 @@ class ClusterConfig:
     provision: ProvisionConfig | None = None
     registry: RegistryConfig | None = None
     sources: SourcesConfig | None = None
+    scaling: ScalingConfig | None = None
     front_ends: Mapping[str, FrontEndPlace] = field(default_factory=dict)
     controller: ControllerConfig | None = None
     devices: Devices = field(default_factory=dict)
@@ -330,8 +332,11 @@ def read_content(path: str | Path) -> Any:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
-def cluster_of(content: Any, folder: Path) -> ClusterConfig:
-    """The cluster that a file's content describes; relative paths start at `folder`.  Raises ConfigError."""
+def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterConfig:
+    """The cluster that a file's content describes; relative paths start at `folder`.
+
+    scales: `scaling` is allowed.  Raises ConfigError.
+    """
     given = dict(mapping_of("the file", content))
     fixed = _read_fixed(given.pop(_FIXED, {}))
     check_names("", given, NAMES)
@@ -344,6 +349,11 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
         for name, kind in SECTIONS.items()
         if name in given
     }
+    if "scaling" in found and not scales:
+        raise ConfigError(
+            "scaling is for moe-lora cluster up and moe-lora cluster manifests, which add and remove "
+            "instances; leave it out"
+        )
     adapters = {
         _name("adapters", name): _adapter_place(text_of(f"adapters.{name}", place), folder)
         for name, place in mapping_of("adapters", given.get("adapters")).items()
@@ -402,6 +412,7 @@ def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any
     for name, one in settings_of(kind).items():
         if one.default is MISSING and one.rule.in_file and not values.get(name):
             example = "a folder" if one.rule.path else "host:port, such as 10.0.0.1:7600"
+            example = "a whole number" if one.kinds == (int,) else example
             raise ConfigError(f"{section}.{name} is missing; give {example}")
         if name in values:
             values[name] = one.rule.placed(values[name], lambda path: str(folder / path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of parts that are off by default: LoRA Server, pool, sources, emulated device, dLoRA's merging."""
+"""Settings of parts that are off by default: LoRA Server, pool, scaling, sources, emulation, dLoRA."""
 
 from __future__ import annotations
 
@@ -93,6 +93,38 @@ class PoolConfig(Settings):
     """Reading between instances: shm on one host, gloo between hosts."""
     host: str | None = setting(None, unset="the one from which it reaches the front end")
     """Address of this host for other instances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(Settings):
+    """The number of instances by the load, on Ray or Kubernetes (`dist.launch.scaling`)."""
+
+    SECTION: ClassVar[str] = "scaling"
+
+    min_instances: int = setting(1, least=1)
+    """Fewest instances."""
+    max_instances: int = setting(least=1, unset="must be given")
+    """Most instances."""
+    waiting_high: int = setting(4, least=1)
+    """Requests that wait for room, of each instance, above which instances are added."""
+    ttft_ms: float | None = setting(None, above=0, unset="none")
+    """P95 of TTFT above which an instance is added, of at least 20 requests in an interval.  Ray only."""
+    interval_s: int = setting(10, least=1, most=1800)
+    """Time between decisions.  Ray only."""
+    add_pause_s: int = setting(60, least=1, most=1800)
+    """Least time from the start of all instances to the next addition."""
+    remove_pause_s: int = setting(300, least=1, most=1800)
+    """Time in which the load fits one instance less; then one instance is removed."""
+    full_share: float = setting(0.8, above=0, most=1, fixed="a load fits up to 80% of the full instances")
+    """Share of the running requests of full instances up to which a load fits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_instances > self.max_instances:
+            raise ConfigError(
+                f"scaling.min_instances={self.min_instances} is above scaling.max_instances="
+                f"{self.max_instances}; lower the first, or raise the second"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests from where it runs: {url, bodies, pause_s} on stdin, [[status, answer], ...] on stdout."""
+"""Sends requests from where it runs: {url, bodies, pause_s} on stdin, [[status, answer], ...] on stdout.
+
+key: an API key, besides.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ def send(http: httpx.Client, body: dict[str, Any], pause_s: float) -> tuple[int,
 
 def main() -> None:
     work = json.load(sys.stdin)
+    headers = {"Authorization": f"Bearer {work['key']}"} if "key" in work else {}
     with (
-        httpx.Client(base_url=work["url"], timeout=300, trust_env=False) as http,
+        httpx.Client(base_url=work["url"], timeout=300, trust_env=False, headers=headers) as http,
         ThreadPoolExecutor(NUM_AT_ONCE) as pool,
     ):
         pause_s = work["pause_s"]

@@ -91,7 +91,13 @@ def thread_share(num_threads: int | None, num_instances: int, num_cores: int) ->
 
 
 def check_instances(cluster: ClusterConfig) -> None:
-    """Raises ConfigError for a placement or a pool over too few instances."""
+    """Raises ConfigError for a placement or a pool over too few instances, and outside of `scaling`."""
+    scaling, number = cluster.scaling, cluster.engine.num_instances
+    if scaling is not None and not scaling.min_instances <= number <= scaling.max_instances:
+        raise ConfigError(
+            f"{number} instances are outside of scaling.min_instances={scaling.min_instances} and "
+            f"scaling.max_instances={scaling.max_instances}; choose a number (engine.num_instances) between"
+        )
     if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"

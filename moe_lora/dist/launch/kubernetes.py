@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from moe_lora.config import FrontEndConfig
+from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
 
 from .host_roles import CONTROLLER, FRONT_END, INSTANCE
@@ -110,13 +111,19 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
         name=pods.host,
     )
     cluster, file = roles_file(content, hosts)
+    for setting in ("ttft_ms", "interval_s"):
+        if setting in (content.get("scaling") or ()):
+            raise ConfigError(f"scaling.{setting} has no meaning for Kubernetes; leave {setting} out")
     front_end, text = cluster.front_end, yaml.safe_dump(file, sort_keys=False, width=1000)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     made = [*_shared(pods, digest, text, front_end.port)]
     for part in parts_of(cluster, pods.num_front_ends):
         grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if part.role == FRONT_END else 0)
         pod = _pod(pods, part.role, _container(part, front_end), grace_s, digest)
-        made += _of_role(pods, part.role, part.count, pod)
+        scaling = cluster.scaling if part.role == INSTANCE else None
+        made += _of_role(pods, part, pod, scaling)
+        if scaling is not None:
+            made.append(_autoscaler(pods, scaling, cluster.engine.max_num_seqs))
     return made
 
 
@@ -194,8 +201,14 @@ def _index(name: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _of_role(pods: Pods, role: str, replicas: int, pod: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Headless Service, StatefulSet, and with several pods the bound on voluntary ends."""
+def _of_role(
+    pods: Pods, part: Part, pod: Mapping[str, Any], scaling: ScalingConfig | None
+) -> Iterator[dict[str, Any]]:
+    """Headless Service, StatefulSet, and with several pods the bound on voluntary ends.
+
+    scaling: an autoscaler sets the number of pods.
+    """
+    role, most = part.role, part.count if scaling is None else scaling.max_instances
     selector = {"matchLabels": _labels(pods, role)}
     # Roles meet before readiness, and NAT would break the data path.
     network = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(pods, role)}
@@ -208,15 +221,45 @@ def _of_role(pods: Pods, role: str, replicas: int, pod: Mapping[str, Any]) -> It
         f"-{role}",
         spec={
             "serviceName": f"{pods.name}-{role}",
-            "replicas": replicas,
+            **({"replicas": part.count} if scaling is None else {}),
             "podManagementPolicy": "Parallel",
             "selector": selector,
             "template": template,
         },
     )
-    if replicas > 1:
+    if most > 1:
         bound = {"maxUnavailable": 1, "selector": selector}
         yield _object("policy/v1", "PodDisruptionBudget", pods, f"-{role}", spec=bound)
+
+
+def _autoscaler(pods: Pods, scaling: ScalingConfig, max_num_seqs: int) -> dict[str, Any]:
+    """The number of instances by metrics of the Service for clients."""
+    service, name = {"apiVersion": "v1", "kind": "Service", "name": pods.name}, f"{pods.name}-{INSTANCE}"
+
+    def metric(value: int, name: str, **labels: str) -> dict[str, Any]:
+        selector = {"selector": {"matchLabels": labels}} if labels else {}
+        target = {"type": "AverageValue", "averageValue": str(value)}
+        found = {"describedObject": service, "metric": {"name": name, **selector}, "target": target}
+        return {"type": "Object", "object": found}
+
+    def behavior(kind: str, value: int, pause_s: int, window_s: int) -> dict[str, Any]:
+        policy = {"type": kind, "value": value, "periodSeconds": pause_s}
+        return {"stabilizationWindowSeconds": window_s, "policies": [policy]}
+
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
+        "minReplicas": scaling.min_instances,
+        "maxReplicas": scaling.max_instances,
+        "metrics": [
+            metric(scaling.waiting_high, "vllm_num_requests_waiting_by_reason", reason="capacity"),
+            metric(max(1, int(scaling.full_share * max_num_seqs)), "vllm_num_requests_running"),
+        ],
+        "behavior": {
+            "scaleUp": behavior("Percent", 100, scaling.add_pause_s, 0),
+            "scaleDown": behavior("Pods", 1, scaling.remove_pause_s, scaling.remove_pause_s),
+        },
+    }
+    return _object("autoscaling/v2", "HorizontalPodAutoscaler", pods, f"-{INSTANCE}", spec=spec)
 
 
 def _pod(pods: Pods, role: str, container: Mapping[str, Any], grace_s: int, digest: str) -> dict[str, Any]:

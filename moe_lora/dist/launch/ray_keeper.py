@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
@@ -26,8 +26,11 @@ from moe_lora.dist.net.keys import make_keys
 from .cluster_file import check_instances
 from .enrolment import Enrolment
 from .host_roles import FRONT_END, INSTANCE, STOP_S
-from .ray_role import CERTIFICATES, PLACED, PREFIX, STATE, RoleActor, RoleFacts
+from .ray_role import CERTIFICATES, PLACED, PREFIX, RUNNING, STATE, RoleActor, RoleFacts
 from .topology import Hosts, Part, parts_of, roles_file
+
+if TYPE_CHECKING:
+    from .scaling import Fleet, Scaler, Snapshot, Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +118,8 @@ class Keeper:
         self._kept: dict[str, _Kept] = {}
         self._book: dict[str, str] = {}
         self._changing = asyncio.Lock()
+        self._scaler: Scaler | None = None
+        self._scaling: asyncio.Task[None] | None = None
         self._begun = asyncio.get_running_loop().create_task(self._begin())
 
     async def _begin(self) -> None:
@@ -130,6 +135,12 @@ class Keeper:
         for name, (_, actor) in alive.items():
             logger.info("%s is ended: the cluster has fewer instances now", name)
             await end_role(actor)
+        if (scaling := self._cluster.scaling) is not None:
+            from .scaling import Scaler, ScalingRule
+
+            rule = ScalingRule(scaling, self._cluster.engine.max_num_seqs)
+            self._scaler = Scaler(rule, self._look, self._change)
+            self._scaling = asyncio.create_task(self._scaler.run(self._changing))
 
     def _wanted(self) -> list[_Kept]:
         parts = parts_of(self._cluster, self._num_front_ends)
@@ -140,7 +151,7 @@ class Keeper:
         return self._folder / "num_instances"
 
     def _set_instances(self, num_instances: int) -> None:
-        """Raises ConfigError for too few instances."""
+        """Raises ConfigError for too few or too many instances."""
         cluster = replace(self._cluster, engine=replace(self._cluster.engine, num_instances=num_instances))
         check_instances(cluster)
         self._cluster = cluster
@@ -191,6 +202,7 @@ class Keeper:
         """Have Ray place the role's actor, pending until a host has room."""
         part, front_end = kept.part, self._cluster.front_end
         http = {name: getattr(front_end, name) for name in _HTTP}
+        http["has_key"] = self._cluster.scaling is not None and front_end.api_keys is not None
         options = ray.remote(RoleActor).options(
             name=f"{kept.name}@{kept.epoch}",
             lifetime="detached",
@@ -214,22 +226,44 @@ class Keeper:
             await end_role(actor, self._cluster.front_end.drain_s if has_process else None)
 
     async def status(self) -> list[RoleFacts]:
-        """The state of every role."""
+        """The state of every role, and the last decision on the number of instances."""
         await self._begun
         kept = list(self._kept.values())
         await asyncio.gather(*map(_refresh, kept))
-        return [one.shown() for one in kept]
+        rows = [one.shown() for one in kept]
+        if self._scaler is not None:
+            rule, number = self._scaler.rule, self._cluster.engine.num_instances
+            state = f"{number} of {rule.config.min_instances} to {rule.config.max_instances}"
+            rows.append(RoleFacts(name="scaling", state=state, problem=rule.reason))
+        return rows
+
+    async def _look(self) -> tuple[Snapshots, Fleet]:
+        """Metrics of the front ends, and states of the instances."""
+        from .scaling import Fleet
+
+        kept = list(self._kept.values())
+        await asyncio.gather(*map(_refresh, kept))
+        front_ends = [one for one in kept if one.part.role == FRONT_END]
+        snapshots = await asyncio.gather(*map(_snapshot, front_ends))
+        states = {one.name: one.shown().state for one in kept if one.part.role == INSTANCE}
+        roomless = [name for name, state in states.items() if state == WAITING]
+        starting = [name for name, state in states.items() if state not in (RUNNING, WAITING)]
+        fleet = Fleet(number=len(states), starting=starting, roomless=roomless)
+        return dict(zip((one.name for one in front_ends), snapshots, strict=True)), fleet
 
     async def scale(self, num_instances: int) -> None:
         """Add instances, or end the last instances; requests go on elsewhere.  Raises ConfigError."""
         await self._begun
         async with self._changing:
-            self._set_instances(num_instances)
-            self._number_file.write_text(str(num_instances))
-            wanted = {kept.name: kept for kept in self._wanted()}
-            for name in wanted.keys() - self._kept.keys():
-                self._add(wanted[name])
-            await self._remove([self._kept[name] for name in self._kept.keys() - wanted.keys()])
+            await self._change(num_instances)
+
+    async def _change(self, num_instances: int) -> None:
+        self._set_instances(num_instances)
+        self._number_file.write_text(str(num_instances))
+        wanted = {kept.name: kept for kept in self._wanted()}
+        for name in wanted.keys() - self._kept.keys():
+            self._add(wanted[name])
+        await self._remove([self._kept[name] for name in self._kept.keys() - wanted.keys()])
 
     async def _remove(self, roles: Collection[_Kept]) -> None:
         for kept in roles:
@@ -246,6 +280,8 @@ class Keeper:
     async def stop(self) -> None:
         """End front ends after open requests, then the rest; delete this host's files."""
         await asyncio.wait([self._begun])
+        if self._scaling is not None:
+            self._scaling.cancel()
         async with self._changing:
             front_ends = [kept for kept in self._kept.values() if kept.part.role == FRONT_END]
             await self._remove(front_ends)
@@ -265,6 +301,14 @@ async def _refresh(kept: _Kept) -> None:
         facts = replace(before, state=SILENT, problem="the actor does not answer")
     if kept.actor is actor:
         kept.facts = facts
+
+
+async def _snapshot(kept: _Kept) -> Snapshot | None:
+    found: Snapshot | None = None
+    with suppress(RayError, asyncio.TimeoutError):
+        if kept.facts is not None:
+            found = await asyncio.wait_for(kept.actor.snapshot.remote(), _FACTS_S)
+    return found
 
 
 def alive_roles() -> dict[str, tuple[int, Any]]:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import yaml
@@ -23,6 +25,9 @@ from .enrolment import enrol
 from .host_roles import CONTROLLER, FRONT_END, HostRoles, Role
 from .topology import Part
 
+if TYPE_CHECKING:
+    from .scaling import Snapshot
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "moe_lora-ray-"
@@ -30,7 +35,7 @@ PREFIX = "moe_lora-ray-"
 CERTIFICATES, STATE = "certificates", "state"
 """Folders in a role's folder."""
 _BOOK = "addresses.json"
-_READY_S = 2.0
+_READY_S, _METRICS_S = 2.0, 8.0
 PLACED, STARTING, RUNNING, READY = "placed", "starting", "running", "ready"
 """States of a role."""
 _MODULES = {FRONT_END: "moe_lora.cli.host_role", CONTROLLER: "moe_lora.cli.host_role"}
@@ -59,7 +64,10 @@ class RoleActor:
     """Keeps a role's process, with a private folder and reserved ports on this host."""
 
     def __init__(self, part: Part, number: int, http: Mapping[str, Any], host: str | None = None) -> None:
-        """http: port, tls_cert, drain_s and heartbeat_dead_s of front ends.  host: this host's IP address."""
+        """http: port, tls_cert, drain_s, heartbeat_dead_s, and has_key: metrics need a key; of front ends.
+
+        host: this host's IP address.
+        """
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._part, self._number, self._http = part, number, http
@@ -71,6 +79,7 @@ class RoleActor:
         }
         self._listening = self._listen(http["port"]) if part.role == FRONT_END else None
         self._port = 0 if self._listening is None else int(self._listening.getsockname()[1])
+        self._key = secrets.token_urlsafe(32) if http["has_key"] else ""
         self._own: OwnFolder | None = None
         self._book_number = 0
         self._roles: HostRoles | None = None
@@ -115,7 +124,7 @@ class RoleActor:
             state = RUNNING if serving else STARTING
             if not serving and self._roles.problem is not None:
                 problem = str(self._roles.problem)
-            if self._port and await _is_ready(f"{self._url}/ready"):
+            if self._port and await _read(f"{self._url}/ready", _READY_S) is not None:
                 state = READY
         return RoleFacts(
             name=self._name,
@@ -126,6 +135,13 @@ class RoleActor:
             num_restarts=num_restarts,
             problem=problem,
         )
+
+    async def snapshot(self) -> Snapshot | None:
+        """Metrics of the front end; None without an answer."""
+        from .scaling import read_snapshot
+
+        text = await _read(f"{self._url}/metrics", _METRICS_S, self._key)
+        return None if text is None else read_snapshot(text)
 
     async def enrol(self, address: str, token: str, authority: str) -> None:
         """Get a certificate for this host.  Raises ConfigError."""
@@ -138,6 +154,9 @@ class RoleActor:
         front_end = {**content["front_end"], "host": self._host}
         if self._port:
             front_end["port"] = self._port
+        if self._key:  # for this actor, beside the clients' keys
+            digest = hashlib.sha256(self._key.encode()).hexdigest()
+            front_end["admin_key_digests"] = [*front_end.get("admin_key_digests", ()), digest]
         file = self.folder / "cluster.yaml"
         file.write_text(yaml.safe_dump({**content, "front_end": front_end}, sort_keys=False))
         index = str(self._number)
@@ -197,10 +216,13 @@ def _own_ip() -> str:
     return str(get_node_ip_address())
 
 
-async def _is_ready(url: str) -> bool:
+async def _read(url: str, limit_s: float, key: str = "") -> str | None:
+    """The text at a URL; None without status 200."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No certificate is checked: the URL is this host's.
-    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=_READY_S) as client:
+    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=limit_s, headers=headers) as client:
         try:
-            return (await client.get(url)).status_code == 200
+            response = await client.get(url)
         except httpx.HTTPError:
-            return False
+            return None
+    return response.text if response.status_code == 200 else None

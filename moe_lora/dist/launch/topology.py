@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
             found = found.get(name) if isinstance(found, Mapping) else None
         if found is not None:
             raise ConfigError(f"{'.'.join(setting)} follows from {hosts.source}; leave the setting out")
-    cluster = cluster_of(given, Path(_OF_FILE))
+    cluster = cluster_of(given, Path(_OF_FILE), scales=True)
+    given.pop("scaling", None)
     for place, path in _relative(yaml.safe_load(cluster_text(cluster))):
         raise ConfigError(f"{place}: {path} is a relative path; give the absolute path {hosts.place}")
     _check(cluster)
@@ -164,6 +165,15 @@ def _check(cluster: ClusterConfig) -> None:
         raise ConfigError("lora_server.device_puts joins processes of one host; leave device_puts out")
     if cluster.engine.host_cores:
         raise ConfigError("engine.host_cores names cores of a host; leave host_cores out")
+    if cluster.scaling is not None:
+        for name in ("admin_address", "prefill_instances"):
+            if getattr(front_end, name):
+                raise ConfigError(
+                    f"scaling and front_end.{name} do not go together: scaling reads /metrics at "
+                    "front_end.port, of instances that are all alike; leave one of them out"
+                )
+        fewest = replace(cluster.engine, num_instances=cluster.scaling.min_instances)
+        check_instances(replace(cluster, engine=fewest))
 
 
 def _between_hosts(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

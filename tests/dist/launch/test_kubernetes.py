@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kubernetes_validate
@@ -18,13 +20,16 @@ from moe_lora.cli.provision_result import plan_yaml
 from moe_lora.cli.serve import serve
 from moe_lora.config.cluster import cluster_of
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import EngineStats
 from moe_lora.dist.launch import run_role
 from moe_lora.dist.launch.kubernetes import CERTIFICATES, CONFIG, STATE, Pods, manifests, manifests_text
 from moe_lora.dist.net.keys import make_keys
+from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, local_answers, make_requests
 from tests.dist.launch import pods as standing_in
 from tests.dist.namespaces import Unavailable
 from tests.provision.plan.plans import planned
+from tests.serve.test_placement import cluster_config
 
 CONTENT: dict[str, Any] = {
     "model_dir": "/srv/models/model",
@@ -56,15 +61,16 @@ def in_pods(objects: list[dict[str, Any]]) -> Any:
 
 
 @pytest.mark.parametrize("num_front_ends", [1, 2])
+@pytest.mark.parametrize("scaling", [{}, {"scaling": {"max_instances": 6}}])
 @pytest.mark.parametrize("version", ["1.28", "1.37"])
-def test_objects_follow_the_schemas_of_the_api(num_front_ends, version):
+def test_objects_follow_the_schemas_of_the_api(num_front_ends, scaling, version):
     pods = Pods(
         image="image",
         num_front_ends=num_front_ends,
         claims={"models": "/srv/models"},
         secrets={"api-keys": "/srv/keys"},
     )
-    content = {**CONTENT, "engine": {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}}
+    content = {**CONTENT, **scaling, "engine": {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}}
     for one in yaml.safe_load_all(manifests_text(content, pods)):
         kubernetes_validate.validate(one, version, strict=True)
 
@@ -99,6 +105,48 @@ def test_instances_and_ranks_are_pods_with_the_gpus_of_their_ranks():
     replicas, rank = found["moe-lora-lora-server"]
     assert (replicas, rank["resources"]) == (2, {"limits": {"nvidia.com/gpu": "1"}})
     assert "resources" not in found["moe-lora-front-end"][1]
+
+
+def test_an_autoscaler_sets_the_number_of_instances_by_metrics_of_the_clients_service():
+    scaling = {"max_instances": 6, "waiting_high": 3, "add_pause_s": 40, "remove_pause_s": 200}
+    objects = manifests({**CONTENT, "scaling": scaling}, PODS)
+    [(name, scaler)] = of_kind(objects, "HorizontalPodAutoscaler").items()
+    spec, sets = scaler["spec"], of_kind(objects, "StatefulSet")
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+    assert {one for one in sets if "replicas" not in sets[one]["spec"]} == {name}
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (1, 6)
+    assert name in of_kind(objects, "PodDisruptionBudget")
+    shown = Metrics(cluster_config(), SimpleNamespace(figures=None, link=None))
+    shown.stats = EngineStats()
+    text = shown.render().decode()
+    for one, value in zip(spec["metrics"], ("3", "51"), strict=True):  # 51: 80% of max_num_seqs
+        found = one["object"]
+        place = found["describedObject"]
+        assert "http" in {
+            port["name"] for port in of_kind(objects, place["kind"])[place["name"]]["spec"]["ports"]
+        }
+        assert found["target"] == {"type": "AverageValue", "averageValue": value}
+        labels = found["metric"].get("selector", {"matchLabels": {}})["matchLabels"].items()
+        series = re.compile(f"^{found['metric']['name'].replace('vllm_', 'vllm:')}{{(.*)}}", re.MULTILINE)
+        assert any(all(f'{k}="{v}"' in line for k, v in labels) for line in series.findall(text))
+    up, down = spec["behavior"]["scaleUp"], spec["behavior"]["scaleDown"]
+    assert up == {
+        "stabilizationWindowSeconds": 0,
+        "policies": [{"type": "Percent", "value": 100, "periodSeconds": 40}],
+    }
+    assert down == {
+        "stabilizationWindowSeconds": 200,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 200}],
+    }
+
+
+def test_the_autoscaler_alone_changes_with_the_bounds():
+    fewer, more = (manifests({**CONTENT, "scaling": {"max_instances": most}}, PODS) for most in (3, 4))
+    changed = [one["kind"] for one, other in zip(fewer, more, strict=True) if one != other]
+    assert changed == ["HorizontalPodAutoscaler"]
+    without = manifests(CONTENT, PODS)
+    assert in_pods(fewer) == in_pods(without)
+    assert "HorizontalPodAutoscaler" not in {one["kind"] for one in without}
 
 
 def test_commands_are_those_of_the_roles():
@@ -177,6 +225,9 @@ def test_access_is_for_pods_of_the_cluster_and_for_clients_of_the_front_end():
         ({"lora_server": {"address": "10.0.0.2:7500"}}, "lora_server.address follows from the pods"),
         ({"lora_server": {"transport": "shm"}}, "lora_server.transport=shm joins processes of one host"),
         ({"lora_server": {"layout": "EP2"}, "devices": {"lora_server": [0, 1]}}, "devices follows from"),
+        ({"scaling": {"max_instances": 1}}, "2 instances are outside of scaling.min_instances=1 and"),
+        ({"scaling": {"max_instances": 2, "ttft_ms": 500}}, "scaling.ttft_ms has no meaning for Kubernetes"),
+        ({"scaling": {"max_instances": 2, "interval_s": 9}}, "scaling.interval_s has no meaning for"),
         ({"engine": {"max_loras": 0}}, "engine.max_loras"),
         ({"engine": {"no_such": 1}}, "no_such"),
     ],

@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moe_lora.serve.api_keys import ApiKey, add_key
 from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, Host, local_answers, make_requests, until
 from tests.dist.launch.ray_nodes import RayNodes
 from tests.patience import PATIENCE_S
@@ -32,10 +36,11 @@ REQUESTS = make_requests(16)
 class Served:
     """A cluster of `up` under test."""
 
-    def __init__(self, nodes: RayNodes) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: RayNodes, content: dict[str, Any] = CONTENT, key: str | None = None) -> None:
+        """key: of clients."""
+        self.nodes, self.key = nodes, {} if key is None else {"key": key}
         self.file = nodes.folder / "cluster.yaml"
-        self.file.write_text(yaml.safe_dump(CONTENT))
+        self.file.write_text(yaml.safe_dump(content))
         done = nodes.run("up", str(self.file), "--on", "ray")
         assert done.returncode == 0, done.stdout + done.stderr
         self.progress = done.stdout.splitlines()
@@ -43,7 +48,7 @@ class Served:
     def host_of(self, role: str) -> str:
         return self.nodes.status()[role][1]
 
-    def drive(self, times: int = 1, pause_s: float = 0.0) -> Drive:
+    def drive(self, times: int = 1, pause_s: float = 0.0, url: str | None = None) -> Drive:
         bodies = [
             {
                 "model": model or "demo",
@@ -55,9 +60,9 @@ class Served:
             }
             for model, prompt in REQUESTS * times
         ]
-        url = self.nodes.status()["front-end-0"][2]
+        url = url or self.nodes.status()["front-end-0"][2]
         host = Host("client", "127.0.0.1", self.nodes.folder)
-        return Drive(host, {"url": url, "bodies": bodies, "pause_s": pause_s})
+        return Drive(host, {"url": url, "bodies": bodies, "pause_s": pause_s, **self.key})
 
     def wait_until_whole(self, num_instances: int = 2) -> None:
         """Until each role serves."""
@@ -101,6 +106,12 @@ def ray_nodes(num_nodes: int, num_cpus: int, **environment: str) -> Iterator[Ray
 @pytest.fixture
 def nodes() -> Iterator[RayNodes]:
     yield from ray_nodes(4, num_cpus=3)
+
+
+@pytest.fixture
+def narrow() -> Iterator[RayNodes]:
+    """Two nodes with room for four roles."""
+    yield from ray_nodes(3, num_cpus=2)
 
 
 @pytest.fixture
@@ -198,3 +209,66 @@ def test_a_cluster_on_ray_answers_and_outlives_lost_hosts(nodes: RayNodes) -> No
 
     assert nodes.run("down").returncode == 0
     assert_nothing_is_left(nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_burst_adds_instances_and_quiet_takes_them_back(narrow: RayNodes, tmp_path: Path) -> None:
+    expected, keys = local_answers(REQUESTS), tmp_path / "keys.json"
+    key = add_key(keys, ApiKey(id="k", digest="0" * 64, tenant="t", adapters=("*",)))
+    content = {
+        **CONTENT,
+        "engine": {**CONTENT["engine"], "num_instances": 1, "max_num_seqs": 2},
+        "lora_server": {"layout": "EP1-PP1", "capacity": 16},
+        "front_end": {**CONTENT["front_end"], "api_keys": str(keys)},
+        "scaling": {
+            "max_instances": 3,
+            "waiting_high": 2,
+            "interval_s": 1,
+            "add_pause_s": 1,
+            "remove_pause_s": 5,
+        },
+    }
+    served, begun_s = Served(narrow, content, key), time.monotonic()
+    until(lambda: narrow.status()["instance-0"][0] == "running", lambda: str(narrow.status()))
+    url = narrow.status()["front-end-0"][2]
+
+    def number() -> int:
+        return sum(role.startswith("instance") for role in narrow.status())
+
+    def wait_for(condition: Callable[[], object], text: str) -> None:
+        until(condition, lambda: f"{text}: {narrow.status()}")
+        print(f"{time.monotonic() - begun_s:6.1f} s: {text}: {narrow.status()['scaling']}")
+
+    assert served.drive(2, url=url).answers() == expected * 2  # two run and two wait
+    assert number() == 1
+    is_over = threading.Event()
+
+    def drive_on() -> int:
+        num_drives = 0
+        while not is_over.is_set():
+            assert served.drive(2, url=url).answers() == expected * 2
+            num_drives += 1
+        return num_drives
+
+    with ThreadPoolExecutor(3) as pool:
+        burst = [pool.submit(drive_on) for _ in range(3)]  # two run and ten wait
+        try:
+            wait_for(lambda: number() == 3, "more")
+            wait_for(lambda: narrow.status()["instance-1"][0] == "running", "an instance joined")
+            no_room = "no host has room for instance-2"
+            wait_for(lambda: no_room in narrow.status()["scaling"][-1], "without room")
+        finally:
+            is_over.set()
+        assert all(one.result() for one in burst)
+    wait_for(lambda: number() == 1, "quiet")
+    assert served.drive(url=url).answers() == expected
+    done = narrow.run("scale", "instance", "4")
+    assert "4 instances are outside of scaling.min_instances=1 and scaling.max_instances=3" in done.stderr
+    running = served.drive(4, url=url)
+    assert narrow.run("scale", "instance", "2").returncode == 0
+    assert number() == 2
+    assert running.answers() == expected * 4
+    wait_for(lambda: number() == 1, "as before a user's number")
+    assert narrow.run("down").returncode == 0
+    assert_nothing_is_left(narrow)

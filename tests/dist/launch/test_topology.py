@@ -27,7 +27,7 @@ CONTENT: dict[str, Any] = {
     "engine": {"num_instances": 3, "expert_parallel": 2, "num_threads": 4},
     "lora_server": {"layout": "EP2-PP1"},
 }
-HTTP = {"port": 8000, "tls_cert": None, "drain_s": 1.0, "heartbeat_dead_s": 1.0}
+HTTP = {"port": 8000, "tls_cert": None, "drain_s": 1.0, "heartbeat_dead_s": 1.0, "has_key": False}
 
 
 def hosts(num_front_ends: int = 1) -> Hosts:
