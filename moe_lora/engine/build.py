@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.errors import CapacityError
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shard import ModelShard
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes, site_ranks
@@ -164,7 +162,7 @@ class _Build:
                 core.attach_merging(make_merging(config, rank, runner, manager, scheduler.clock, free))
             undo.pop_all()
             undo.callback(core.close)
-            self._adapters = [one for one in self._adapters if self._is_added(core, *one)]
+            self._adapters = core.add_adapters(self._adapters, leave_out_bad=config.leave_out_bad)
             ranks = site_ranks(rank.shape, [packed for packed, _ in self._adapters])
             runner.warm_up(ranks, config.max_num_batched_tokens)
             followers.tell(RankReport())
@@ -176,17 +174,6 @@ class _Build:
             *(size.num_host_pages * self._page_bytes / 1e6, config.num_ranks),
         )
         return core
-
-    def _is_added(self, core: EngineCore, packed: PackedAdapter, path: str) -> bool:
-        """False for an adapter without room, left out.  Raises CapacityError otherwise."""
-        try:
-            core.add_adapter(packed, path)
-        except CapacityError as error:
-            if not self._config.leave_out_bad:
-                raise
-            logger.error("adapter %s is left out: %s", packed.name, error)
-            return False
-        return True
 
     def _moving_parts(self, store: AdapterStore) -> tuple[AdapterManager, Transfers, Scheduler[Any]]:
         """Adapter manager, transfers and scheduler."""

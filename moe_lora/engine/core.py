@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Readiness
-from moe_lora.core.errors import AdapterVersionError, EngineDeadError
+from moe_lora.core.errors import AdapterVersionError, CapacityError, EngineDeadError
 from moe_lora.core.request import (
     STEP_BUCKETS,
     AdapterInfo,
@@ -427,6 +427,25 @@ class EngineCore:
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory."""
         return self.adapters.store.prepare(self.adapters.contents.pack(name, tensors, config))
+
+    def add_adapters(
+        self, adapters: Iterable[tuple[PackedAdapter, str]], *, leave_out_bad: bool
+    ) -> list[tuple[PackedAdapter, str]]:
+        """Serve the start's adapters; returns those with room.
+
+        Raises CapacityError for others, unless leave_out_bad.
+        """
+        added = []
+        for packed, path in adapters:
+            try:
+                self.add_adapter(packed, path)
+            except CapacityError as error:
+                if not leave_out_bad:
+                    raise
+                logger.error("adapter %s is left out: %s", packed.name, error)
+            else:
+                added.append((packed, path))
+        return added
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
