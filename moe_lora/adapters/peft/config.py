@@ -45,7 +45,10 @@ class ExpertLayout:
 
         Raises AdapterError for an unknown or ambiguous layout.
         """
-        details, layouts = self._stated(DETAIL_KEY), self._stated(FLAT_KEY)
+        auto_mapping = self.fields.get("auto_mapping")
+        sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
+        details = [source[DETAIL_KEY] for source in sources if source.get(DETAIL_KEY) is not None]
+        layouts = [source[FLAT_KEY] for source in sources if source.get(FLAT_KEY) is not None]
         if details:
             layouts += self._in_details(details, parameter)
         for layout in layouts:
@@ -60,7 +63,7 @@ class ExpertLayout:
                 f"{self.where}: {FLAT_KEY} and {DETAIL_KEY} name two layouts for {parameter}, so it is "
                 "unclear which expert a column belongs to; correct the wrong one, or save the adapter again"
             )
-        if not layouts and (details or any(self._stated("unsloth_fixed"))):
+        if not layouts and (details or sources[-1].get("unsloth_fixed")):
             raise AdapterError(
                 f"{self.where}: saved by Unsloth (auto_mapping.unsloth_fixed) without {FLAT_KEY}, and {key} "
                 "is an expert tensor: versions before 2026.9.6 grouped its columns by expert, or by rank as "
@@ -79,7 +82,8 @@ class ExpertLayout:
         version = str(self.fields.get("peft_version"))
         found = re.match(r"(\d{1,3})\.(\d{1,3})\.\d", version)
         is_old = found is not None and (int(found[1]), int(found[2])) < (0, 19)
-        if self._stated(FLAT_KEY) or self._stated(DETAIL_KEY):
+        sources = (one for one in (self.fields, self.fields.get("auto_mapping")) if isinstance(one, Mapping))
+        if any(source.get(FLAT_KEY) or source.get(DETAIL_KEY) for source in sources):
             return False
         if found is None or (is_old and "dev" in version):
             raise AdapterError(
@@ -88,12 +92,6 @@ class ExpertLayout:
                 '"peft_version" to this file: the version that saved the adapter, as "0.18.1" or "0.19.0"'
             )
         return is_old
-
-    def _stated(self, key: str) -> list[Any]:
-        """Values of this key."""
-        sources = self.fields, self.fields.get("auto_mapping")
-        found = [source.get(key) for source in sources if isinstance(source, Mapping)]
-        return [value for value in found if value is not None]
 
     def _in_details(self, details: Sequence[Any], parameter: str) -> list[Any]:
         found = []
