@@ -3,7 +3,7 @@
 
 "reverse" gives the prompt reversed, one character a chunk; other models give as many tokens as asked for.
 Special prompts: "error" HTTP 503, "broken" an error in the stream, "cut" a stream that breaks off, "hang" no
-end, "pair" waits until a second request has come.
+end, "pair" waits until a second request has come, "silent" one token without text.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def stream(body: dict[str, Any], served: Served) -> AsyncIterator[str]:
     while prompt == "pair" and len(served.bodies) < 2:
         await asyncio.sleep(0.005)
     served.first_token_s.append(time.perf_counter())
-    for character in text:
+    for character in text if prompt != "silent" else "":
         yield event({"choices": [{"index": 0, "text": character, "finish_reason": None}]})
         await asyncio.sleep(0.002)
         if prompt == "broken":
@@ -79,7 +79,10 @@ async def stream(body: dict[str, Any], served: Served) -> AsyncIterator[str]:
         if prompt == "hang":
             await asyncio.sleep(3600)
     yield event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
-    usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(text)}
+    usage: dict[str, Any] = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 1 if prompt == "silent" else len(text),
+    }
     if body["model"] != "other":
         usage["timing"] = {"decode_ttft_ms": 12.5, "queue_ms": 2.0, "adapter_load_ms": 0.5}
     yield event({"choices": [], "usage": usage})

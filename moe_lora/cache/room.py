@@ -13,6 +13,8 @@ from moe_lora.policies.caching.caching import REST, WITHIN
 from .pages import HAS_DEVICE_PAGES, PRIVATE, Node
 from .ranking import Kind, Ranking
 
+SAVED_S = 5.0
+"""Longest use of a window chosen before nodes were saved."""
 Number = TypeVar("Number", np.int64, np.float64)
 
 
@@ -37,7 +39,8 @@ class Room:
             self.max_adapter_pages = int(traits.adapter_share * num_pages)
             kv_pages = num_pages - self.max_adapter_pages
         self.max_kv_pages = kv_pages if max_kv_pages is None else min(kv_pages, max_kv_pages)
-        self._saving: dict[Node, tuple[int, list[Node]]] = {}
+        self._saving: dict[Node, tuple[int, list[Node], float]] = {}
+        """An adapter's chosen window, the nodes that are saved before, and the time of this choice."""
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
         """[rows]: True for pinned and (by default) moving nodes and ancestors."""
@@ -125,12 +128,15 @@ class Room:
         while self._is_over_limit(node):
             if not self._evict_adapter(now_s):
                 return None
-        return self._device.take_runs(node.layer_pages, node.row) or self._clear_runs(node, now_s)
+        return self.take_free_runs(node) or self._clear_runs(node, now_s)
 
     def take_free_runs(self, node: Node) -> list[int] | None:
         """As `take_adapter`, without evictions."""
         assert node.layer_pages is not None
-        return None if self._is_over_limit(node) else self._device.take_runs(node.layer_pages, node.row)
+        pages = None if self._is_over_limit(node) else self._device.take_runs(node.layer_pages, node.row)
+        if pages is not None:
+            self._saving.pop(node, None)
+        return pages
 
     def _is_over_limit(self, adapter: Node) -> bool:
         return (
@@ -184,6 +190,8 @@ class Room:
         saving = self._saving.get(adapter)
         if saving is not None and any(node.moving_out for node in saving[1]):
             return None
+        if saving is not None and now_s - saving[2] > SAVED_S:
+            saving = None
         if self._device.num_free + self._idle_pages() < num_pages:
             return None
         if saving is not None and self._is_free_of_blocked(saving[0], num_pages):
@@ -261,7 +269,7 @@ class Room:
             self.mover.send_out(node, pages, leaves=False)
             saved.append(node)
         if saved:
-            self._saving[adapter] = first, saved
+            self._saving[adapter] = first, saved, now_s
         return bool(saved)
 
     def _clear_separate_runs(self, node: Node, now_s: float) -> list[int] | None:

@@ -186,7 +186,7 @@ def refill_random(model: CausalLM, config: Mapping[str, Any], device: torch.devi
     """Make the random weights again in place."""
     from .random_weights import RandomCheckpoint
 
-    checkpoint = RandomCheckpoint(model.spec, config, device)
+    checkpoint = RandomCheckpoint(model_spec(config), config, device)
     _fill(model, checkpoint, checkpoint.weights, {}, silent)
 
 

@@ -136,7 +136,9 @@ class CompletionClient:
         if completion.finish_reason is None:
             raise ServerError("the stream ended without a finish_reason")
         if not completion.token_times_s:
-            raise ServerError("the stream ended without a token")
+            if not completion.usage.get("completion_tokens"):
+                raise ServerError("the stream ended without a token")
+            completion.token_times_s.append(completion.end_s)  # a token without text
         return completion
 
 

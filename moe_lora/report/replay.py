@@ -213,7 +213,7 @@ class _Run:
             return record
         except asyncio.TimeoutError:
             error = f"timeout: no end within {self._options.timeout_s:g} s"
-        except ServerError as problem:
+        except (ServerError, ValueError) as problem:  # text that UTF-8 lacks
             error = str(problem)
         except asyncio.CancelledError:
             error = None

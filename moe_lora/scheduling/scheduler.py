@@ -415,8 +415,9 @@ class Scheduler(Generic[Sequence]):
         """Put back sequences after a failed load, prompts without a host, and sequences with a lost
         history.
         """
-        for where in (self.running, self.loading):
-            for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
+        # The youngest first: each is put before the others.
+        for where in (self.loading, self.running):
+            for sequence in [one for one in reversed(where) if one.cold_tokens or where is self.loading]:
                 adapter = sequence.adapter
                 readiness = Readiness.READY if adapter is None else self._adapters.readiness(adapter)
                 if readiness is Readiness.READY:
@@ -426,7 +427,7 @@ class Scheduler(Generic[Sequence]):
                 ):
                     where.remove(sequence)
                     self._put_back(sequence)
-        for sequence in list(self.loading):
+        for sequence in self.loading[::-1]:
             if sequence.table.lost:
                 self.loading.remove(sequence)
                 self._put_back(sequence)

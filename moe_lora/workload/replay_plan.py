@@ -131,7 +131,7 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
     """
     reader = RowReader(str(path))
     with open_text(path, "prompts") as file:
-        lines = file.read().splitlines()
+        lines = [*file]
     rows = []
     for row in json_lines(lines, reader):
         if not isinstance(row.get("prompt"), str) or not row["prompt"]:

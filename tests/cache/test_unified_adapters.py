@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from moe_lora.cache.orders import Copy, LoadAdapter, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.caching.caching import CachingPolicy, FastLibra, lru, slora, static_partition
+from moe_lora.policies.caching.caching import (
+    CachingPolicy,
+    CostAware,
+    FastLibra,
+    lru,
+    slora,
+    static_partition,
+)
 from moe_lora.timing.host_times import CacheCosts
 
 from .consistency import check
@@ -367,3 +374,28 @@ def test_remote_adapter_counts_as_ready_only_while_the_server_holds_it():
         view = cache._tree.columns.view(np.array([row]), 1.0)
         assert view.adapter_ready.tolist() == [held]
     assert cache.hold(1, 0.0) is Readiness.READY, "whether to wait for the server is the caller's business"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_window_that_was_chosen_before_a_save_does_not_outlast_it(waits):
+    """An adapter's request is aborted, or finds free pages; later the window has other history."""
+    cache = UnifiedCache(num_device_pages=8, num_host_pages=32, block_size=4, policy=CostAware(costs=COSTS))
+    cache.add_adapter("a", [4], 0.0)
+    for number in (1, 2):
+        leave_history(cache, None, [number] * 16, float(number))
+    assert cache.hold("a", 3.0) is Readiness.NO_ROOM
+    confirm(cache)
+    cache.clear_history([None])
+    if waits:
+        cache.hold("a", 4.0)
+        confirm(cache)
+        cache.let_go("a", 5.0)
+    cache.evict_all()
+    hot, cold = [3] * 16, [4] * 16
+    leave_history(cache, None, hot, 10.0)
+    leave_history(cache, None, cold, 11.0)
+    for second in range(5):
+        cache.release(cache.match(None, [*hot, 0], 1000.0 + second), 1000.0 + second)
+    assert cache.hold("a", 1010.0) is Readiness.NO_ROOM, "the cold history is saved first"
+    confirm(cache)
+    assert cache.match(None, [*hot, 0], 1010.0).num_matched == 16

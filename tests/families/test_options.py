@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.families import model_spec, shape_of
+from moe_lora.families import cut_to, model_spec, shape_of
 from moe_lora.models.causal_lm import CausalLM
 from tests.families import ALL_FAMILIES, LATENT_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
 from tests.models.harness import Harness
@@ -499,3 +499,9 @@ def test_scaled_moe_is_a_mixtral_config():
     assert len(model.layers) == 18
     assert model.layers[0].mlp.gate_up.weight.shape == (32, 2 * 14336, 4096)
     assert model.layers[0].mlp.top_k == 4
+
+
+def test_a_stated_kind_of_each_layer_is_cut_with_the_layers():
+    config = json.loads(tiny_config("glm4_moe_lite").to_json_string(use_diff=False))
+    assert len(config["mlp_layer_types"]) == config["num_hidden_layers"]
+    assert shape_of(cut_to(config, 1)).num_layers == 1

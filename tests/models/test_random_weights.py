@@ -13,7 +13,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shard import ModelShard
 from moe_lora.families import shape_of
-from moe_lora.models.loader import random_model
+from moe_lora.models.loader import random_model, refill_random
 from moe_lora.models.quantised_weight import Quantisation, QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, MOE_FAMILIES, make_adapter, make_checkpoint, tiny_config
 
@@ -51,6 +51,17 @@ def test_a_rank_makes_the_experts_that_one_process_has(family):
         of_experts = ".mlp." in name and whole[name].shape != weight.shape
         assert torch.equal(weight, whole[name][2:] if of_experts else whole[name]), name
     assert part["layers.0.mlp.down.weight"].shape[0] == 2
+
+
+@pytest.mark.parametrize(("tensor_parallel", "expert_parallel"), [(1, 2), (2, 1), (2, 2)])
+def test_a_rank_s_weights_are_made_again_in_place(tensor_parallel, expert_parallel):
+    shard = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel, "dist_rank": 1}
+    model = made("qwen3_moe", shard=shard)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for weight in model.parameters():
+        weight.data.zero_()
+    refill_random(model, json.loads(tiny_config("qwen3_moe").to_json_string(use_diff=False)), CPU)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 def test_experts_of_an_mxfp4_config_are_held_as_mxfp4():

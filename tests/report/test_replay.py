@@ -131,6 +131,7 @@ def test_answers_are_checked(served: Served) -> None:
         ("broken", "error in the stream: engine died"),
         ("cut", "ended without a finish_reason"),
         ("hang", "timeout: no end within "),
+        ("half a pair \ud83d", "surrogates not allowed"),
     ],
 )
 def test_failed_request_says_why_and_the_others_go_on(served: Served, prompt: str, said: str) -> None:
@@ -143,6 +144,13 @@ def test_failed_request_says_why_and_the_others_go_on(served: Served, prompt: st
     assert said in (bad.error or "")
     assert good.error is None
     assert good.timing is not None
+
+
+def test_a_token_without_text_is_an_answer(served: Served) -> None:
+    [record] = send(served, [planned(prompt="silent")]).records
+    assert record.error is None
+    assert record.timing is not None
+    assert record.timing.num_output_tokens == 1
 
 
 def test_arrivals_are_open_loop(served: Served) -> None:

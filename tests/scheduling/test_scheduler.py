@@ -227,6 +227,17 @@ def test_request_that_began_without_its_adapter_starts_over_when_the_load_fails(
     assert parts.step() == {"cold": 6}, "prompt and token once more, beside another load"
 
 
+def test_requests_keep_their_order_when_the_load_that_they_wait_for_fails():
+    parts = Parts({"a": 1}, prompt=False)
+    for number in range(4):
+        parts.add(f"r{number}", range(10 * number, 10 * number + 5), "a")
+    assert parts.step() == {}
+    assert parts.names()[1] == ["r0", "r1", "r2", "r3"]
+    parts.cache.failed(parts.orders[0].copy_id)
+    parts.scheduler._look_at_adapters()
+    assert parts.names() == ([], [], ["r0", "r1", "r2", "r3"])
+
+
 def host_start() -> HostStart:
     """A worker is as quick as the device; half a byte a second is loaded."""
     layer = PartTime(fixed_s=1.0)

@@ -151,6 +151,10 @@ def test_prompt_rows_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"adapter": "x", "prompt": "p", "answer": "a", "task": "more"}) + "\n\n")
     assert read_prompts(path) == [PromptRow("x", "p", "a")]
+    path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert read_prompts(path) == [PromptRow(None, "a\u2028b\x85c", None)], (
+        "JSON allows these line ends in text"
+    )
     for text, said in (
         ('{"adapter": "x"}', "'prompt'"),
         ("{", "not JSON"),

@@ -385,8 +385,9 @@ class Family:
                 f"num_layers={num_layers} is more than the model's {known}; lower it or leave it out"
             )
         cut = {**config, next(key for key in keys if config.get(key) is not None): num_layers}
-        if isinstance(kinds := config.get("layer_types"), list):
-            cut["layer_types"] = kinds[:num_layers]
+        for key in ("layer_types", "mlp_layer_types"):
+            if isinstance(kinds := config.get(key), list):
+                cut[key] = kinds[:num_layers]
         return cut
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -63,7 +64,7 @@ def detect_format(path: str | Path) -> str:
     text = head.lstrip()
     if not text:
         raise ValueError(f"{path}: the trace is empty")
-    line = text.splitlines()[0]
+    line = re.split(r"[\r\n]", text, maxsplit=1)[0]
     found, columns = None, set[str]()
     if text[0] in "[{":
         found = _json_format(line, head)

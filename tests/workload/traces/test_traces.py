@@ -86,6 +86,11 @@ def test_format_is_detected_with_and_without_byte_order_mark(tmp_path: Path, nam
     assert read_trace(path).requests == read_trace(path, name).requests
 
 
+def test_format_is_detected_where_text_has_unicode_s_line_ends(tmp_path: Path) -> None:
+    row = '{"prompt": "a\u2028b\x85c", "output_tokens": 10}'
+    assert detect_format(write(tmp_path, row)) == "vllm"
+
+
 def test_azure_keeps_seven_fractional_digits(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, AZURE))
     assert trace.requests[0] == TraceRequest(0.0, 4808, 10)
