@@ -39,7 +39,7 @@ def registry_option(*, required: bool) -> Callable[[Any], Any]:
 
 
 def adapter_folders(path: Path) -> list[Path]:
-    """PATH itself if an adapter or without adapter folders, else its adapter folders."""
+    """PATH itself if an adapter, else its adapter folders."""
     below = [] if (path / "adapter_config.json").exists() else path.glob("*/adapter_config.json")
     return sorted(found.parent for found in below) or [path]
 

@@ -139,7 +139,7 @@ def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
 
 
 def refuse_given(names: Container[str], reason: str) -> None:
-    """Raises UsageError if the command line has parameters of these names; reason: with `{}` for them."""
+    """Raises UsageError for given parameters of these names."""
     context = click.get_current_context()
     here = [one for one in context.command.params if one.name in names]
     given = [one for one in here if context.get_parameter_source(one.name or "") is COMMANDLINE]

@@ -91,7 +91,7 @@ def cluster_to_serve(
 def _add_settings(
     sections: dict[str, dict[str, Any]], texts: Iterable[str], path_of: Callable[[str], str]
 ) -> None:
-    """Add values of --set to those of options.  Raises click.UsageError for two values of a setting."""
+    """Add --set.  Raises click.UsageError for another value than an option's."""
     given = {section: dict(values) for section, values in sections.items()}
     for section, one, value in map(_setting, texts):
         found, name = one.rule.placed(value, path_of), one.name

@@ -103,7 +103,7 @@ def flag(names: str, on: str | None, off: str | None, text: str = "") -> VllmOpt
 
 
 def switch(name: str, place: str, text: str = "") -> VllmOption:
-    """A flag with a setting's effect."""
+    """A flag of a setting."""
     return flag(name, f"--set {place}=true", f"--set {place}=false", text)
 
 

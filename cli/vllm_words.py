@@ -29,7 +29,7 @@ _NEEDED = {
     "--enable-expert-parallel": ("--tensor-parallel", "--set engine.tensor_parallel"),
     "--enable-auto-tool-choice": ("--tool-call-parser", "--set front_end.tool_call_parser"),
 }
-"""vLLM's flag → names of the option with its value."""
+"""Flag → option with its value, by our names."""
 NOTES = "moe_lora.vllm_notes"
 """Key of log lines in a context's `meta`."""
 
@@ -245,7 +245,7 @@ class VllmWords:
             self._note(option, shown, "" if state == "true" else shown)
 
     def _needed(self, name: str, options: Sequence[str]) -> str:
-        """The value of a needed option, "1" without.  Raises UsageError beside a file."""
+        """A needed option's value, or "1".  Raises UsageError beside a file."""
         values = [self._given[one][1] for one in options if one in self._given]
         if options and not values and "--config" in self._given:
             raise click.UsageError(f"{name} with --config needs {options[0]}; give both, or leave both out")
