@@ -195,6 +195,13 @@ class LimitsConfig(Settings):
     max_queued_tokens_per_client: int = setting(1 << 21, least=1)
     """The same, of one client; then 429. One choice may always wait."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_bodies_bytes", "max_bodies_bytes_per_client"):
+            if self.max_body_bytes - (16 << 10) > (most := getattr(self, name)):
+                what = f"max_body_bytes={self.max_body_bytes} must be at most 16 KiB more than {name}={most}"
+                raise ConfigError(f"{what}; lower the former, or raise the latter")
+
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
     """A browser sends scheme://host[:port], and nothing behind it; what differs never matches."""
