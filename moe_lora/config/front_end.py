@@ -198,9 +198,8 @@ class LimitsConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_bodies_bytes", "max_bodies_bytes_per_client"):
-            if self.max_body_bytes - (16 << 10) > (most := getattr(self, name)):
-                what = f"max_body_bytes={self.max_body_bytes} must be at most 16 KiB more than {name}={most}"
-                raise ConfigError(f"{what}; lower the former, or raise the latter")
+            if (most := self.max_body_bytes) > (16 << 10) + (bound := getattr(self, name)):
+                raise ConfigError(f"max_body_bytes={most} must be at most 16 KiB above {name}={bound}")
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:

@@ -252,11 +252,7 @@ class Run:
         """The batch's last status."""
         shown, most = self._record.shown, self._batches.frontend.limits.config.max_body_bytes
         found = await asyncio.to_thread(
-            read_lines,
-            source,
-            (shown["endpoint"],),
-            most=MAX_REQUESTS,
-            most_line_bytes=most + LINE_BYTES,
+            read_lines, source, (shown["endpoint"],), most=MAX_REQUESTS, most_line_bytes=most + LINE_BYTES
         )
         self._errors = [_error("invalid_line", message, number) for number, message in found.problems]
         if found.further:

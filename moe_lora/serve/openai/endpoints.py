@@ -543,8 +543,7 @@ class RequestIds:
     """
 
     def __init__(self, app: ASGIApp, caller: Caller, origins: Sequence[str]) -> None:
-        self._app, self._origins = app, {*origins}
-        self._caller = caller
+        self._app, self._caller, self._origins = app, caller, {*origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -555,9 +554,8 @@ class RequestIds:
         given = headers.get(HEADER, "")
         if len(given) > MAX_ID_CHARS:
             given = ""
+        state |= {"request_id_given": bool(given), "request_id": given or uuid.uuid4().hex}
         state["caller"] = self._caller
-        state["request_id_given"] = bool(given)
-        state["request_id"] = given or uuid.uuid4().hex
         state["send_body"] = send  # outer wrappers only look at a response's start
 
         def named(message: Message) -> Awaitable[None]:
